@@ -2,12 +2,10 @@
 
 import dataclasses
 import errno
-import json
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -42,34 +40,20 @@ def test_checkpoint_is_restored_bit_for_bit_on_another_mesh(checkpoints, shape, 
     assert_same_bits(restored, saved)
     for leaf, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
         assert leaf.sharding == wanted.sharding
-    manifest = json.loads((checkpoints.folder / "100" / "manifest.json").read_text())
-    assert manifest["arrays"] == {
-        "model.bias": ["float32", [16]],
-        "model.up": ["float32", [8, 16]],
-        "optimizer.count": ["uint32", [3]],
-        "optimizer.mu": ["bfloat16", [8, 16]],
-        "optimizer.nu": ["float16", [8, 16]],
-        "step": ["int32", []],
-    }
 
 
-@pytest.mark.parametrize("whole_process", [True, False])
-def test_float64_is_restored_or_refused(checkpoints, whole_process, monkeypatch):
+def test_float64_is_restored_or_refused(checkpoints):
     """Orbax reads in other threads, where the mode of this one does not hold."""
-    context = jax.enable_x64(True)
-    if whole_process:
+    with jax.enable_x64(True):
+        saved = {"model": jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)))}
+        checkpoints.save(1, saved)
+        with pytest.raises(RunError, match="model of checkpoint 1 came back in float32, not float64"):
+            checkpoints.restore(abstract(saved))
         jax.config.update("jax_enable_x64", True)
-    try:
-        with context:
-            saved = {"model": jnp.asarray(np.random.default_rng(0).standard_normal((4, 4)))}
-            checkpoints.save(1, saved)
-            if whole_process:
-                assert_same_bits(checkpoints.restore(abstract(saved))[1], saved)
-            else:
-                with pytest.raises(RunError, match="model of checkpoint 1 came back in float32, not float64"):
-                    checkpoints.restore(abstract(saved))
-    finally:
-        jax.config.update("jax_enable_x64", False)
+        try:
+            assert_same_bits(checkpoints.restore(abstract(saved))[1], saved)
+        finally:
+            jax.config.update("jax_enable_x64", False)
 
 
 def test_field_is_restored_without_the_others(checkpoints):
@@ -80,9 +64,6 @@ def test_field_is_restored_without_the_others(checkpoints):
     assert_same_bits(model, state_on(mesh_of(4, 2), value=5).model)
     with pytest.raises(RunError, match=r"optimizer/.* is missing"):
         checkpoints.restore(target)
-    bare = dataclasses.replace(target, step=jax.ShapeDtypeStruct((), jnp.int32))
-    with pytest.raises(ValueError, match="step of the target has no sharding"):
-        checkpoints.restore(bare)
 
 
 @pytest.mark.parametrize("spec", [P("data", "model"), P()])
@@ -101,8 +82,7 @@ def test_save_returns_early_and_copies_donated_buffers(tmp_path, spec):
         _, restored = checkpoints.restore(target)
     assert (np.asarray(restored["model"]) == 1.0).all()
     [(line, steps)] = seen
-    assert re.fullmatch(r"checkpoint 1 saved: \d+\.\d MB in \d+\.\d s", line)
-    assert steps == [1]
+    assert (line.startswith("checkpoint 1 saved: "), steps) == (True, [1])
 
 
 # --- What stays -------------------------------------------------------------------------------------------------------
@@ -145,20 +125,15 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
 
 def test_other_model_is_refused_by_name_and_shape(checkpoints):
     target = save_all(checkpoints, 200)
-    mu, nu = (target.optimizer[name] for name in ("mu", "nu"))
-    wide = jax.ShapeDtypeStruct(nu.shape, jnp.float32, sharding=nu.sharding)
-
-    def optimizer(**fields):
-        return dataclasses.replace(target, optimizer=fields)
-
-    for other, message in (
-        (abstract(state_on(mesh_of(4, 2), width=32)), "model.bias of shape (16,), this config needs (32,)"),
-        (optimizer(**target.optimizer | {"nu": wide}), "optimizer.nu in float16, this config needs float32"),
-        (optimizer(**target.optimizer, extra=mu), "no optimizer.extra, this config needs one of shape (8, 16)"),
-        (optimizer(mu=mu, nu=nu), "optimizer.count of shape (3,), this config has none"),
+    had, wide = target.optimizer, abstract(state_on(mesh_of(4, 2), width=32)).model
+    for changes, message in (
+        ({"model": wide}, "model.bias of shape (16,), this config needs (32,)"),
+        ({"optimizer": had | {"nu": had["mu"]}}, "optimizer.nu in float16, this config needs bfloat16"),
+        ({"optimizer": had | {"extra": had["mu"]}}, "no optimizer.extra, this config needs one of shape (8, 16)"),
+        ({"optimizer": {}}, "optimizer.count of shape (3,), this config has none"),
     ):
-        with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json beside it")):
-            checkpoints.restore(other)
+        with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json")):
+            checkpoints.restore(dataclasses.replace(target, **changes))
 
 
 def test_layers_are_restored_into_chunks_of_a_pipeline(checkpoints):
@@ -167,10 +142,7 @@ def test_layers_are_restored_into_chunks_of_a_pipeline(checkpoints):
         return {"model": {"blocks": {"up": jax.device_put(values, NamedSharding(mesh_of(4, 2), P()))}}}
 
     checkpoints.save(1, blocks(4, 3))
-    _, found = checkpoints.restore(abstract(blocks(2, 2, 3)))
-    assert_same_bits(found, blocks(2, 2, 3))
-    with pytest.raises(UsageError, match=re.escape("of shape (4, 3), this config needs (2, 3, 3)")):
-        checkpoints.restore(abstract(blocks(2, 3, 3)))
+    assert_same_bits(checkpoints.restore(abstract(blocks(2, 2, 3)))[1], blocks(2, 2, 3))
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
@@ -190,29 +162,23 @@ def test_kill_during_removal_leaves_no_half_checkpoint(checkpoints, notices, mon
     assert checkpoints.steps() == [2, 3]
 
 
-def test_remains_of_a_killed_save_are_removed(checkpoints, notices):
+def test_remains_of_a_killed_save_are_removed(checkpoints):
     save_large(checkpoints, 1)
     for left in ("2.writing", "3.writing.orbax-checkpoint-tmp", "0.deleting", "1.kept-by-a-person"):
         shutil.copytree(checkpoints.folder / "1", checkpoints.folder / left)
-    notices.clear()
     target = save_large(checkpoints, 2)
-    assert notices[:2] == [
-        "removed 2.writing: an unfinished save of checkpoint 2",
-        "removed 3.writing.orbax-checkpoint-tmp: an unfinished save of checkpoint 3",
-    ]
     assert entries(checkpoints) == ["1", "1.kept-by-a-person", "2"]
     assert checkpoints.restore(target)[0] == 2
 
 
 SAVING_FOR_EVER = """
 import itertools, sys
-import jax, jax.numpy as jnp
+import jax.numpy as jnp
 from mjax.state.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(sys.argv[1], on_notice=lambda line: print(line, flush=True))
-first = max(checkpoints.steps(), default=0)
-for step in itertools.count(first + 1):
-    checkpoints.save(step, {"model": jnp.full((1024, 1024), step, jnp.float32), "step": jnp.int32(step)})
+for step in itertools.count(max(checkpoints.steps(), default=0) + 1):
+    checkpoints.save(step, {"model": jnp.full((1024, 1024), step, jnp.float32)})
 """
 
 
@@ -221,21 +187,15 @@ def test_killed_saves_leave_only_whole_checkpoints(checkpoints, notices):
     """At any moment; `test_train_command.py` kills at the worst one."""
     command = [sys.executable, "-c", SAVING_FOR_EVER, checkpoints.folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    target = abstract({"model": jnp.zeros((1024, 1024)), "step": jnp.int32(0)})
+    target = abstract({"model": jnp.zeros((1024, 1024))})
     draw = random.Random(0)
     for _ in range(5):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        saved = 0
-        while saved < 2:  # it runs, and old checkpoints are being removed too
-            line = process.stdout.readline()
-            assert line
-            saved += " saved: " in line
+        lines = [process.stdout.readline() for _ in range(4)]  # it runs, and old checkpoints are being removed too
         time.sleep(draw.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
-        announced = max(map(int, re.findall(r"checkpoint (\d+) saved", line + rest)))
+        process.kill()
+        said = "".join(lines) + process.communicate()[0]
         step, restored = checkpoints.restore(target)
-        assert step >= announced  # what was called saved is there
-        assert int(restored["step"]) == step
+        assert step >= max(map(int, re.findall(r"checkpoint (\d+) saved", said)))  # what was called saved is there
         assert (np.asarray(restored["model"]) == step).all()
     assert notices == []  # an unfinished folder is no damaged checkpoint

@@ -30,35 +30,17 @@ def remove_the_manifest(folder):
     return "manifest.json is missing, so it was not finished or not copied completely"
 
 
-def rename_an_array_in_the_manifest(folder):
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"model":', '"modem":'))
-    return "manifest.json is not what was written"
-
-
-def cut_the_manifest(folder):
-    os.truncate(folder / "manifest.json", 50)
-    return "manifest.json is not what was written"
-
-
-@pytest.mark.parametrize("field", [None, "model"])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        truncate, flip_a_bit, remove_a_file, remove_the_metadata, remove_the_manifest, rename_an_array_in_the_manifest,
-        cut_the_manifest,
-    ],
-)  # fmt: skip
-def test_damage_is_named_and_previous_checkpoint_used(checkpoints, notices, damage, field):
-    target = save_large(checkpoints, 200, 300)
-    target = target if field is None else target["model"]
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_the_metadata, remove_the_manifest])
+def test_damage_is_named_and_previous_checkpoint_used(checkpoints, notices, damage):
+    whole = save_large(checkpoints, 200, 300)
     words = damage(checkpoints.folder / "300")
-    notices.clear()
-    assert checkpoints.restore(target, field=field)[0] == 200
-    [notice] = notices
-    assert re.fullmatch(f"checkpoint 300 is damaged: {words}; using 200", notice)
+    for target, field in ((whole, None), (whole["model"], "model")):
+        notices.clear()
+        assert checkpoints.restore(target, field=field)[0] == 200
+        [notice] = notices
+        assert re.fullmatch(f"checkpoint 300 is damaged: {words}; using 200", notice)
     with pytest.raises(RunError, match=rf"checkpoint 300 is damaged: {words}; there are also 200"):
-        checkpoints.restore(target, step=300, field=field)
+        checkpoints.restore(whole, step=300)
 
 
 def test_flipped_bit_in_any_file_is_noticed(checkpoints):
@@ -90,9 +72,5 @@ def test_damaged_checkpoint_is_set_aside_by_next_save(checkpoints, notices, step
 
 
 def test_missing_checkpoint_is_a_usage_error(checkpoints):
-    target = abstract(state_on(mesh_of(4, 2)))
     with pytest.raises(UsageError, match="has no checkpoint; give a run that has saved one"):
-        checkpoints.restore(target)
-    save_all(checkpoints, 10, 20)
-    with pytest.raises(UsageError, match="has no checkpoint 30; there are 10, 20"):
-        checkpoints.restore(target, step=30)
+        checkpoints.restore(abstract(state_on(mesh_of(4, 2))))
