@@ -1,7 +1,8 @@
 """What processes compare before the first step, and the sentence for those that differ."""
 
+import re
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,6 @@ import pytest
 
 import mjax
 from mjax.commands.finetune import FinetuneArguments, _task_facts
-from mjax.config import Config
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
@@ -29,7 +29,6 @@ CONFIG = small_config()
     ("values", "words"),
     [
         ((1, 1, 2, 1), "--train.seed 2 on process 2 on node2, 1 on the others"),
-        ((1, 2), "--train.seed 1 on process 0 on node0, 2 on process 1 on node1"),
         ((1, 2, 2, 1), "1 on processes 0 on node0 and 3 on node3, 2 on processes 1 on node1 and 2 on node2"),
         ((1, 2, 3, 3), "1 on process 0 on node0, 2 on process 1 on node1, 3 on the others"),
         ((1, None, 1), "--train.seed absent on process 1 on node1, 1 on the others"),
@@ -45,13 +44,6 @@ def test_disagreement_names_who_differs_in_what(values, words):
     assert words in sentence if words else sentence == ""
 
 
-def test_other_installation_makes_a_short_sentence():
-    files = {f"mjax/{i}.py": ("a", "a") for i in range(100)}
-    sentence = disagreement([{"host": "x", "facts": facts} for facts in (files, files, dict.fromkeys(files, "bb"))])
-    assert sentence.count("mjax/") == 6
-    assert "and 94 more differences" in sentence
-
-
 # --- Facts ------------------------------------------------------------------------------------------------------------
 
 
@@ -64,22 +56,22 @@ def changed(value):
 
 
 def test_config_facts_have_every_shared_field():
-    before, unseen = config_facts(CONFIG), set()
-    for section in fields(Config):
-        values = getattr(CONFIG, section.name)
-        for knob in fields(values):
-            other = replace(values, **{knob.name: changed(getattr(values, knob.name))})
-            if config_facts(replace(CONFIG, **{section.name: other})) == before:
-                unseen.add(f"{section.name}.{knob.name}")
-    paths = {"data.path", "data.train_path", "data.valid_path", "data.test_path"}  # compared by what they hold
-    assert unseen == {"data.cache", "log.tensorboard", "log.wandb"} | paths
+    unseen = set()
+    for section, values in vars(CONFIG).items():
+        for knob, value in vars(values).items():
+            other = replace(CONFIG, **{section: replace(values, **{knob: changed(value)})})
+            if config_facts(other) == config_facts(CONFIG):
+                unseen.add(f"{section}.{knob}")
+    assert unseen == {
+        "data.cache", "log.tensorboard", "log.wandb",
+        "data.path", "data.train_path", "data.valid_path", "data.test_path",  # compared by what they hold
+    }  # fmt: skip
 
 
 def test_data_facts_are_digests_of_the_contents(tmp_path):
     def dataset(name, tokens):
         with IndexedDatasetWriter(tmp_path / name, 60) as writer:
-            for _ in range(8):
-                writer.add_document(tokens)
+            writer.add_document(tokens)
         return str(tmp_path / name)
 
     def facts(*path, tokenizer=None):
@@ -90,14 +82,12 @@ def test_data_facts_are_digests_of_the_contents(tmp_path):
     assert facts(here) == facts(copy)
     assert facts(here) != facts(other)
     assert facts("0.3", here, "0.7", other) != facts("0.7", here, "0.3", other)
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "vocabulary").write_text("a b c")
-    before = facts(here, tokenizer=folder)
-    shutil.copytree(folder, tmp_path / "copy")
-    assert facts(here, tokenizer=tmp_path / "copy") == before
-    (folder / "vocabulary").write_text("a c b")
-    assert facts(here, tokenizer=folder) != before
+    found = []
+    for folder, text in (("one", "a b c"), ("same", "a b c"), ("other", "a c b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "vocabulary").write_text(text)
+        found.append(facts(here, tokenizer=tmp_path / folder))
+    assert found[0] == found[1] != found[2]
 
 
 def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
@@ -169,10 +159,8 @@ def test_run_folder_must_be_shared(tmp_path, monkeypatch):
 
 def test_processes_must_see_same_checkpoints(tmp_path, monkeypatch):
     add_checkpoint(tmp_path)
-    own = agreement.newest_checkpoint
-    stale = iter(["20", *[own(tmp_path)] * 2])
+    stale = iter(["20", "40", "40"])
     monkeypatch.setattr(agreement, "newest_checkpoint", lambda folder: next(stale))
     with Run() as run:
         sentence = refusal(run, lambda one, index: check_shared(one, tmp_path))
-    assert "the newest checkpoint is 20 on process" in sentence
-    assert f", {own(tmp_path)} on the others" in sentence
+    assert re.search("the newest checkpoint is 20 on process .*, 40 on the others", sentence)

@@ -1,29 +1,19 @@
 """What may change between two starts of a run, and what is refused."""
 
+import contextlib
 import dataclasses
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mjax.config import BERTConfig, Config, DataConfig, load_config, save_config
+from mjax.config import BERTConfig, Config, DataConfig, save_config
 from mjax.data.indexed import SAMPLED, SAMPLED_TOKENS, IndexedDataset, IndexedDatasetWriter
 from mjax.errors import UsageError
 from mjax.training import continuing
 from mjax.training.continuing import changes_since, save_digests
 
 CONFIG = Config(data=DataConfig(mock=True))
-FIXED = {
-    "model": (
-        "kind", "layers", "hidden", "heads", "feed_forward", "sequence", "positions", "vocabulary",
-        "vocabulary_multiple", "embedding_layernorm",
-    ),
-    "optimizer": ("name",),
-}  # fmt: skip
-LEARNED = continuing.LEARNED | {
-    "model": ("activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"),
-}
-FREE = continuing.FREE
 
 
 def _with(config=CONFIG, **sections):
@@ -59,71 +49,48 @@ def write(prefix, seed, documents=20):
 # --- Fields -----------------------------------------------------------------------------------------------------------
 
 
-def fields_of(table):
-    return [(section, knob) for section, knobs in table.items() for knob in knobs]
+TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"}
+SPECIAL = {
+    "batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512", "schedule": "linear", "wsd_decay": "linear",
+}  # fmt: skip
 
 
-def test_every_field_is_in_one_class():
-    fields = [
-        (section.name, knob.name)
-        for section in dataclasses.fields(Config)
-        for knob in dataclasses.fields(getattr(CONFIG, section.name))
-    ]
-    classes = [*fields_of(FIXED), *fields_of(LEARNED), *fields_of(FREE)]
-    assert sorted(classes) == sorted(fields), "give a new field a class in mjax/training/continuing.py"
+def another(knob, value):
+    """Another value of a field, of any type that one has."""
+    if knob in SPECIAL:
+        return SPECIAL[knob]
+    if isinstance(value, tuple):
+        return ("data/other",)
+    return not value if isinstance(value, bool) else 7 if value is None else value + type(value)(1)
 
 
-def another(config, section, knob):
-    """`config` with another value of a field, of any type that one has."""
-    value = getattr(getattr(config, section), knob)
-    special = {
-        "batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512", "schedule": "linear",
-        "wsd_decay": "linear",
-    }  # fmt: skip
-    if knob in special and section != "mesh":
-        other = special[knob]
-    elif isinstance(value, bool):
-        other = not value
-    elif isinstance(value, str):
-        other = value + "x"
-    elif isinstance(value, tuple):
-        other = ("data/other",)
-    else:
-        other = 7 if value is None else value + 1
-    return _with(config, **{section: {knob: other}})
-
-
-def test_fields_that_change_the_learning_are_refused(run_of):
+def test_every_field_is_free_learned_or_fixed(run_of):
     whole = _with(  # every field of the schedule has had an effect at step 10
         train={"steps": 10}, optimizer={"schedule": "wsd", "warmup_steps": 3, "wsd_decay_steps": 4}
     )
-    folder = run_of(whole)
-    for section, knob in fields_of(LEARNED):
-        now = another(whole, section, knob)
-        way = "--name NEW, and to continue this one with the change --allow-change"
-        with pytest.raises(UsageError, match=rf"{section}\.{knob} .*{way}"):
-            changes_since(folder, now)
-        assert changes_since(folder, now, allow=True)[0].startswith(f"changed {section}.{knob}: ")
+    folder, learned = run_of(whole), continuing.LEARNED | {"model": TUNED}
+    for section, values in vars(whole).items():
+        for knob, value in vars(values).items():
+            now = _with(whole, **{section: {knob: another(knob, value)}})
+            if knob in continuing.FREE.get(section, ()):
+                changed = changes_since(folder, now)
+            elif knob in learned.get(section, ()):
+                way = "--name NEW, and to continue this one with the change --allow-change"
+                with pytest.raises(UsageError, match=rf"{section}\.{knob} .*{way}"):
+                    changes_since(folder, now)
+                changed = changes_since(folder, now, allow=True)
+            else:  # a new field needs a class in mjax/training/continuing.py
+                words = rf"another model \(model\.{knob} .* choose another --name|{knob} adamw to continue it"
+                with pytest.raises(UsageError, match=words):
+                    changes_since(folder, now, allow=True)
+                continue
+            assert changed[0].startswith(f"changed {section}.{knob}: ")
 
 
-def test_harmless_fields_change_with_a_line(run_of):
+def test_resumed_run_is_told_its_config_file(run_of):
     folder = run_of(CONFIG)
-    for section, knob in fields_of(FREE):
-        changed = changes_since(folder, another(CONFIG, section, knob))
-        assert changed[0].startswith(f"changed {section}.{knob}: ")
-
-
-def test_other_model_or_optimizer_is_always_refused(run_of):
-    folder = run_of(CONFIG)
-    for knob in FIXED["model"]:
-        with pytest.raises(UsageError, match=rf"another model \(model\.{knob} .* choose another --name"):
-            changes_since(folder, another(CONFIG, "model", knob), allow=True)
-    words = rf"trained with adamw, .* type --optimizer\.name adamw to continue it, or --init {folder} --name NEW"
-    with pytest.raises(UsageError, match=words):
-        changes_since(folder, _with(optimizer={"name": "muon"}), allow=True)
     with pytest.raises(UsageError, match=rf"type --config {folder}/config\.json --name NEW instead of --run"):
         changes_since(folder, _with(optimizer={"learning_rate": 1.0}), resumed=True)
-    assert load_config(f"{folder}/config.json") == CONFIG
 
 
 def test_run_without_steps_takes_any_setting(run_of):
@@ -190,10 +157,9 @@ def test_digests_may_be_missing_but_not_damaged(run_of, tmp_path):
     assert changes_since(folder, config) == []
     with pytest.raises(UsageError, match=r"data\.path"):
         changes_since(folder, on(write(tmp_path / "b", 0)))
-    for text in ("{", "[]", "\0"):
-        (folder / continuing.DIGESTS).write_text(text)
-        with pytest.raises(UsageError, match=r"data\.json is damaged; remove it"):
-            changes_since(folder, config)
+    (folder / continuing.DIGESTS).write_text("[]")
+    with pytest.raises(UsageError, match=r"data\.json is damaged; remove it"):
+        changes_since(folder, config)
 
 
 def test_digest_is_of_tokens_all_over_a_file(tmp_path):
@@ -221,11 +187,8 @@ STABLE = _with(train={"steps": 100}, optimizer={"schedule": "wsd", "warmup_steps
 )
 def test_schedule_may_change_where_no_step_used_it(optimizer, refused, run_of):
     folder, now = run_of(STABLE, step=60), _with(STABLE, optimizer=optimizer)
-    if refused is None:
+    with pytest.raises(UsageError, match=refused) if refused else contextlib.nullcontext():
         assert changes_since(folder, now)
-        return
-    with pytest.raises(UsageError, match=refused):
-        changes_since(folder, now)
 
 
 def test_run_continues_from_before_its_decay(run_of):
