@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import rich.progress
 from rich.console import Console
 
 from mjax.config import load_config
 from mjax.training import metrics
-from mjax.training.display import Display, duration, verdict
+from mjax.training.display import Display
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, read_metrics
-from mjax.training.pictures import draw_experts, draw_loss, smoothed
+from mjax.training.pictures import draw_experts, draw_loss
 
 
 def record(step, **changes):
@@ -81,9 +80,6 @@ def test_flops_count_what_is_repeated():
     assert whole - of(model_flops, causal=True) == pytest.approx(1.5 * core)
     logits = 2 * batch * model.sequence * model.hidden * model.padded_vocabulary
     assert of(hardware_flops, loss_chunks=4) - whole == pytest.approx(logits)
-    wide = replace(config, model=replace(model, feed_forward=5 * model.hidden))
-    extra = 3 * 2 * 2 * model.hidden**2 * model.layers * batch * model.sequence
-    assert model_flops(wide) - model_flops(config) == pytest.approx(extra)
     bert = load_config("bert_336m")  # attention to both sides has no half to leave out
     assert model_flops(bert, causal=True) == model_flops(bert)
 
@@ -91,12 +87,8 @@ def test_flops_count_what_is_repeated():
 @pytest.mark.parametrize(
     ("device", "compute", "peak"),
     [
-        ("NVIDIA H200", "bf16", 989.4),
         ("NVIDIA H200", "fp32", 494.7),  # TF32, which XLA uses for float32 products
         ("NVIDIA H200", "fp8", 989.4),  # of bf16, in which attention and head multiply
-        ("NVIDIA H200", "fp64", None),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("cpu", "bf16", None),
         ("NVIDIA H300", "bf16", None),
     ],
 )
@@ -164,49 +156,17 @@ def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):
     assert drawn == [100.0, 111.0, 120.0]
 
 
-def test_smoothed_ramp_is_the_ramp():
-    ramp = [10 - i / 100 for i in range(600)]
-    assert smoothed(ramp) == pytest.approx(ramp, abs=1e-9)
-    assert smoothed([x + (-1) ** i for i, x in enumerate(ramp)]) == pytest.approx(ramp, abs=0.3)
-    assert smoothed(ramp[:20]) == ramp[:20]
-
-
 # --- The screen -------------------------------------------------------------------------------------------------------
 
 
-def test_verdict_says_how_far_from_guessing():
-    assert verdict(math.log(20), {}, 99) == ["validation perplexity 20.00"]
-    figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8, "unigram_entropy": math.log(500)}
-    masked, order = verdict(math.log(20) + 0.6, figures, 1600)
-    assert masked == (
-        "validation perplexity 20.00 of masked tokens (2.996 nats); by their frequency alone 500.00 (6.215 nats)"
-    )
-    assert order == "order       80.0% ± 1.0% of 1,600 pairs right; by chance 50%"
-    assert (duration(151), duration(10951)) == ("2:31", "3:02:31")
-
-
-FIGURES = [
-    "loss 8.7000", "ppl 6003", "scale 4096", "lr 1.00e-03", "200 tok/s", "MFU 50.0%", "0.1 TFLOP/s", "300 tokens",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("width", "shown"), [(140, 8), (80, 5), (60, 3), (40, 1), (24, 0), (None, 8)])
-def test_line_drops_least_important_figures_first(width, shown, monkeypatch):
-    """Without a terminal (no width) it has all of them."""
-    monkeypatch.setattr(rich.progress.Task, "time_remaining", 3723.0)
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=width is not None, width=width or 140, color_system=None)
+@pytest.mark.parametrize(("width", "shown"), [(140, (True, True)), (40, (True, False)), (24, (False, False))])
+def test_line_fits_the_terminal(width, shown):
+    """Step and time left are in it at any width, and less important figures go first."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     with Display(300_000, console).begin(0) as display:
-        for step in (1, 2, 3):
-            display.show(record(step, loss=8.7, mfu=0.5, loss_scale=4096.0))
-        display.say("a message")
-    assert "a message" in output.getvalue()
-    lines = output.getvalue().replace("\x1b[2K", "").replace("\r", "\n").split("\n")
-    if width is None:
-        assert all(word.rpartition(" ")[0] in output.getvalue() for word in FIGURES)
-        return
-    (last,) = {text.strip() for text in lines if text.startswith("step 3/300000")}
-    figures, _, left = last.removeprefix("step 3/300000").strip().rpartition(" ")
-    assert [word for word in figures.strip().split("  ") if word] == FIGURES[:shown]
-    assert left == "1:02:03"
-    assert len(last) <= width
+        display.show(record(3, loss=8.7, mfu=0.5))
+    text = console.file.getvalue()
+    line = text[text.rindex("step 3/300000") :].splitlines()[0].rstrip()
+    assert line.endswith("--:--")
+    assert ("loss 8.7000" in line, "MFU 50.0%" in line) == shown
+    assert len(line) <= width
