@@ -55,9 +55,6 @@ def test_importing_mjax_imports_no_jax():
     code = "import sys, mjax; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     assert all(getattr(mjax, name) is not None for name in mjax.__all__)
-    assert set(mjax.__all__) <= set(dir(mjax))
-    with pytest.raises(AttributeError, match="it has Config, Trainer"):
-        mjax.nothing  # noqa: B018
 
 
 def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys):
@@ -74,24 +71,26 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("moment", "last"), [("while a step runs", 4), ("before the next is dispatched", 5)])
+@pytest.mark.parametrize(("moment", "last"), [("running the step", 4), ("waiting for its batch", 5)])
 def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
+    """Whether it arrives while a step runs, or before the next one is dispatched."""
     shown = []
+
+    def interrupt(doing):
+        if shown == [1, 2, 3] and doing == moment:
+            signal.raise_signal(signal.SIGINT)
 
     def show(self, record):
         shown.append(record.step)
-        if record.step == 3 and moment == "while a step runs":
-            signal.raise_signal(signal.SIGINT)
-
-    def at(self, step, doing=None):
-        if shown == [1, 2, 3] and doing == "waiting for its batch" and moment == "before the next is dispatched":
-            signal.raise_signal(signal.SIGINT)
+        interrupt("running the step")
 
     monkeypatch.setattr(Display, "show", show)
-    monkeypatch.setattr(Watchdog, "at", at)
+    monkeypatch.setattr(
+        Watchdog, "at", lambda self, step, doing=None: doing == "waiting for its batch" and interrupt(doing)
+    )
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
-    assert "Ctrl-C: saving after the steps in flight, two at most; " in capfd.readouterr().err
+    assert "Ctrl-C: saving after the steps in flight" in capfd.readouterr().err
 
 
 @pytest.mark.ci
@@ -109,8 +108,7 @@ def test_optimizer_replaces_adamw(tmp_path, whole):
     assert losses(tmp_path / "same") == losses(whole)
     split = replace(CONFIG, mesh=MeshConfig(pipe=2, data=2, zero=1))
     for name, used in (("lion", split), ("lion again", CONFIG)):
-        trainer = mjax.Trainer(used, tmp_path / name, data=batch, optimizer=optax.scale_by_lion())
-        assert trainer.train().exit_code == 0
+        mjax.Trainer(used, tmp_path / name, data=batch, optimizer=optax.scale_by_lion()).train()
     assert losses(tmp_path / "lion") == pytest.approx(losses(tmp_path / "lion again"), rel=1e-5)
     assert losses(tmp_path / "lion")[1:3] != losses(whole)[1:3]
 
@@ -130,9 +128,7 @@ def test_loss_replaces_the_models(tmp_path, whole):
     ("source", "words"),
     [
         (lambda step: {"tokens": np.zeros((8, 16), np.int32)}, "the batch of step 0 has tokens; the model takes"),
-        (lambda step: [1, 2], "the batch of step 0 has list; the model takes tokens, labels"),
         (lambda step: dict.fromkeys(("tokens", "labels"), np.zeros((8, 3), np.int32)), r"give int32 \[8, 16\]"),
-        (lambda step: dict.fromkeys(("tokens", "labels"), np.zeros((8, 16))), r"tokens of step 0 is float64 \[8, 16\]"),
         (iter([batch(0)]), "ended after 1 batches; lower train.steps"),
     ],
 )
@@ -142,10 +138,12 @@ def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
 
 
 def test_trainer_refuses_what_train_py_refuses(tmp_path):
-    with pytest.raises(UsageError, match=r"--mesh\.model 3 does not divide heads 4; use 1, 2 or 4"):
-        mjax.Trainer(replace(CONFIG, mesh=MeshConfig(model=3)), tmp_path, data=batch)
-    with pytest.raises(UsageError, match=r"give validation, or set train\.eval_interval to 0"):
-        mjax.Trainer(tiny, tmp_path, data=batch)
+    for config, words in (
+        (replace(CONFIG, mesh=MeshConfig(model=3)), "does not divide"),
+        (tiny, "give validation, or"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            mjax.Trainer(config, tmp_path, data=batch)
     assert not list(tmp_path.iterdir())
 
 
@@ -155,10 +153,6 @@ def test_run_is_opened_and_planned(whole):
     assert run.weights.embedding.table.shape == (320, 32)
     with pytest.raises(UsageError, match="has no tokenizer"):
         mjax.generate(whole, "The")
-    plan = mjax.plan(
-        replace(CONFIG, mesh=MeshConfig(data=8, model=2), train=replace(CONFIG.train, micro_batch=1)), "h100"
-    )
-    assert plan["run"]["mesh"] == {"pipe": 1, "data": 8, "expert": 1, "context": 1, "model": 2}
-    assert plan["memory"]["total"] > 0
+    assert mjax.plan(replace(CONFIG, mesh=MeshConfig(data=2)), "h100")["memory"]["total"] > 0
     with pytest.raises(UsageError, match="there is no task"):
         mjax.evaluate(whole, "nothing", "x")
