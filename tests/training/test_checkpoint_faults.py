@@ -16,7 +16,7 @@ import pytest
 from mjax.errors import RunError, UsageError
 from mjax.state import manifest as manifests
 from mjax.state.checkpoint import Checkpoints
-from mjax.state.runs import has_checkpoint, locked
+from mjax.state.runs import has_checkpoint
 from tests.training.saved import data_file, save_all, save_large, small_disk
 
 
@@ -91,14 +91,6 @@ def test_full_and_read_only_disks_keep_earlier_checkpoints(tmp_path, capfd):
         save_large(checkpoints, 2)
         assert checkpoints.restore(target)[0] == 2
     assert capfd.readouterr().err == ""
-
-
-def test_run_folder_is_locked_while_a_run_trains(tmp_path):
-    in_use = pytest.raises(UsageError, match="is in use by another process")
-    with locked(tmp_path / "run", pytest.fail), in_use, locked(tmp_path / "run", pytest.fail):
-        pass
-    with locked(tmp_path / "run", pytest.fail):  # free again
-        pass
 
 
 # --- Whose checkpoint it is -------------------------------------------------------------------------------------------

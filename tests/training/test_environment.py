@@ -39,19 +39,3 @@ def test_environment_of_gpu_has_driver_and_libraries(monkeypatch):
     assert environment.nvidia() == {
         "driver": "580.65.06", "CUDA": "13.5.37", "cuBLAS": "12.9", "cuDNN": "9.28.1.4", "NCCL": "2.32.3",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\nGCC version: 12\n", "580.65.06"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1  Release Build\n", "570.1"),
-        ("something else\n", None),
-        (None, None),
-    ],
-)
-def test_driver_version_is_read_from_the_kernel(text, version, tmp_path):
-    if text is not None:
-        (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-        (tmp_path / "proc/driver/nvidia/version").write_text(text)
-    assert launch.nvidia_driver(tmp_path) == version

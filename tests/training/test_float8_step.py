@@ -41,9 +41,7 @@ def _without_mesh(config):
     """The config of one device with as many sequences in a micro-batch as all replicas have, and the order of the
     batch in which they are the same ones."""
     train, data = config.train, config.mesh.data
-    rows = train.global_batch // data
-    starts = range(0, rows, train.micro_batch)
-    order = [r * rows + start + row for start in starts for r in range(data) for row in range(train.micro_batch)]
+    order = np.arange(train.global_batch).reshape(data, -1, train.micro_batch).swapaxes(0, 1).flatten()
     train = replace(train, micro_batch=data * train.micro_batch, recompute="none", unroll="auto")
     return replace(config, mesh=MeshConfig(), train=train, model=replace(config.model, attention="xla")), tuple(order)
 
@@ -76,46 +74,29 @@ def test_gradients_are_those_of_one_device(case, in_float8):
 # --- In bf16 ----------------------------------------------------------------------------------------------------------
 
 
-def _run(steps=3, **changes):
-    config = small_config(**{"data": 1, "model": 2, "micro_batch": 4, "compute": "fp8", "dropout": 0.0, **changes})
-    program = program_of(config)
+@cache
+def trained(compute):
+    """A program and its state after three steps, and their losses."""
+    program = program_of(small_config(1, 2, 4, compute=compute, dropout=0.0))
     state, losses = initial_state(program), []
-    for step in range(steps):
-        batch = program.on_devices(batch_of(config, seed=step))
-        state, metrics = program.train_step(state, batch)
+    for step in range(3):
+        state, metrics = program.train_step(state, program.on_devices(batch_of(small_config(), seed=step)))
         losses.append(float(metrics.loss))
-    return program, state, losses
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return _run()
+    return program, state, np.array(losses)
 
 
 @pytest.mark.ci
-def test_losses_are_near_those_of_bf16(trained):
-    losses, wide = np.array(trained[2]), np.array(_run(compute="bf16")[2])
-    np.testing.assert_allclose(losses, wide, rtol=2e-3)
-    assert np.abs(losses - wide).max() > 1e-5
+def test_losses_are_near_those_of_bf16_and_evaluation_equal():
+    (narrow, state, losses), (wide, _, expected) = trained("fp8"), trained("bf16")
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
+    assert np.abs(losses - expected).max() > 1e-5
+    batch = narrow.on_devices(batch_of(small_config(), seed=9))
+    assert float(narrow.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
 
 
 @pytest.mark.ci
-def test_mesh_has_the_losses_up_to_rounding(trained):
-    losses = _run(data=2, model=2, micro_batch=2, mesh={"sequence_parallel": True, "zero": 3})[2]
-    np.testing.assert_allclose(losses, trained[2], rtol=1e-3)
-
-
-@pytest.mark.ci
-def test_evaluation_is_in_bf16(trained):
-    program, state, _ = trained
-    wide = program_of(small_config(1, 2, 4, compute="bf16", dropout=0.0))
-    batch = program.on_devices(batch_of(small_config(), seed=9))
-    assert float(program.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
-
-
-@pytest.mark.ci
-def test_step_is_skipped_when_not_finite(trained):
-    program, state, _ = trained
+def test_step_is_skipped_when_not_finite():
+    program, state, _ = trained("fp8")
     state = jax.tree.map(jnp.copy, state)
     state.model.blocks.mlp.up.kernel[...] = state.model.blocks.mlp.up.kernel[...].at[0, 3, 5].set(jnp.inf)
     batch = program.on_devices(batch_of(small_config(), seed=9))

@@ -9,6 +9,7 @@ import pytest
 from mjax.state.checkpoint import Checkpoints
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, initial_state, named, program_of, small_config
+from tests.training.test_optimizer import poisoned
 
 INTERLEAVED = {"pipe": 2, "data": 2, "model": 2, "chunks": 2}
 
@@ -30,12 +31,13 @@ class Run:
         return in_layer_order(self.state.model, self.config)
 
     def take(self, steps):
-        losses = []
+        """Losses of `steps`, and the norms of their gradients [n, 2]."""
+        found = []
         for step in steps:
             batch = self.program.on_devices(batch_of(self.config, seed=step))
             self.state, metrics = self.program.train_step(self.state, batch)
-            losses.append(float(metrics.loss))
-        return losses
+            found.append([float(metrics.loss), float(metrics.grad_norm)])
+        return np.array(found)
 
     def evaluate(self):
         batch = self.program.on_devices(batch_of(self.config, seed=99))
@@ -44,20 +46,20 @@ class Run:
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Weights before training, six losses, and that of an evaluation after them."""
+    """Weights before training, six losses and norms, and the loss of an evaluation after them."""
     run = Run().begin()
     return run.weights, run.take(range(6)), run.evaluate()
 
 
 @pytest.fixture(scope="module")
 def interleaved(tmp_path_factory):
-    """The folder of a checkpoint after three steps on an interleaved pipeline, and its run."""
+    """A run after three steps on an interleaved pipeline, what it began with, and the folder of its checkpoint."""
     folder = tmp_path_factory.mktemp("interleaved")
     run = Run(**INTERLEAVED).begin()
     initial, losses = run.weights, run.take(range(3))
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, run.state)
-    return folder, initial, losses, run.weights
+    return run, initial, losses, folder
 
 
 def test_interleaved_pipeline_begins_as_one_device(interleaved, one_device):
@@ -65,6 +67,13 @@ def test_interleaved_pipeline_begins_as_one_device(interleaved, one_device):
     for name, value in one_device[0].items():
         np.testing.assert_array_equal(value, initial[name], err_msg=name)
     np.testing.assert_allclose(losses, one_device[1][:3], rtol=1e-5)
+
+
+def test_broken_weight_of_a_pipeline_is_named(interleaved):
+    run = interleaved[0]
+    state = poisoned(run.state, "model.blocks.mlp.up.kernel", np.nan)  # of the second chunk
+    [index] = np.flatnonzero(run.program.broken(state))
+    assert run.program.gradient_names[index] == "blocks.mlp.up.kernel of layer 3"
 
 
 @pytest.mark.ci
@@ -97,12 +106,12 @@ def test_mesh_has_weights_and_losses_of_one_device(mesh, one_device):
     ids=str,
 )
 def test_checkpoint_of_interleaved_pipeline_continues_elsewhere(mesh, interleaved, one_device):
-    folder, _, _, saved = interleaved
+    before, _, _, folder = interleaved
     run = Run(**mesh)
     with Checkpoints(folder) as checkpoints:
         _, run.state = checkpoints.restore(run.program.abstract_state)
     for name, value in run.weights.items():
-        np.testing.assert_array_equal(value, saved[name], err_msg=name)
+        np.testing.assert_array_equal(value, before.weights[name], err_msg=name)
     np.testing.assert_allclose(run.take(range(3, 6)), one_device[1][3:], rtol=1e-5)
     assert run.evaluate() == pytest.approx(one_device[2], rel=1e-5)
 

@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from mjax.config import OptimizerConfig, PrecisionConfig
 from mjax.models.build import build_model
 from mjax.names import leaf_name
-from mjax.parallel.mesh import make_mesh
 from mjax.state.precision import LossScale
-from mjax.training.optimizer import backward_order, gradient_names, sums_by_parameter
+from mjax.training.optimizer import backward_order, gradient_names
 from mjax.training.schedule import learning_rate
-from tests.against_reference import in_layer_order
 from tests.small import batch_of, named, program_of, small_config
 
 # --- Schedules --------------------------------------------------------------------------------------------------------
@@ -82,7 +79,7 @@ def _like(leaf, value):
     return jax.device_put(np.full(leaf.shape, value, leaf.dtype), leaf.sharding)
 
 
-def _poisoned(tree, name, value):
+def poisoned(tree, name, value):
     """`tree` with `value` in one element of layer 2 of a parameter."""
 
     def change(path, leaf):
@@ -166,7 +163,7 @@ def test_update_is_dropped_when_loss_exceeds_limit(limit, skipped):
 def test_broken_weight_or_moment_is_named(optimizer, part, name, value, broken):
     program = program_of(replace(CONFIG, optimizer=replace(CONFIG.optimizer, name=optimizer)))
     state = program.initialize()
-    state = _poisoned(state, f"model.{name}" if part == "model" else f"{part}.{name}", value)
+    state = poisoned(state, f"model.{name}" if part == "model" else f"{part}.{name}", value)
     counts = np.asarray(program.broken(state))
     found = [program.gradient_names[index] for index in np.flatnonzero(counts)]
     assert found == [f"{name} of layer 2"] * broken
@@ -182,28 +179,3 @@ def test_backward_order_goes_from_heads_to_embedding():
     names = ["embedding.table", *(f"blocks.{part} of layer {i}" for part in ("gate.kernel", "mlp.up") for i in (1, 2))]
     ordered = [names[i] for i in backward_order(names)]
     assert ordered == [f"blocks.{part} of layer {i}" for i in (2, 1) for part in ("mlp.up", "gate.kernel")] + names[:1]
-
-
-@pytest.mark.parametrize(
-    "mesh", [{"pipe": 2, "chunks": 2, "zero": 1}, pytest.param({"pipe": 4, "zero": 3}, marks=pytest.mark.ci)]
-)
-def test_squared_norms_on_pipeline_are_of_each_gradient(mesh):
-    config = small_config(2, 2, layers=8, mesh=mesh)
-    program = program_of(config)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
-    drawn = np.random.default_rng(0)
-    whole = jax.tree.map(lambda leaf: drawn.normal(size=leaf.shape).astype(np.float32), program.abstract_state.model)
-    norms = jax.shard_map(
-        lambda gradients: sums_by_parameter([[jax.tree.map(jnp.square, gradients)]], config.mesh)[0],
-        mesh=make_mesh(config.mesh),
-        in_specs=(jax.tree.map(lambda sharding: sharding.spec, shardings),),
-        out_specs=P(),
-    )
-    found = dict(zip(program.gradient_names, jax.jit(norms)(jax.device_put(whole, shardings)), strict=True))
-    expected = {}
-    for name, gradient in in_layer_order(whole, config).items():
-        if name.startswith("blocks."):
-            expected |= {f"{name} of layer {i}": np.square(part).sum() for i, part in enumerate(gradient, start=1)}
-        else:
-            expected[name] = np.square(gradient).sum()
-    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)

@@ -71,23 +71,21 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("moment", "last"), [("running the step", 4), ("waiting for its batch", 5)])
+@pytest.mark.parametrize(("moment", "last"), [("a step runs", 4), ("waiting for its batch", 5)])
 def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
     """Whether it arrives while a step runs, or before the next one is dispatched."""
     shown = []
 
-    def interrupt(doing):
+    def at(self, step, doing=None):
         if shown == [1, 2, 3] and doing == moment:
             signal.raise_signal(signal.SIGINT)
 
     def show(self, record):
         shown.append(record.step)
-        interrupt("running the step")
+        at(self, record.step, "a step runs")
 
     monkeypatch.setattr(Display, "show", show)
-    monkeypatch.setattr(
-        Watchdog, "at", lambda self, step, doing=None: doing == "waiting for its batch" and interrupt(doing)
-    )
+    monkeypatch.setattr(Watchdog, "at", at)
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
     assert "Ctrl-C: saving after the steps in flight" in capfd.readouterr().err
