@@ -1,7 +1,6 @@
 """States of a small model on a mesh of eight devices, and saving them."""
 
 import contextlib
-import dataclasses
 import subprocess
 from pathlib import Path
 
@@ -9,48 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-REPLICATED = P()
-
-
-class Model(nnx.Module):
-    def __init__(self, width: int):
-        self.up = nnx.Param(jnp.zeros((8, width)))
-        self.bias = nnx.Param(jnp.zeros(width))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
-    model: Model
-    optimizer: dict
-    step: jax.Array
 
 
 def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def state_on(mesh, spec: P = REPLICATED, value: float | None = None, width: int = 16) -> State:
+def state_on(mesh, spec=None, value: float | None = None, width: int = 16) -> dict:
     """Random weights (or all `value`), the same on every mesh; the matrices are sharded by `spec`."""
     draw = np.random.default_rng(0).standard_normal if value is None else lambda shape: np.full(shape, value)
 
     def put(dtype, *shape):
-        sharding = NamedSharding(mesh, spec if len(shape) == 2 else P())
+        sharding = NamedSharding(mesh, spec if spec and len(shape) == 2 else P())
         return jax.device_put(jnp.asarray(draw(shape), dtype), sharding)
 
-    model = Model(width)
-    model.up[...] = put(jnp.float32, 8, width)
-    model.bias[...] = put(jnp.float32, width)
-    optimizer = {
-        "mu": put(jnp.bfloat16, 8, width),
-        "nu": put(jnp.float16, 8, width),
-        "count": jax.device_put(np.arange(3, dtype=np.uint32) + np.uint32(2**31), NamedSharding(mesh, P())),
+    whole = NamedSharding(mesh, P())
+    return {
+        "model": {"up": put(jnp.float32, 8, width), "bias": put(jnp.float32, width)},
+        "optimizer": {
+            "mu": put(jnp.bfloat16, 8, width),
+            "nu": put(jnp.float16, 8, width),
+            "count": jax.device_put(np.arange(3, dtype=np.uint32) + np.uint32(2**31), whole),
+        },
+        "step": jax.device_put(jnp.int32(value or 7), whole),
     }
-    return State(model, optimizer, jax.device_put(jnp.int32(value or 7), NamedSharding(mesh, P())))
 
 
 def abstract(tree):
@@ -65,13 +48,17 @@ def assert_same_bits(ours, theirs):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def save_all(checkpoints, *steps: int) -> State:
+def save_all(checkpoints, *steps: int) -> dict:
     """Save constant states, one a step, and return the tree to restore to."""
     mesh = mesh_of(4, 2)
     for step in steps:
         checkpoints.save(step, state_on(mesh, value=step))
     checkpoints.wait()
     return abstract(state_on(mesh))
+
+
+def entries(checkpoints) -> list[str]:
+    return sorted(entry.name for entry in checkpoints.folder.iterdir())
 
 
 def data_file(folder: Path) -> Path:

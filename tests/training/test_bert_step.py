@@ -21,18 +21,32 @@ from tests.test_train_command import command
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
-@pytest.fixture(scope="module")
-def run():
-    """A run on a pipeline, and weights for it."""
-    config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, kind="bert")
-    config = replace(config, train=replace(config.train, eval_batches=2))
+def run_of(config):
+    """A run that has not begun, and weights for it."""
     mesh = make_mesh(config.mesh)
     return loop.Run(config, mesh, build_program(config, mesh), None, None, None, None), gradient_program(config)[1]()
 
 
-def _expected(run, weights, batch):
+@pytest.fixture(scope="module")
+def run():
+    config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, kind="bert")
+    return run_of(replace(config, train=replace(config.train, eval_batches=2)))
+
+
+class Validation:
+    """Data for an evaluation: these batches."""
+
+    def __init__(self, batches):
+        self.batches, self.sizes = batches, BatchSizes.constant(8)
+
+    def at(self, step, rows=slice(None), positions=slice(None)):
+        return of_positions({name: array[rows] for name, array in self.batches[step].items()}, positions)
+
+
+def expected_of(run, weights, batches):
+    """What the serial reference reports of each batch."""
     whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
-    return np.asarray(reference.loss_and_gradients(whole, run.config.model, batch)[0])
+    return np.array([reference.loss_and_gradients(whole, run.config.model, batch)[0] for batch in batches])
 
 
 def test_evaluation_weighs_masked_tokens_by_number_and_pairs_alike(run):
@@ -41,15 +55,8 @@ def test_evaluation_weighs_masked_tokens_by_number_and_pairs_alike(run):
     batches[1]["loss_mask"] &= np.arange(16) < 3
     counts = [int(batch["loss_mask"].sum()) for batch in batches]
     assert counts[0] > 2 * counts[1] > 0
-
-    class Validation:
-        sizes = BatchSizes.constant(8)
-
-        def at(self, step, rows=slice(None), positions=slice(None)):
-            return of_positions({name: array[rows] for name, array in batches[step].items()}, positions)
-
-    loss, metrics = run.evaluate(1, weights, Validation())
-    each = np.stack([_expected(run, weights, batch) for batch in batches])
+    loss, metrics = run.evaluate(1, weights, Validation(batches))
+    each = expected_of(run, weights, batches)
     masked, (_, order, found) = np.average(each[:, 0], weights=counts), each.mean(0)
     guessed = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
     entropy = -np.mean([math.log(np.mean(guessed == label)) for label in guessed])

@@ -1,6 +1,5 @@
 """Checkpoints: bit for bit on any mesh, complete or absent."""
 
-import dataclasses
 import errno
 import os
 import random
@@ -20,12 +19,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.errors import RunError, UsageError
 from mjax.state.checkpoint import Checkpoints
 from tests.conftest import ROOT
-from tests.training.saved import abstract, assert_same_bits, data_file, mesh_of, save_all, save_large, state_on
-
-
-def entries(checkpoints):
-    return sorted(entry.name for entry in checkpoints.folder.iterdir())
-
+from tests.training.saved import abstract, assert_same_bits, data_file, entries, mesh_of, save_all, save_large, state_on
 
 # --- What is saved comes back -----------------------------------------------------------------------------------------
 
@@ -59,9 +53,9 @@ def test_float64_is_restored_or_refused(checkpoints):
 def test_field_is_restored_without_the_others(checkpoints):
     target = save_all(checkpoints, 5)
     shutil.rmtree(checkpoints.folder / "5" / "optimizer")
-    step, model = checkpoints.restore(target.model, field="model")
+    step, model = checkpoints.restore(target["model"], field="model")
     assert step == 5
-    assert_same_bits(model, state_on(mesh_of(4, 2), value=5).model)
+    assert_same_bits(model, state_on(mesh_of(4, 2), value=5)["model"])
     with pytest.raises(RunError, match=r"optimizer/.* is missing"):
         checkpoints.restore(target)
 
@@ -125,7 +119,7 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
 
 def test_other_model_is_refused_by_name_and_shape(checkpoints):
     target = save_all(checkpoints, 200)
-    had, wide = target.optimizer, abstract(state_on(mesh_of(4, 2), width=32)).model
+    had, wide = target["optimizer"], abstract(state_on(mesh_of(4, 2), width=32))["model"]
     for changes, message in (
         ({"model": wide}, "model.bias of shape (16,), this config needs (32,)"),
         ({"optimizer": had | {"nu": had["mu"]}}, "optimizer.nu in float16, this config needs bfloat16"),
@@ -133,7 +127,7 @@ def test_other_model_is_refused_by_name_and_shape(checkpoints):
         ({"optimizer": {}}, "optimizer.count of shape (3,), this config has none"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json")):
-            checkpoints.restore(dataclasses.replace(target, **changes))
+            checkpoints.restore(target | changes)
 
 
 def test_layers_are_restored_into_chunks_of_a_pipeline(checkpoints):

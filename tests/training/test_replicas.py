@@ -30,20 +30,15 @@ def with_flipped_bit(array, device, word=0, bit=3):
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-def flip(model, name, device, word=0, bit=3):
-    leaf = getattr(model, name)
-    leaf[...] = with_flipped_bit(leaf[...], device, word, bit)
-
-
 @pytest.mark.parametrize(("name", "word", "bit"), [("up", 0, 0), ("up", 63, 31), ("bias", 15, 12)])
 def test_flipped_bit_names_its_device(name, word, bit):
     """Of mesh data 4 × model 2, on which `up` is split over `model`, and `bias` is on every device."""
     mesh = make_mesh(MeshConfig(data=4, model=2))
-    model = state_on(mesh, P(None, "model")).model
+    model = state_on(mesh, P(None, "model"))["model"]
     replicas = Replicas(abstract(model), mesh)
     replicas.check(7, model)
     device = mesh.devices[0, 2, 0, 0, 1]
-    flip(model, name, device, word, bit)
+    model[name] = with_flipped_bit(model[name], device, word, bit)
     words = rf"after step 40 .* replica 2 \(device {device.id} of process 0\) differs from the others in {name};"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(40, model)
@@ -52,16 +47,16 @@ def test_flipped_bit_names_its_device(name, word, bit):
 def test_replicas_compare_what_has_copies():
     """Of what ZeRO splits there is one copy, and of two that differ either may be wrong."""
     mesh = make_mesh(MeshConfig(data=2))
-    model = state_on(mesh, P("data")).model
+    model = state_on(mesh, P("data"))["model"]
     replicas = Replicas(abstract(model), mesh)
-    flip(model, "up", mesh.devices[0, 1, 0, 0, 0])
+    model["up"] = with_flipped_bit(model["up"], mesh.devices[0, 1, 0, 0, 0])
     replicas.check(1, model)
-    flip(model, "bias", mesh.devices[0, 1, 0, 0, 0])
+    model["bias"] = with_flipped_bit(model["bias"], mesh.devices[0, 1, 0, 0, 0])
     words = r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) differ in bias;"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(2, model)
     alone = make_mesh(MeshConfig(model=2))
-    model = state_on(alone, P(None, "model")).model
+    model = state_on(alone, P(None, "model"))["model"]
     Replicas(abstract(model), alone).check(1, model)
 
 
@@ -75,7 +70,8 @@ def test_run_with_differing_replicas_ends_with_3(tmp_path, monkeypatch, capsys):
         def step(state, batch, *rest):
             with jax.transfer_guard("allow"):
                 if int(state.step) == 5:
-                    flip(state.model.final_norm, "bias", mesh.devices[0, 1, 0, 0, 0])
+                    bias = state.model.final_norm.bias
+                    bias[...] = with_flipped_bit(bias[...], mesh.devices[0, 1, 0, 0, 0])
             return program.train_step(state, batch, *rest)
 
         return replace(program, train_step=step)
