@@ -27,7 +27,7 @@ def _config(**optimizer):
     return replace(
         config,
         optimizer=replace(config.optimizer, warmup_steps=3, decay_steps=6, **optimizer),
-        train=replace(config.train, steps=6, global_batch=8, batch_rampup=(4, 4, 16), eval_interval=4, eval_batches=1),
+        train=replace(config.train, steps=6, global_batch=8, batch_rampup=(4, 4, 16), eval_interval=0),
         log=replace(config.log, tensorboard=False, sample_tokens=0),
     )
 
@@ -61,8 +61,6 @@ def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     assert [record["learning_rate"] for record in records] == pytest.approx(_rates(config, SAMPLES[:-1]), rel=1e-6)
     for record, size in zip(records, SIZES, strict=True):
         assert record["tokens_per_second"] == pytest.approx(size * 16 / record["seconds"])
-    per_token = [record["tflops"] / record["tokens_per_second"] for record in records]
-    assert per_token == pytest.approx([per_token[0]] * len(SIZES))
 
 
 # --- The clock of the learning rate -----------------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from mjax import cli
+from mjax.config import CheckpointConfig, HealthConfig
 from mjax.training import loop
 from mjax.training.metrics import MetricsLog, read_metrics
 from tests.conftest import ROOT
+from tests.small import program_of
 from tests.training.test_optimizer import poisoned
+from tests.training.test_replicas import with_flipped_bit
 
 FLAGS = [
     "--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "run", "--train.steps", "20",
@@ -35,31 +38,18 @@ def weights(factor):
     return lambda state: replace(state, model=jax.tree.map(lambda x: x * jnp.float32(factor), state.model))
 
 
-@pytest.fixture(scope="module")
-def build():
-    """`build_program`, once for all runs here: what differs between them is not in the program."""
-    programs, original = [], loop.build_program
-
-    def build(config, mesh, **options):
-        if not programs:
-            programs.append(original(config, mesh))
-        return programs[0]
-
-    return build
-
-
 class Launcher:
     """Starts one run again and again, as `train.py` and its flags would; poisons its state before a step."""
 
-    def __init__(self, build, folder, monkeypatch):
-        self.build, self.folder, self.poisons, self.stop_at = build, folder, {}, None
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.poisons, self.stop_at = folder, {}, None
         self.run_folder = folder / "run"
         monkeypatch.setattr(loop, "build_program", self._build)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
         monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)  # takes longer than all steps
 
     def _build(self, config, mesh, **options):
-        program = self.build(config, mesh, **options)
+        program = program_of(replace(config, checkpoint=CheckpointConfig(), health=HealthConfig()))
 
         def step(state, batch, *limit):
             with jax.transfer_guard("allow"):
@@ -87,15 +77,15 @@ class Launcher:
 
 
 @pytest.fixture
-def launcher(build, tmp_path, monkeypatch):
-    return Launcher(build, tmp_path, monkeypatch)
+def launcher(tmp_path, monkeypatch):
+    return Launcher(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def healthy(build, tmp_path_factory):
+def healthy(tmp_path_factory):
     """The losses of the run that nothing happens to."""
     with pytest.MonkeyPatch.context() as patch:
-        launcher = Launcher(build, tmp_path_factory.mktemp("healthy"), patch)
+        launcher = Launcher(tmp_path_factory.mktemp("healthy"), patch)
         assert launcher() == 0
         assert launcher.saved() == ["16", "20"]
         return launcher.losses()
@@ -175,3 +165,16 @@ def test_spike_is_rewound_the_same_way_after_a_restart(launcher, capfd):
     shutil.rmtree(launcher.run_folder / "checkpoints")
     assert launcher("--health.spike", "rewind") == 0
     assert launcher.losses() == found
+
+
+@pytest.mark.ci
+def test_run_with_differing_replicas_ends_with_3(launcher, capfd):
+    def flip(state):
+        bias = state.model.final_norm.bias
+        bias[...] = with_flipped_bit(bias[...], jax.devices()[1])
+        return state
+
+    launcher.poisons = {5: flip}
+    assert launcher("--mesh.data", "2") == 3
+    assert "after step 8 the replicas have different weights: replica 0" in capfd.readouterr().err
+    assert launcher.saved() == ["4"]
