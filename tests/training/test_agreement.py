@@ -36,11 +36,8 @@ CONFIG = small_config()
     ],
 )
 def test_disagreement_names_who_differs_in_what(values, words):
-    given = [
-        {"host": f"node{i}", "facts": {} if value is None else {"--train.seed": (str(value), str(value))}}
-        for i, value in enumerate(values)
-    ]
-    sentence = disagreement(given)
+    facts = [{} if value is None else {"--train.seed": (str(value), str(value))} for value in values]
+    sentence = disagreement([{"host": f"node{i}", "facts": each} for i, each in enumerate(facts)])
     assert words in sentence if words else sentence == ""
 
 
@@ -143,7 +140,6 @@ def test_all_processes_end_with_same_sentence():
         sentence = refusal(run, lambda one, index: agree(one, config_facts(faster if index == 2 else CONFIG)))
         assert run.ask(lambda one, index: agree(one, config_facts(CONFIG))) == [None] * 3
     assert "do not agree: --optimizer.learning-rate 0.0001 on process 2 on " in sentence
-    assert ", 0.01 on the others; start all with the same" in sentence
 
 
 def test_run_folder_must_be_shared(tmp_path, monkeypatch):
@@ -152,7 +148,6 @@ def test_run_folder_must_be_shared(tmp_path, monkeypatch):
     with Run() as run:
         assert run.ask(lambda one, index: check_shared(one, tmp_path / "runs" / "new")) == [None] * 3
         sentence = refusal(run, lambda one, index: check_shared(one, tmp_path / ("b" if index == 1 else "a")))
-    assert f"has its run folder at {tmp_path / 'a'}, and process 1 on" in sentence
     assert f"cannot see it at {tmp_path / 'b'}; use --runs with a folder on a file system" in sentence
     assert [list((tmp_path / folder).iterdir()) for folder in ("runs/new", "a", "b")] == [[], [], []]
 

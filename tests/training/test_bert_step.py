@@ -7,16 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax import cli
 from mjax.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop
-from mjax.training.metrics import read_metrics
+from mjax.training.display import verdict
 from mjax.training.step import build_program
 from tests import reference
 from tests.small import batch_of, gradient_program, named, small_config
-from tests.test_train_command import command
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -74,17 +72,9 @@ def test_batch_without_masks_has_the_order_loss_alone(run):
     assert float(found.loss) == float(found.means["order_loss"]) > 0.1
 
 
-@pytest.mark.ci
-def test_run_records_both_losses_and_the_order_accuracy(tmp_path, fewer_devices, capfd):
-    flags = ["--model.kind", "bert", "--model.layernorm", "post"]
-    assert cli.main(["train", *command(tmp_path)[2:], *flags]) == 0
-    output = capfd.readouterr().out
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    for record in records:
-        assert record["loss"] == pytest.approx(record["mlm_loss"] + record["order_loss"], rel=1e-5)
-        assert (record["order_accuracy"] * 8) % 1 == pytest.approx(0, abs=1e-4)
-    last = records[-1]
-    assert last["val_loss"] == pytest.approx(last["val_mlm_loss"] + last["val_order_loss"], rel=1e-5)
-    assert f"validation perplexity {math.exp(last['val_mlm_loss']):.2f} of masked tokens" in output
-    assert f"by their frequency alone {math.exp(last['val_unigram_entropy']):.2f}" in output
-    assert f"order       {last['val_order_accuracy']:.1%} ± " in output
+def test_verdict_compares_with_guessing():
+    figures = {"mlm_loss": math.log(20), "order_loss": 0.6, "order_accuracy": 0.8, "unigram_entropy": math.log(500)}
+    masked, order = verdict(math.log(20) + 0.6, figures, 1600)
+    assert "perplexity 20.00 of masked tokens" in masked
+    assert "alone 500.00" in masked
+    assert "80.0% ± 1.0%" in order

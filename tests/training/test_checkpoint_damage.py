@@ -20,17 +20,12 @@ def remove_a_file(folder):
     return "model/.* is missing"
 
 
-def remove_the_metadata(folder):
-    (folder / "_CHECKPOINT_METADATA").unlink()
-    return "_CHECKPOINT_METADATA is missing"
-
-
 def remove_the_manifest(folder):
     (folder / "manifest.json").unlink()
     return "manifest.json is missing, so it was not finished or not copied completely"
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_the_metadata, remove_the_manifest])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, remove_a_file, remove_the_manifest])
 def test_damage_is_named_and_previous_checkpoint_used(checkpoints, notices, damage):
     whole = save_large(checkpoints, 200, 300)
     words = damage(checkpoints.folder / "300")

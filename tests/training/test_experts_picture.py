@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 import mjax
-from mjax.config import MixtureConfig
 from mjax.training.metrics import read_metrics
+from tests.models.test_mixture import config_of as mixture
 from tests.tiny_config import config as tiny
 
-MODEL = MixtureConfig(
-    layers=2, hidden=16, heads=2, sequence=16, vocabulary=64, experts=4, expert_width=16, hidden_dropout=0.0,
-    attention_dropout=0.0, attention="xla", grouped="xla",
-)  # fmt: skip
-CONFIG = replace(tiny, model=MODEL, train=replace(tiny.train, steps=6, eval_interval=3))
+CONFIG = replace(
+    tiny, model=mixture(layers=2, experts_per_token=1).model, train=replace(tiny.train, steps=6, eval_interval=3)
+)
 
 
 @pytest.mark.ci

@@ -71,30 +71,26 @@ def test_health_goes_through_json_bit_for_bit():
 
 
 @pytest.mark.parametrize(
-    ("values", "ended", "problem"),
+    ("values", "suspect", "problem"),
     [
-        ([4.0] * 10 + [None] * 4, False, "4 steps in a row were skipped"),
-        ([None, 4.0, None, None, 4.0, None, 4.0], False, None),
-        ([None, 4.0, None, None, 4.0, None, 4.0], True, "4 of the last 7 steps were skipped or had a loss far above"),
-        ([*losses(20), *[8.0] * 5], False, "5 of the last 8 steps"),
+        ([4.0] * 5 + [None], True, ""),
+        ([4.0] * 5 + [None, 4.0], False, ""),
+        ([None, None, 4.0], True, ""),  # two of the last three
+        ([None, None, 4.0, 4.0], False, ""),
+        ([4.0] * 10 + [None] * 4, True, "4 steps in a row were skipped"),
+        ([*losses(20), *[8.0] * 5], True, "5 of the last 8 steps"),
     ],
 )
-def test_too_many_unhealthy_steps_end_a_run(values, ended, problem):
-    found = observed(values)[0].problem(ended)
-    assert found is None if problem is None else found.startswith(problem)
+def test_unhealthy_steps_make_suspect_and_end_a_run(values, suspect, problem):
+    health, _ = observed(values)
+    assert health.suspect == suspect
+    assert (health.problem() or "")[: len(problem) or None] == problem
 
 
-@pytest.mark.parametrize(
-    ("values", "suspect"),
-    [
-        ([4.0] * 5 + [None], True),
-        ([4.0] * 5 + [None, 4.0], False),
-        ([None, None, 4.0], True),  # two of the last three
-        ([None, None, 4.0, 4.0], False),
-    ],
-)
-def test_state_is_suspect_while_most_steps_are_unhealthy(values, suspect):
-    assert observed(values)[0].suspect == suspect
+def test_short_run_ends_unhealthy_only_at_its_end():
+    health, _ = observed([None, 4.0, None, None, 4.0, None, 4.0])
+    assert health.problem() is None
+    assert health.problem(ended=True).startswith("4 of the last 7 steps were skipped or had a loss far above")
 
 
 def test_evaluation_of_poisoned_weights_is_suspect():

@@ -74,8 +74,7 @@ def test_every_mesh_starts_from_same_weights(mesh, source, tmp_path):
 def test_same_command_continues_and_does_not_restart(source, tmp_path, capsys):
     run, whole = tmp_path / "new", tmp_path / "whole"
     assert train(whole, steps=4, init=source) == 4
-    said = f"Loaded weights from {source}, checkpoint 2; starting with fresh optimizer state"
-    assert said in capsys.readouterr().out
+    assert f"Loaded weights from {source}, checkpoint 2; starting with fresh" in capsys.readouterr().out
     assert origin_of(whole) == Origin(str(source), 2, {})
     assert train(run, steps=2, init=source) == 2
     capsys.readouterr()

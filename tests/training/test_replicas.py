@@ -48,6 +48,3 @@ def test_replicas_compare_what_has_copies():
     words = r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) differ in bias;"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(2, model)
-    alone = make_mesh(MeshConfig(model=2))
-    model = state_on(alone, P(None, "model"))["model"]
-    Replicas(abstract(model), alone).check(1, model)

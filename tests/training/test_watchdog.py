@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import time
 
@@ -80,8 +81,7 @@ def test_silence_is_announced_then_ends_the_run(capfd):
         run.wait_for(lambda: run.left.keys() >= {0, 2})
     assert f"{name(run, 1)} has not been heard of for 61" in capfd.readouterr().err
     [line] = [line for line in run.said if name(run, 1) in line]
-    assert "has not been heard of for 31" in line
-    assert "at 600 s the run ends" in line
+    assert re.search("has not been heard of for 31.* at 600 s the run ends", line)
 
 
 @pytest.mark.parametrize(
