@@ -17,7 +17,6 @@ from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
-from mjax.finetuning.report import print_table
 from mjax.finetuning.seed import SeedRun, best_of, read_epochs
 from mjax.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
@@ -49,31 +48,21 @@ def mnli(run):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """Commands with equal configs share a program, which would be traced again, and draw only their last figure."""
-    draw, drawn = tuning.draw, set()
-
-    def draw_once(metric, epochs, file, title):
-        if file.parent not in drawn:
-            drawn.add(file.parent)
-            draw(metric, epochs, file, title)
-
+    """Commands with equal configs share a program, which would be traced again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "build_program", functools.cache(tuning.build_program))
-        patch.setattr(tuning, "draw", draw_once)
         yield
 
 
-@pytest.fixture(scope="module")
-def asked():
-    """The numbers of steps after which `done` asked whether the processes are to stop."""
-    return []
+ASKED = []
+"""The numbers of steps after which `done` asked whether the processes are to stop."""
 
 
 @pytest.fixture(scope="module")
-def done(run, mnli, asked):
+def done(run, mnli):
     """The folder of a fine-tuning of two seeds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.told_to_stop", asked.append)
+        patch.setattr("mjax.training.loop.told_to_stop", ASKED.append)
         assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     return run.parent / "bert-mnli"
 
@@ -93,23 +82,18 @@ def weights_of(run):
     return named(restore_weights(run, lay_out(config, make_mesh(config.mesh)).abstract_model, None, print)[1])
 
 
-def test_report_has_seeds_median_and_best(done, capsys):
+def test_report_has_seeds_median_and_best(done):
     report = report_of(done)
     assert [seed["seed"] for seed in report["seeds"]] == [1234, 1235]
     assert report["seeds"][0]["loss"] != report["seeds"][1]["loss"]
     values = [seed["figures"]["accuracy"] for seed in report["seeds"]]
     assert report["median"]["accuracy"] == pytest.approx(sum(values) / 2)
     assert report["best"]["figures"]["accuracy"] == max(values)
-    assert (report["epochs"], report["batch"], report["sequence"], report["step"]) == (4, 16, 48, 10)
-    assert (report["task"], report["examples"], report["weight_decay"]) == ("mnli", 72, 0.1)
+    assert (report["task"], report["examples"], report["epochs"], report["step"]) == ("mnli", 72, 4, 10)
     assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
-    print_table(report, "mnli")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["seed", "1234", "1235", "median"] in lines
-    assert ["accuracy", *(f"{value:.4f}" for value in (*values, report["median"]["accuracy"]))] in lines
 
 
-def test_every_epoch_is_measured_and_first_best_kept(done, asked):
+def test_every_epoch_is_measured_and_first_best_kept(done):
     for seed in report_of(done)["seeds"]:
         folder = done / f"seed-{seed['seed']}"
         epochs = read_epochs(folder)
@@ -127,7 +111,7 @@ def test_every_epoch_is_measured_and_first_best_kept(done, asked):
         assert rates.index(max(rates)) == 4  # a quarter of the steps
         assert records[-1]["val_accuracy"] == values[-1]
     # JAX stops processes after the number that follows the highest it was asked with, so none may come again.
-    assert asked == list(range(1, 33))
+    assert list(range(1, 33)) == ASKED
     assert best_of([{"figures": {"f1": value}, "epoch": n} for n, value in enumerate((1, 2, 2))], "f1")["epoch"] == 1
 
 
@@ -165,9 +149,7 @@ def test_interrupted_finetuning_ends_bit_identical(run, mnli, done, monkeypatch,
         np.testing.assert_array_equal(again[name], weight, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "flag", [("--batch", 8), ("--epochs", 6), ("--weight-decay", 0), ("--precision.compute", "bf16")]
-)
+@pytest.mark.parametrize("flag", [("--batch", 8), ("--precision.compute", "bf16")])
 def test_folder_continues_only_with_its_settings(run, mnli, done, capsys, flag):
     before = fingerprint(done)
     assert cli.main(["finetune", *words_of(run, "mnli", mnli, *MNLI, *flag)]) == 2
@@ -175,13 +157,6 @@ def test_folder_continues_only_with_its_settings(run, mnli, done, capsys, flag):
     assert f"was fine-tuned with {flag[0]} " in message
     assert f", now {flag[1]}" in message
     assert fingerprint(done) == before
-
-
-@pytest.mark.ci
-def test_finished_seeds_are_not_trained_again(run, mnli, done, capsys):
-    before = fingerprint(done / "seed-1234")
-    assert tuned(capsys, run, "mnli", mnli, *MNLI) == report_of(done)
-    assert fingerprint(done / "seed-1234") == before
 
 
 @pytest.mark.ci
@@ -198,12 +173,11 @@ def test_best_folder_is_evaluated_to_same_metrics(done, mnli, capsys, tmp_path):
         assert written == (done / "best" / "predictions" / f"{name}.tsv").read_text()
     data = tmp_path / "test_matched.tsv"
     data.write_text("index\tsentence1\tsentence2\n7\tthe old bird\tindeed the bird\n")
-    found = evaluated(capsys, done / "best", "mnli", data, "--predictions", tmp_path)
-    assert found.keys() == {"task", "data", "checkpoint", "step"}
+    assert "accuracy" not in evaluated(capsys, done / "best", "mnli", data, "--predictions", tmp_path)
     assert (tmp_path / "MNLI-m.tsv").read_text().startswith("index\tprediction\n7\t")
     argv = ["evaluate", "--checkpoint", str(done / "best"), "--task", "mnli", "--data", str(data)]
     assert cli.main(argv) == 2
-    assert "has no labels to compute metrics from; add --predictions FOLDER" in capsys.readouterr().err
+    assert "no labels to compute metrics from; add --predictions" in capsys.readouterr().err
 
 
 @pytest.mark.ci
@@ -217,25 +191,6 @@ def test_task_is_learned_from_published_format(task, capsys, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("task", "mesh"),
-    [
-        ("mnli", ("--mesh.data", 2, "--mesh.model", 2, "--mesh.sequence-parallel", "--mesh.zero", 3)),
-        ("race", ("--mesh.data", 2, "--mesh.pipe", 2, "--train.micro-batch", 2, "--train.recompute", "full")),
-        ("squad2.0", ("--mesh.context", 4, "--mesh.data", 2, "--mesh.context-attention", "gather")),
-    ],
-)
-def test_mesh_ends_as_one_device(task, mesh, capsys, tmp_path):
-    run = write_run(tmp_path / "bert", dropout=0.1)
-    files = write_task(tmp_path / "data", task, train=64, validation=22)
-    one = tuned(capsys, run, task, files, *SHORT, "--output", tmp_path / "one")
-    many = tuned(capsys, run, task, files, *SHORT, *mesh, "--output", tmp_path / "many")
-    for expected, found in zip(*(read_epochs(tmp_path / name / "seed-1234") for name in ("one", "many")), strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-    assert many["best"]["figures"] == pytest.approx(one["best"]["figures"], rel=1e-4)
-
-
-@pytest.mark.ci
 def test_two_processes_print_report_of_one(run, capsys, tmp_path):
     files = write_task(tmp_path / "data", "mnli", train=64, validation=22)
     expected = tuned(capsys, run, "mnli", files, *SHORT, "--output", tmp_path / "one")
@@ -244,17 +199,9 @@ def test_two_processes_print_report_of_one(run, capsys, tmp_path):
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     where = ["--distributed.coordinator", address, "--distributed.processes", 2, "--simulate", 1, "--mesh.data", 2]
     words = words_of(run, "mnli", files, *SHORT, *where, "--output", tmp_path / "two", "--json")
-    group = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mjax", "finetune", *words, "--distributed.process", str(number)],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
+    argv = [sys.executable, "-m", "mjax", "finetune", *words, "--distributed.process"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    group = [subprocess.Popen([*argv, str(number)], cwd=ROOT, env=environment(), **pipes) for number in range(2)]
     try:
         ends = [process.communicate(timeout=400) for process in group]
     finally:
@@ -267,4 +214,3 @@ def test_two_processes_print_report_of_one(run, capsys, tmp_path):
     found = json.loads(objects[0][0])
     assert found["best"]["figures"] == expected["best"]["figures"]
     assert found["best"]["loss"] == pytest.approx(expected["best"]["loss"], rel=1e-4)
-    assert "\x1b" not in ends[0][1]

@@ -6,9 +6,7 @@ import shutil
 import pytest
 
 from mjax import cli
-from mjax.config import read_config, save_config
-from mjax.errors import UsageError
-from mjax.validation import validate
+from mjax.config import save_config
 from tests.finetuning.pretrained import write_run
 from tests.small import small_config
 from tests.tasks.synthetic import write_task
@@ -42,18 +40,13 @@ def finetune(*flags, run="bert", task="mnli", train="mnli/train.tsv", validation
 
 
 WRONG = {
-    "unknown task": (finetune(task="mnlii"), "no task 'mnlii', did you mean 'mnli'?; use mnli, qqp, race, squad1.1 or"),
     "a GPT": (finetune(run="gpt"), "holds a GPT, and labelled tasks need a BERT"),
     "rows beyond the positions": (finetune("--sequence", 49), "--sequence 49 is longer than the 48 positions"),
-    "a batch that does not divide": (
-        finetune("--batch", 9, "--mesh.data", 2), "--batch 9 does not divide over --mesh.data 2; use a multiple of 2",
-    ),
+    "a batch that does not divide": (finetune("--batch", 9, "--mesh.data", 2), "use a multiple of 2"),
     "a micro-batch that does not divide": (finetune("--train.micro-batch", 3), "--train.micro-batch 3 does not divide"),
     "a batch above the examples": (finetune("--batch", 25), "--batch 25 is more than the 24 examples of --train"),
-    "no epoch": (finetune("--epochs", 0), "--epochs is 0; it must be at least 1"),
     "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate is inf"),
     "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
-    "a seed that is too large": (finetune("--seed", 2**32), "--seed is 4294967296"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (
         finetune(validation="mnli/test_matched.tsv"), "no labels, so there is no accuracy to choose the best epoch by",
@@ -65,10 +58,7 @@ WRONG = {
     ),
     "a head in pre-training by its kind": (
         lambda p: ["train", "--config", "bert_336m", "--data.mock", "--model.kind", "bert_task"],
-        "--model.kind bert_task is not for pre-training; leave it out, or use python -m mjax finetune --help",
-    ),
-    "a head on a GPT": (
-        lambda p: ["train", "--data.mock", "--model.head", "span"], "it is for --model.kind bert_task: leave it out",
+        "--model.kind bert_task is not for pre-training; leave it out",
     ),
     "evaluating what was not fine-tuned": (
         lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
@@ -89,33 +79,20 @@ def test_wrong_flag_or_file_changes_nothing(what, place, capsys):
     assert not list((place / "out").glob("seed-*/*"))
 
 
-def evaluating(place, head, answers, task, data):
-    run = place.parent / f"{head}{answers}{task}"
-    shutil.copytree(place / "bert", run)
+@pytest.mark.parametrize(
+    ("head", "answers", "task", "words"),
+    [
+        ("classification", 2, "mnli", "predicts 2 classes and was not fine-tuned for mnli"),
+        ("classification", 3, "race", "predicts 3 classes and was not fine-tuned for race"),
+        ("multiple_choice", 4, "mnli", "predicts 4 choices and was not fine-tuned for mnli"),
+        ("span", 2, "mnli", "predicts where an answer is and was not fine-tuned for mnli"),
+    ],
+)
+def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, answers, task, words):
+    run = shutil.copytree(place / "bert", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["model"] |= {"head": head, "answers": answers}
     (run / "config.json").write_text(json.dumps(config))
-    return ["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(place / data)]
-
-
-@pytest.mark.parametrize(
-    ("head", "answers", "task", "data", "words"),
-    [
-        ("classification", 2, "mnli", "mnli/dev_matched.tsv", "predicts 2 classes and was not fine-tuned for mnli"),
-        ("classification", 3, "race", "race/dev", "predicts 3 classes and was not fine-tuned for race; give a run of"),
-        ("multiple_choice", 4, "mnli", "mnli/dev_matched.tsv", "predicts 4 choices and was not fine-tuned for mnli"),
-        ("span", 2, "mnli", "mnli/dev_matched.tsv", "predicts where an answer is and was not fine-tuned for mnli"),
-    ],
-)
-def test_run_of_another_task_is_rejected(place, capsys, head, answers, task, data, words):
-    assert cli.main(evaluating(place, head, answers, task, data)) == 2
+    data = place / ("race/dev" if task == "race" else "mnli/dev_matched.tsv")
+    assert cli.main(["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(data)]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_config_with_head_is_read_back(place, tmp_path):
-    config = small_config(kind="bert", head="multiple_choice", answers=4, micro_batch=2)
-    save_config(config, tmp_path / "config.json")
-    assert read_config(tmp_path / "config.json") == config
-    validate(config)
-    with pytest.raises(UsageError, match=r"--model\.answers is 0; it must be at least 1"):
-        validate(small_config(kind="bert", head="classification", answers=0))

@@ -20,12 +20,6 @@ COUNT = 11  # no multiple of any batch
 SP = {"sequence_parallel": True}
 
 
-def some_examples(config) -> Examples:
-    arrays = examples_of(replace(config, train=replace(config.train, global_batch=COUNT)), seed=1)
-    labels = {name: arrays[name] for name in config.model.label_names}
-    return Examples(arrays["tokens"], arrays["token_types"], arrays["documents"] == 0, labels)
-
-
 @pytest.mark.parametrize(
     ("head", "data", "model", "mesh", "micro_batch"),
     [
@@ -36,18 +30,14 @@ def some_examples(config) -> Examples:
 )
 def test_scores_and_loss_equal_serial_reference(head, data, model, mesh, micro_batch):
     config = small_config(data, model, mesh=mesh, dropout=0.0, kind="bert", compute="fp64", **HEADS[head])
-    examples = some_examples(config)
+    batch = examples_of(replace(config, train=replace(config.train, global_batch=COUNT)), seed=1)
+    labels = {name: batch[name] for name in config.model.label_names}
+    examples = Examples(batch["tokens"], batch["token_types"], batch["documents"] == 0, labels)
     with jax.enable_x64(True):
         weights = gradient_program(config)[1]()
         config = inference_config(config, config.mesh, micro_batch=micro_batch)
         scores = TaskScorer(config, make_mesh(config.mesh))(weights, examples)
         whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
-        batch = {
-            "tokens": examples.tokens,
-            "token_types": examples.token_types,
-            "documents": (~examples.text).astype(np.int32),
-            **examples.labels,
-        }
         expected = np.asarray(reference.task_scores(whole, config.model, batch))
         expected_loss = float(reference.task_loss(whole, config.model, batch)[0])
     assert len(scores) == COUNT

@@ -169,27 +169,6 @@ def test_muon_leaves_the_bias_to_its_rule():
     assert (moves > 0).any()
 
 
-@pytest.mark.ci
-def test_router_that_prefers_experts_comes_to_use_all():
-    """All tokens have a part in common, for which two of eight experts have high scores: so all choose these."""
-    loads = {}
-    for rate in (1e-12, 0.01):
-        config = biased(micro_batch=8, compute="fp32", layers=1, balance_bias=rate)
-        config = replace(config, optimizer=replace(config.optimizer, learning_rate=1e-4))
-        weights = weights_of(config)
-        weights.embedding.table[...][:] += 0.1
-        weights.blocks.mlp.router.kernel[...][..., :2] += 0.1
-        weights.blocks.mlp.router.bias[...][:] = 0
-        _, _, (_, loads[rate]) = steps_on_mesh(config, range(60), first_state(config, weights))
-    assert loads[0.01][0] == loads[1e-12][0]
-    assert loads[1e-12].min() > 2.3, "E / k = 2.67 where all tokens choose the same"
-    assert loads[0.01][-10:].mean() < 1.35
-
-
-def test_without_a_rate_there_is_no_bias():
-    assert BIAS not in named(weights_of(biased(compute="fp32", balance_bias=0.0)))
-
-
 def test_bias_is_refused_when_all_experts_are_chosen():
     with pytest.raises(UsageError, match=r"--model\.balance-bias 0\.01 does nothing where a token takes all 4 experts"):
         validate(config_of(balance_bias=0.01, experts_per_token=4), "a test")

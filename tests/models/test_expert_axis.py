@@ -6,23 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.errors import UnhealthyError, UsageError
-from mjax.generation import Generator
-from mjax.models.build import build_model
-from mjax.names import leaf_name
+from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
-from mjax.parallel.mesh import make_mesh
-from mjax.parallel.zero import storage_of
+from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.comms import ledger
-from mjax.sampling import Sampling
 from mjax.state.layout import lay_out
 from mjax.training.replicas import Replicas
-from mjax.validation import validate
-from tests.models.test_mixture import MIXTURE, config_of
+from tests.models.test_mixture import MIXTURE
 from tests.small import named, small_config
 from tests.training.saved import abstract
 from tests.training.test_muon import _directions
@@ -33,33 +26,13 @@ from tests.training.test_trainer import losses
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "spec", "zero", "stored", "gathers"),
-    [
-        ("mlp.up", (4, 8, 32, 2, 24), P(None, "expert", None, None, "model"), 0, ("expert", None, None, "model"), ()),
-        (
-            "mlp.up", (4, 8, 32, 2, 24), P(None, "expert", None, None, "model"), 3,
-            (("expert", "data"), None, None, "model"), ((("data",), -4),),
-        ),
-        (
-            "mlp.up", (4, 4, 32, 2, 24), P(None, "expert", None, None, "model"), 1,
-            ("expert", "data", None, "model"), ((("data",), -3),),
-        ),
-        ("attention_norm.scale", (4, 32), P(None, None), 1, (("data", "expert"),), ((("data", "expert"), -1),)),
-    ],
-)  # fmt: skip
-def test_zero_splits_experts_over_the_replicas_that_share_them(name, shape, spec, zero, stored, gathers):
-    mesh = MeshConfig(data=8, expert=4, model=2, zero=zero)
-    storage = storage_of(f"blocks.{name}", shape, spec, mesh)
-    assert storage.spec == P(None, *stored)
-    assert storage.gathers == gathers
-
-
-def test_device_has_the_experts_of_its_rank():
-    config = small_config(4, 1, 2, mesh={"expert": 4}, **{**MIXTURE, "layers": 2})
-    model = lay_out(config, make_mesh(config.mesh)).abstract_model
-    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    for name, local in (("up", (2, 1, 32, 2, 24)), ("down", (2, 1, 24, 32)), ("router.kernel", (2, 32, 4))):
-        leaf = leaves[f"blocks.mlp.{name}"]
+    ("zero", "up", "router"), [(0, (2, 1, 32, 2, 12), (2, 32, 4)), (3, (2, 1, 16, 2, 12), (2, 4, 4))]
+)
+def test_device_has_the_experts_of_its_rank(zero, up, router):
+    """ZeRO splits them over the replicas that share them, and all other weights over all replicas."""
+    config = small_config(8, 2, 1, mesh={"expert": 4, "zero": zero}, **{**MIXTURE, "layers": 2})
+    blocks = lay_out(config, abstract_mesh(config.mesh)).abstract_model.blocks
+    for leaf, local in ((blocks.mlp.up[...], up), (blocks.mlp.router.kernel[...], router)):
         assert leaf.sharding.shard_shape(leaf.shape) == local
 
 
@@ -137,37 +110,4 @@ def test_run_continues_on_another_expert_axis(tmp_path, fewer_devices):
     assert trained(replace(_run_config(), mesh=MeshConfig()), "moved") == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.ci
-def test_generation_on_experts_gives_tokens_of_one_device():
-    def tokens(**mesh):
-        config = small_config(**{**MIXTURE, "layers": 2, "experts": 8}, dropout=0.0)
-        config = replace(config, mesh=MeshConfig(**mesh), train=replace(config.train, micro_batch=1))
-        generator = Generator(config, make_mesh(config.mesh))
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
-        model = jax.jit(lambda: jax.tree.map(lambda w: 8 * w, build_model(5, config.model)), out_shardings=shardings)()
-        found = generator.generate(model, [[1, 2, 3], [4]], Sampling(tokens=6, temperature=0), -1)
-        return [each.tokens for each in found]
-
-    expected = tokens()
-    assert len({*expected[0], *expected[1]}) > 3
-    assert tokens(data=4, expert=4, model=2) == expected
-
-
 # --- Refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (small_config(2, mesh={"expert": 2}), "--mesh.expert 2 splits the experts of a mixture, and a GPT has none"),
-        (
-            config_of(4, mesh={"expert": 3}),
-            "--mesh.expert 3 does not divide --mesh.data 4: it is the number of replicas that share the experts; "
-            "use 1, 2 or 4",
-        ),
-        (config_of(8, mesh={"expert": 8}), "--mesh.expert 8 does not divide 4 experts: .* use 1, 2 or 4"),
-    ],
-)
-def test_axis_that_does_not_fit_is_refused(config, message):
-    with pytest.raises(UsageError, match=message):
-        validate(config, "a test")

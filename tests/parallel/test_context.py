@@ -13,14 +13,15 @@ from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.models import across, causal
 from mjax.parallel import mappings, scopes
-from mjax.parallel.mesh import batch_specs, make_mesh
+from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 from mjax.planner.comms import ledger
 from mjax.training import step
 from mjax.validation import validate
 from tests.against_reference import largest_error
 from tests.models.test_mixture import config_of as mixture_config
-from tests.small import BLOOM, batch_of, gradient_program, named, small_config
+from tests.models.test_mixture import means_of
+from tests.small import BLOOM, small_config
 from tests.training.test_trainer import losses as losses_of
 
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
@@ -28,14 +29,10 @@ PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": Tru
 
 @pytest.mark.ci
 def test_balance_loss_over_layers_is_that_of_one_device():
-    def found(mesh):
-        config = mixture_config(1, 1, 4, mesh=mesh, layers=2, sequence=16, balance_over="layers")
-        with jax.enable_x64(True):
-            program, place = gradient_program(config)
-            means, gradients = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
-        return np.asarray(means), named(gradients)
-
-    (means, gradients), (expected, wanted) = found({"context": 4}), found({})
+    (means, gradients), (expected, wanted) = (
+        means_of(mixture_config(1, 1, 4, mesh=mesh, layers=2, sequence=16, balance_over="layers"))
+        for mesh in ({"context": 4}, {})
+    )
     np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(gradient, wanted[name], rtol=0, atol=1e-12, err_msg=name)
@@ -145,16 +142,6 @@ def test_positions_are_balanced_over_ranks(context):
     assert (seen == seen[0]).all()
 
 
-def test_arrays_of_a_batch_are_split_where_they_have_positions():
-    arrays = {"tokens": ((16,), "int32"), "label": ((), "int32"), "choices": ((3, 16), "int32"), "row": ((5,), "int32")}
-    assert batch_specs(arrays, 16) == {
-        "tokens": P(("data", "expert"), "context"),
-        "label": P(("data", "expert")),
-        "choices": P(("data", "expert"), None, "context"),
-        "row": P(("data", "expert")),
-    }
-
-
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -186,33 +173,11 @@ def test_run_continues_on_other_contexts_as_on_one_device(tmp_path, fewer_device
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mesh", "model", "message"),
-    [
-        ({"context": 3}, {}, r"--mesh.context 3 cannot cut 16 positions into .* equal parts; use a --model"),
-        (
-            {"context": 2, "context_attention": "gather"}, {"sequence": 81},
-            r"cannot cut 81 positions into 4 equal parts; .* --mesh.context 1$",
-        ),
-        (
-            {"context": 16, "context_attention": "gather"}, {"sequence": 16},
-            r"--mesh.context 16 cannot cut 16 positions into 32 equal parts; .* --mesh.context 2, 4 or 8$",
-        ),
-        (
-            {"context": 4, "context_attention": "heads", "model": 4}, {},
-            r"splits the 2 heads of a rank of --mesh.model 4, which --mesh.context 4 does not divide; "
-            r"use --mesh.context 2, or --mesh.context-attention gather",
-        ),
-        (
-            {"context": 2, "context_attention": "gather"}, {"attention": "cudnn"},
-            r"use --model.attention flash, or --mesh.context-attention heads",
-        ),
-    ],
-)  # fmt: skip
-def test_impossible_split_is_refused(mesh, model, message):
-    config = small_config(dropout=0.0, **model)
-    with pytest.raises(UsageError, match=message):
-        validate(replace(config, mesh=MeshConfig(**mesh)))
+def test_impossible_split_is_refused():
+    """One that heads cannot make; `tests/test_bad_inputs.py` has others."""
+    config = small_config(model=4, mesh={"context": 4, "context_attention": "heads"})
+    with pytest.raises(UsageError, match=r"splits the 2 heads .* use --mesh.context 2, or --mesh.context-attention ga"):
+        validate(config)
 
 
 def test_heads_are_split_where_possible():

@@ -72,26 +72,6 @@ IN_PALLAS = {tile: partial(through_groups, kernel=INTERPRETED, tile=tile) for ti
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
-@given(loads)
-@example([2] * ASSIGNMENTS)
-@example([-1] * ASSIGNMENTS)
-def test_every_assignment_has_row_of_its_own(which):
-    """In order, in a tile of its group."""
-    groups, place = jax.jit(group, static_argnums=(1, 2))(jnp.asarray(which, jnp.int32), E, ROWS)
-    which, place, of_tile = map(np.asarray, (which, place, groups.of_tile))
-    here = (which >= 0) & (which < E)
-    assert (place[~here] == len(of_tile) * ROWS).all()
-    for one in range(E):
-        rows = place[which == one]
-        first = int(groups.first[one]) * ROWS
-        assert rows.tolist() == list(range(first, first + len(rows)))
-        assert groups.counts[one] == len(rows)
-        assert groups.tiles[one] == -(-len(rows) // ROWS) == (of_tile[: groups.used] == one).sum()
-    assert groups.used == np.sum(groups.tiles) <= len(of_tile)
-    assert (of_tile[groups.used :] == E - 1).all()
-
-
 def distributions(assignments, groups, most):
     """Of so many assignments or fewer over groups, of which each takes at most `most`."""
     if not groups:

@@ -8,10 +8,8 @@ from functools import cache
 import jax.numpy as jnp
 import pytest
 
-from mjax.parallel import pipeline
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.comms import ledger
-from tests.against_reference import largest_error
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
 
@@ -21,14 +19,6 @@ def _config(schedule, chunks, pipe, micro_batches, recompute="none", data=2, mod
     return small_config(
         data, model, 1, recompute, compute, layers=8, global_batch=data * micro_batches, mesh=mesh, heads=4
     )
-
-
-@pytest.mark.ci
-def test_residual_of_a_wrong_slot_is_seen(monkeypatch):
-    put = pipeline.put
-    monkeypatch.setattr(pipeline, "put", lambda buffer, slot, value: put(buffer, 0 * slot, value))
-    errors = largest_error(small_config(2, 2, compute="fp64", layers=4, mesh={"pipe": 2, "schedule": "1f1b"}))
-    assert max(errors.values()) > 1e-4
 
 
 # --- Memory and communication -----------------------------------------------------------------------------------------
@@ -90,34 +80,21 @@ def test_stage_keeps_no_weight_and_no_more_with_zero_3(schedule, chunks):
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "zero"),
-    [
-        ("1f1b", 2, 3),
-        ("zb-h1", 1, 1),
-        pytest.param("zb-h1", 2, 3, marks=pytest.mark.ci),
-        pytest.param("gpipe", 1, 1, marks=pytest.mark.ci),
-    ],
+    [("1f1b", 2, 3), ("zb-h1", 1, 1), pytest.param("gpipe", 1, 1, marks=pytest.mark.ci)],
 )
-def test_messages_cross_in_bf16_and_gradients_in_float32(schedule, chunks, zero):
+def test_only_bf16_messages_cross_pipe_in_the_tick_loop(schedule, chunks, zero):
+    """Weights cross in bf16, with ZeRO-1 before it, and gradients in float32 after it."""
     found = ledger(_config(schedule, chunks, 4, 8, compute="bf16", zero=zero)).records
-    beyond = [c for c in found if {"pipe", "data"} & set(c.axes)]
-    types = {kind: {c.dtype for c in beyond if c.operation == kind} for kind in {c.operation for c in beyond}}
-    assert types == {
-        "permute": {"bfloat16"}, "all-gather": {"bfloat16"}, "reduce-scatter": {"float32"}, "all-reduce": {"float32"},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 2), ("zb-h1", 1), pytest.param("gpipe", 1, marks=pytest.mark.ci)]
-)
-def test_only_messages_cross_pipe_in_the_tick_loop(schedule, chunks):
-    config = _config(schedule, chunks, 4, 8, compute="fp32")
-    inside = [c for c in ledger(config).records if c.loops]
+    inside = [c for c in found if c.loops]
     over_pipe = [c for c in inside if "pipe" in c.axes]
     assert {(c.operation, c.shape) for c in over_pipe} == {("permute", (16, 32))}
     ticks = build_schedule(schedule, 4, 8, chunks).ticks
     assert sum(c.count for c in over_pipe) == 2 * ticks  # an activation forward and a gradient back, in every tick
-    assert not [c for c in inside if "data" in c.axes]
+    assert any("data" in c.axes for c in inside) == (zero == 3)
     assert {c.operation for c in inside if "model" in c.axes} == {"all-reduce"}
+    assert {(c.operation, c.dtype) for c in found if {"pipe", "data"} & set(c.axes)} == {
+        ("permute", "bfloat16"), ("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32"),
+    }  # fmt: skip
 
 
 def test_no_message_leaves_before_all_operations_have_run():

@@ -1,20 +1,15 @@
 """Sharded storage: the same training as plain data parallelism, with a state that shrinks by the data axis."""
 
-from collections import Counter
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.parallel.zero import gather_weights, own_shard, plan_storage, reduce_gradients
-from mjax.planner.comms import ledger
+from mjax.parallel.zero import own_shard
 from mjax.state.layout import initial_weights
 from mjax.training.step import build_program
 from tests.against_reference import in_layer_order
@@ -41,27 +36,6 @@ def test_zero_trains_like_plain_data_parallelism(zero):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-def test_gathered_weights_reduce_to_gradients_of_shards():
-    """Of an embedding whose rows `model`, `pipe` and `data` split: gathers and scatters have the order of the spec."""
-    mesh = MeshConfig(pipe=2, data=2, model=2, zero=1)
-    embedding = VocabParallelEmbedding(jax.random.key(0), 16, 16, 4, 1.0, jnp.float32)
-    computed = nnx.get_partition_spec(embedding)
-    plan = plan_storage(jax.eval_shape(lambda: embedding), computed, mesh)
-    stored = jax.tree.map(lambda storage: storage.spec, plan)
-    assert jax.tree.leaves(stored)[0] == P(("model", "pipe", "data"), None)
-    factors = np.random.default_rng(0).normal(size=(4, 16, 4)).astype(np.float32)  # of each rank of pipe and data
-
-    def gradients(shards, factors):
-        weights = gather_weights(shards, plan, jnp.float32, mesh)
-        found = jax.grad(lambda weights: (weights.table[...] ** 2 * factors[0]).sum() / 2)(weights)
-        return reduce_gradients(found, shards, plan)
-
-    specs = stored, P(("pipe", "data"), "model")
-    program = jax.jit(jax.shard_map(gradients, mesh=make_mesh(mesh), in_specs=specs, out_specs=stored))
-    found = program(embedding, factors)
-    np.testing.assert_allclose(found.table[...], embedding.table[...] * factors.sum(0), rtol=1e-5, atol=1e-6)
-
-
 def test_seed_draws_initial_weights():
     config = small_config(layers=1)
     other = replace(config, train=replace(config.train, seed=7))
@@ -83,33 +57,6 @@ def test_state_on_device_shrinks_by_data_axis():
     for data, zero in ((2, 1), (8, 1), (8, 3)):
         part = bytes_on_a_device(abstract_state(data, zero=zero))
         assert whole / data <= part < 1.001 * whole / data + 100  # besides: counters and the loss scale
-
-
-def test_pipeline_stores_one_copy_of_embedding():
-    """And of its moments, over all stages together."""
-    state = abstract_state(pipe=4)
-    for name in ("embedding", "positions", "final_norm"):
-        for tree in (state.model, state.optimizer[0].mu, state.optimizer[0].nu):
-            weights = getattr(tree, name)
-            whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-            assert bytes_on_a_device(weights) * 4 == whole
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_gradients_are_scattered_in_float32(zero):
-    """ZeRO-1: once a step. ZeRO-3: once for each layer and micro-batch, whose kernels are gathered twice."""
-    config = small_config(4, 2, compute="bf16", mesh={"zero": zero}, global_batch=16, layers=3)
-    found = [record for record in ledger(config).records if "data" in record.axes]
-    dtypes = {(record.operation, record.dtype) for record in found if record.operation != "all-reduce"}
-    assert dtypes == {("reduce-scatter", "float32"), ("all-gather", "bfloat16")}
-    of_layers, layers_and_micro_batches = {"all-gather": Counter(), "reduce-scatter": Counter()}, 3 * 4
-    for record in found:
-        if 3 in record.loops:
-            of_layers[record.operation][record.shape] += record.count // layers_and_micro_batches
-    kernels = {(8, 3, 4, 4), (1, 4, 32), (8, 64), (16, 32)}  # shards of QKV, projection, MLP up and down
-    gathered_twice = {shape for shape, times in of_layers["all-gather"].items() if times == 2}
-    assert of_layers["reduce-scatter"].total() == (12 if zero == 3 else 0)  # weights of a layer
-    assert gathered_twice >= kernels if zero == 3 else not of_layers["all-gather"]
 
 
 @pytest.mark.parametrize("spec", [P(("pipe", "data"), "model"), P(("model", "pipe"), None, "data")])

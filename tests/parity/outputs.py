@@ -6,8 +6,11 @@ import numpy as np
 import torch
 import transformers
 
+from mjax import cli
 from mjax.interop.weights import leaves, places
 from mjax.names import leaf_name
+from tests.interop.folders import read_folder
+from tests.interop.whole_weights import assert_same
 
 
 def batch_of(model, seed=0):
@@ -19,12 +22,6 @@ def batch_of(model, seed=0):
 def logits_of(peer, batch):
     """Scores of a GPT, [b, s, v]."""
     return peer(torch.tensor(batch["tokens"], dtype=torch.long)).logits
-
-
-def loss_of(peer, batch):
-    """Mean over all labels, as ours."""
-    labels = torch.tensor(batch["labels"], dtype=torch.long)
-    return torch.nn.functional.cross_entropy(logits_of(peer, batch).flatten(0, 1), labels.flatten())
 
 
 def outputs_of_pretraining(peer, batch):
@@ -72,6 +69,10 @@ def with_noise(peer):
 # --- Weights and gradients --------------------------------------------------------------------------------------------
 
 
+def in_float64(weights):
+    return jax.tree.map(lambda weight: jnp.asarray(weight, jnp.float64), jax.device_get(weights))
+
+
 def in_tree(tensors, target, family, model):
     """Tensors of a peer, by its names, in the tree of `target`."""
     arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves(target).items()}
@@ -95,3 +96,14 @@ def assert_gradients(found, expected, atol=1e-12):
     for name, gradient in leaves(found).items():
         assert np.abs(expected[name]).max() > 1e-9 or name in ("head.bias", "final_norm.bias"), name
         np.testing.assert_allclose(np.asarray(gradient), expected[name], rtol=0, atol=atol, err_msg=name)
+
+
+def exported(peer, folder):
+    """The peer in float64 as its class opens the export of the run in `folder`; no key missing, every tensor the same
+    as in `hf`."""
+    assert cli.main(["convert", "to-hf", str(folder / "run"), str(folder / "out"), "--shard-size", "20KB"]) == 0
+    again, report = type(peer).from_pretrained(folder / "out", output_loading_info=True, attn_implementation="eager")
+    assert not any(report.values()), report
+    assert_same(read_folder(folder / "out"), read_folder(folder / "hf"))
+    again.config._experts_implementation = peer.config._experts_implementation  # by default kernels without float64
+    return again.eval().double()

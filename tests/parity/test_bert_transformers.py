@@ -7,16 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
-from mjax import cli
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.inference import inference_config
 from mjax.interop.convert import family_of, write_run
 from mjax.model_config import as_kind
 from mjax.models.build import build_model
-from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
 from mjax.tasks.scoring import TaskScorer
@@ -26,13 +22,17 @@ from tests.small import examples_of, gradient_program, pairs_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
+from tests.parity.both_ways import assert_scores  # noqa: E402
 from tests.parity.outputs import (  # noqa: E402
     assert_gradients,
+    exported,
     gradients_of,
+    in_float64,
     outputs_of_pretraining,
     random_bert,
     weights_of,
 )
+from tests.parity.peers import imported  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -44,7 +44,7 @@ SP = {"sequence_parallel": True}
 def _config(layernorm, activation="gelu_erf", head=None, **mesh):
     model = BERTConfig(
         layers=2, hidden=32, heads=4, sequence=24, vocabulary=96, layernorm=layernorm, activation=activation,
-        attention="xla", vocabulary_multiple=1, hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-12,
+        attention="xla", vocabulary_multiple=1, hidden_dropout=0.0, attention_dropout=0.0, layernorm_epsilon=1e-3,
     )  # fmt: skip
     return Config(
         model=model if head is None else replace(as_kind(model, "bert_task"), **HEADS[head]),
@@ -56,8 +56,6 @@ def _config(layernorm, activation="gelu_erf", head=None, **mesh):
 
 
 def _peer(model):
-    if model.kind == "bert":
-        return random_bert(model, "ForPreTraining").double()
     return random_bert(model, f"For{PEERS[model.head]}", num_labels=model.outputs).double()
 
 
@@ -77,40 +75,33 @@ def _outputs(peer, model, batch):
     return peer(**given, **labels)
 
 
-def _assert_gradients(config, batch):
-    peer, family = _peer(config.model), family_of(config.model)
-    program, build = gradient_program(config)
-    means, gradients = program(weights_of(peer, build(), family, config.model), batch, jnp.int32(0), jnp.float64(1))
+def _assert_gradients(config, batch, peer, weights):
+    means, gradients = gradient_program(config)[0](weights, batch, jnp.int32(0), jnp.float64(1))
     expected = _outputs(peer, config.model, batch).loss
+    peer.zero_grad()
     expected.backward()
     loss = means[0] + means[1] if config.model.kind == "bert" else means[0]
     assert float(loss) == pytest.approx(expected.item(), rel=1e-12)
-    assert_gradients(gradients, gradients_of(peer, gradients, family, config.model))
+    assert_gradients(gradients, gradients_of(peer, gradients, family_of(config.model), config.model))
 
 
 @pytest.mark.parametrize(
     ("layernorm", "activation", "mesh"),
     [("pre", "gelu_tanh", {"model": 4} | SP), ("post", "gelu_erf", {"pipe": 2, "model": 2})],
 )
-def test_pretraining_equals_transformers(layernorm, activation, mesh):
+def test_pretraining_equals_transformers(layernorm, activation, mesh, tmp_path):
+    """Through `mjax convert`: scores, loss and gradients on a mesh, and the export."""
     config = _config(layernorm, activation, **mesh)
-    batch, ranks = pairs_of(config, 0), replace(config, mesh=MeshConfig(model=4))
+    peer = random_bert(config.model, "ForPreTraining")
+    found, weights = imported(peer, tmp_path)
+    config = replace(config, model=found.model)
+    batch = pairs_of(config, 0)
+    assert_scores(tmp_path / "run", peer, batch)
+    again = exported(peer, tmp_path)
     with jax.enable_x64(True):
-        peer, abstract = _peer(config.model), jax.eval_shape(lambda: build_model(0, config.model, jnp.float64))
-        forward = jax.shard_map(
-            lambda weights, *arrays: weights(*arrays),
-            mesh=make_mesh(ranks.mesh),
-            in_specs=(nnx.get_partition_spec(abstract), P(), P(), P()),
-            out_specs=(P(None, None, MODEL), P()),
-        )
-        weights = weights_of(peer, abstract, family_of(config.model), config.model)
-        words, order = jax.jit(forward)(weights, *(batch[name] for name in ("tokens", "token_types", "documents")))
-        expected = outputs_of_pretraining(peer, batch)
-        text = batch["documents"] == 0  # padding attends to padding here and to text there: no one reads it
-        theirs = expected.prediction_logits.detach().numpy()
-        np.testing.assert_allclose(np.asarray(words)[text], theirs[text], atol=1e-10, rtol=0)
-        np.testing.assert_allclose(order, expected.seq_relationship_logits.detach().numpy(), atol=1e-10, rtol=0)
-        _assert_gradients(config, batch)
+        _assert_gradients(config, batch, peer.double(), in_float64(weights))
+    logits = [outputs_of_pretraining(each, batch).prediction_logits for each in (again, peer)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(("head", "layernorm"), CASES)
@@ -132,21 +123,16 @@ def test_head_equals_transformers(head, layernorm):
             batch["documents"] = np.zeros_like(batch["documents"])  # and its peer takes it for one
         else:
             np.testing.assert_allclose(found, expected.logits.detach().numpy(), atol=1e-6, rtol=1e-6)
-        _assert_gradients(config, batch)
+        weights = weights_of(peer, gradient_program(config)[1](), family, config.model)
+        _assert_gradients(config, batch, peer, weights)
 
 
 @pytest.mark.parametrize(("head", "layernorm"), CASES[::2] + CASES[1:2])
 def test_exported_head_opens_with_same_weights(head, layernorm, tmp_path):
     config = _config(layernorm, head=head)
     peer, family = _peer(config.model).float(), family_of(config.model)
-    abstract = jax.eval_shape(lambda: build_model(0, config.model))
-    weights = weights_of(peer, abstract, family, config.model)
+    weights = weights_of(peer, jax.eval_shape(lambda: build_model(0, config.model)), family, config.model)
     write_run(tmp_path / "run", replace(config, precision=PrecisionConfig()), None, reader_of(weights))
-    assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-    opened, about = type(peer).from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert not any(about[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert opened.config.num_labels == peer.config.num_labels or head == "multiple_choice"
-    expected = peer.state_dict()
-    assert opened.state_dict().keys() == expected.keys()
-    for name, tensor in opened.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
+    peer.save_pretrained(tmp_path / "hf")
+    again = exported(peer, tmp_path)
+    assert again.config.num_labels == peer.config.num_labels or head == "multiple_choice"

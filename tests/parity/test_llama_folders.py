@@ -1,40 +1,45 @@
-"""A folder of each family of Llamas with its tokenizer: through a run and back, and what it writes from then on."""
+"""A folder of each family of Llamas with its tokenizer and chat template: through a run and back the tensors, the
+tokenizer as `AutoTokenizer` opens it, and what the model writes."""
+
+import json
 
 import pytest
 
 from mjax import cli
 from mjax.config import MeshConfig, read_config
+from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.generation import Generator
 from mjax.inference import inference_config
 from mjax.parallel.mesh import make_mesh
 from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
+from tests.data.vocabularies import NASTY, TEXTS
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
-from tests.parity.chat_tokenizers import write_tokenizer  # noqa: E402
+from tests.parity.chat_tokenizers import TEMPLATE, write_tokenizer  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
-from tests.parity.test_convert_llama_transformers import SCALED, SMALL  # noqa: E402
+from tests.parity.test_llama_transformers import LLAMA3, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
 LONG = {"max_position_embeddings": 96, "initializer_range": 0.3}
-FAMILIES = {
-    "Llama": ("llama 3", {"rope_parameters": SCALED}),
-    "Mistral": ("sentencepiece", {"sliding_window": 20, "head_dim": 10}),
-    "Qwen3": ("qwen", {"head_dim": 16, "num_key_value_heads": 1}),
-    "Olmoe": ("llama 3", {"num_experts": 4, "num_experts_per_tok": 3}),
-}
+CASES = [  # the class, the kind of tokenizer, how its chat template is spelled, and settings of the model
+    ("Llama", "llama 3", "files", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    ("Mistral", "sentencepiece", "a file", {"sliding_window": 20, "head_dim": 10}),
+    ("Qwen3", "qwen", "a setting", {"head_dim": 16, "num_key_value_heads": 1}),
+    ("Olmoe", "llama 3", "a list", {"num_experts": 4, "num_experts_per_tok": 3}),
+    ("Olmo2", "llama 3", "none", {}),
+]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_folder_comes_back_and_generates_the_same(name, tmp_path):
-    kind, settings = FAMILIES[name]
+@pytest.mark.parametrize(("name", "kind", "spelling", "settings"), CASES)
+def test_folder_comes_back_and_generates_the_same(name, kind, spelling, settings, tmp_path):
     source, run, out = tmp_path / "in", tmp_path / "run", tmp_path / "out"
     source.mkdir()
-    vocabulary = write_tokenizer(kind, "a setting", source)
+    vocabulary = write_tokenizer(kind, spelling, source)
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **LONG, "vocab_size": vocabulary, **settings})
     peer = with_noise(getattr(transformers, f"{name}ForCausalLM")(config).eval())
@@ -45,12 +50,26 @@ def test_folder_comes_back_and_generates_the_same(name, tmp_path):
     assert cli.main(["convert", "to-hf", str(run), str(out)]) == 0
     assert_same(read_folder(out), read_folder(source))
 
+    theirs, again = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(again) is type(theirs)
+    assert (again.special_tokens_map, again.all_special_ids) == (theirs.special_tokens_map, theirs.all_special_ids)
+    ours = tokenizer_from_folder(run / "tokenizer")
+    for text in [*NASTY.values(), *TEXTS]:
+        assert again(text).input_ids == theirs(text).input_ids, repr(text)
+        assert again.decode(again(text).input_ids) == theirs.decode(theirs(text).input_ids)
+        if kind != "sentencepiece":  # which transformers rewrites for a library with other rules for spaces
+            expected = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+            assert ours.encode(text) == expected, repr(text)
+    template = run / "tokenizer" / "chat_template.jinja"
+    assert again.chat_template == theirs.chat_template
+    assert (template.read_text() if template.exists() else None) == (None if spelling == "none" else TEMPLATE)
+
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert type(model) is type(peer)
-    assert model.generation_config.eos_token_id == ids.eos_token_id
+    assert model.generation_config.to_diff_dict() == ids.to_diff_dict()
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == ids.eos_token_id
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # which ends no text
-    inputs = tokenizer("It was the best of times", return_tensors="pt")
+    inputs = again("It was the best of times", return_tensors="pt")
     written = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0].tolist()
     prompt = inputs["input_ids"][0].tolist()
     config = inference_config(read_config(run / "config.json"), MeshConfig(), compute="fp32")

@@ -1,4 +1,4 @@
-"""`--model mjax` in the lm-evaluation-harness, against the model's own logits and the harness's `hf` on the export.
+"""`--model mjax` in the lm-evaluation-harness, against the harness's `hf` on the export.
 
 The model has random weights, so large that some of its guesses are right; the tasks are files written here. No text
 holds `<|endoftext|>`, which ends a document for `transformers` and is text for mjax.
@@ -9,16 +9,11 @@ import os
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from mjax import cli
 from mjax.errors import UsageError
-from mjax.models.gpt import GPT
-from mjax.parallel.axes import MODEL
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder
@@ -94,55 +89,21 @@ def theirs(folder):
     return HFLM(pretrained=str(folder / "hf"), dtype="float32", device="cpu", batch_size=2, max_length=POSITIONS)
 
 
-# --- Against the model itself -----------------------------------------------------------------------------------------
-
-
-def _by_hand(model, context, continuation):
-    """Log-likelihood of the continuation and whether it is greedy, from the logits of one whole forward pass."""
-    tokens = [*context, *continuation][-(POSITIONS + 1) :]
-    specs = nnx.get_partition_spec(model.weights)
-    forward = jax.shard_map(
-        GPT.__call__, mesh=model.scorer._mesh, in_specs=(specs, P()), out_specs=P(None, None, MODEL)
-    )
-    ids = np.zeros((1, POSITIONS), np.int32)
-    ids[0, : len(tokens) - 1] = tokens[:-1]
-    logits = np.asarray(jax.jit(forward)(model.weights, ids), np.float64)[0, : len(tokens) - 1]
-    logits = logits[-len(continuation) :, : model.config.model.vocabulary]
-    logs = logits - logits.max(-1, keepdims=True)
-    logs -= np.log(np.exp(logs).sum(-1, keepdims=True))
-    labels = tokens[-len(continuation) :]
-    return logs[np.arange(len(labels)), labels].sum(), bool((logits.argmax(-1) == labels).all())
-
-
-def test_loglikelihoods_follow_from_logits(ours):
-    random, requests = np.random.default_rng(0), []
-    for length in (1, 2, 5, 20, POSITIONS, 40):
-        context = random.integers(0, 300, length).tolist()
-        requests.append((None, context, random.integers(0, 300, 1 + length % 4).tolist()))
-        shown = [(None, context, [token]) for token in range(300)]  # one of them is the likeliest
-        requests += (
-            [max(shown, key=lambda request: ours._loglikelihood_tokens([request], True)[0])] if length < 3 else []
-        )
-    found = ours._loglikelihood_tokens(requests, True)
-    expected = [_by_hand(ours, context, continuation) for _, context, continuation in requests]
-    np.testing.assert_allclose([nats for nats, _ in found], [nats for nats, _ in expected], rtol=1e-5, atol=1e-5)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    assert {True, False} == {greedy for _, greedy in found}
-
-
 # --- Against the harness's own model ----------------------------------------------------------------------------------
 
 
 def test_loglikelihoods_equal_hf_on_export(ours, theirs):
     requests = instances("loglikelihood", PAIRS)
     found, expected = ours.loglikelihood(requests, True), theirs.loglikelihood(requests, True)
+    shown = [(("", ""), [5, 6], [token]) for token in range(300)]  # one of them is the likeliest
+    found, expected = (
+        [*texts, *model._loglikelihood_tokens(shown, True)] for texts, model in ((found, ours), (expected, theirs))
+    )
     np.testing.assert_allclose([nats for nats, _ in found], [nats for nats, _ in expected], rtol=0, atol=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-
-
-def test_rolling_loglikelihoods_equal_hf_on_export(ours, theirs):
+    assert {True, False} == {greedy for _, greedy in found}
     requests = instances("loglikelihood_rolling", [(text,) for text in LONG])
-    found, expected = ours.loglikelihood_rolling(requests, True), theirs.loglikelihood_rolling(requests, True)
+    found, expected = (model.loglikelihood_rolling(requests, True) for model in (ours, theirs))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-4)
 
 
@@ -155,22 +116,30 @@ def test_greedy_continuations_equal_hf_on_export(ours, theirs, until):
     assert any(found)
 
 
+def test_text_ends_at_ids_of_generation_config(folder, capsys):
+    file = folder / "run" / "tokenizer" / "generation_config.json"
+    argv = ["generate", "--run", str(folder / "run"), "--prompt", "It", "--temperature", "0", "--tokens", "6", "--json"]
+    requests = instances("generate_until", [("It", {"until": [], "max_gen_toks": 6})])
+    for ends in (0, list(range(2000))):
+        file.write_text(json.dumps({"eos_token_id": ends}))
+        capsys.readouterr()
+        assert cli.main(argv) == 0
+        tokens = json.loads(capsys.readouterr().out)["tokens"]
+        (text,) = HarnessModel(str(folder / "run"), compute="fp32").generate_until(requests, True)
+        assert (bool(tokens), bool(text)) == (ends == 0, ends == 0)
+    file.unlink()
+
+
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
 TASKS = ["tiny_choice", "tiny_text"]
 
 
-def _figures(model, folder):
-    tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-    found = lm_eval.simple_evaluate(model=model, tasks=TASKS, task_manager=tasks, bootstrap_iters=0)["results"]
-    return found["tiny_choice"]["acc,none"], found["tiny_text"]["byte_perplexity,none"]
-
-
 def test_command_on_mesh_has_metrics_of_hf(folder, theirs):
     arguments = [
-        *(sys.executable, "-m", "mjax", "lm-eval", "--simulate", "4", "run", "--model", "mjax"),
-        *("--model_args", f"checkpoint={folder / 'run'},compute=fp32,context=2,model=2", "--tasks", ",".join(TASKS)),
+        *(sys.executable, "-m", "mjax", "lm-eval", "--simulate", "4", "run", "--run", str(folder / "run")),
+        *("--tasks", ",".join(TASKS), "--model_args", "compute=fp32,context=2", "model=2"),
         *("--include_path", str(folder / "tasks"), "--output_path", str(folder / "results")),
     ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -180,10 +149,11 @@ def test_command_on_mesh_has_metrics_of_hf(folder, theirs):
     assert "|tiny_choice|" in ran.stdout.replace(" ", "")
     (file,) = (folder / "results").rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
-    accuracy, perplexity = _figures(theirs, folder)
-    assert 0 < accuracy < 1
-    assert results["tiny_choice"]["acc,none"] == accuracy
-    assert results["tiny_text"]["byte_perplexity,none"] == pytest.approx(perplexity, rel=1e-5)
+    tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+    expected = lm_eval.simple_evaluate(theirs, tasks=TASKS, task_manager=tasks, bootstrap_iters=0)["results"]
+    assert 0 < expected["tiny_choice"]["acc,none"] < 1
+    for task, figure in zip(TASKS, ("acc,none", "byte_perplexity,none"), strict=True):
+        assert results[task][figure] == pytest.approx(expected[task][figure], rel=1e-5)
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------
@@ -193,24 +163,20 @@ def test_command_on_mesh_has_metrics_of_hf(folder, theirs):
     ("arguments", "words"),
     [
         ({"max_batch_size": 8}, "so --max_batch_size 8 is not supported"),
-        ({"compute": "fp8"}, "compute=fp8 in --model_args is not a supported dtype; use bf16, fp16 or fp32"),
-        ({"batch_size": 0}, "--train.micro-batch is 0; it must be at least 1"),
-        ({"model": 5}, "--mesh.model 5 does not divide"),
+        ({"compute": "fp8"}, "compute=fp8 in --model_args is not a supported dtype"),
+        ({"batch_size": 0}, "--train.micro-batch is 0"),
     ],
 )
 def test_wrong_model_arguments_are_rejected(folder, arguments, words):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=words):
         HarnessModel(str(folder / "run"), **arguments)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"num_beams": 4}, "the task sets num_beams for generation, which mjax does not support"),
+        ({"num_beams": 4}, "the task sets num_beams for generation"),
         ({}, f"the task asks for 256 new tokens and .* has {POSITIONS} positions; use --gen_kwargs max_gen_toks=16"),
-        ({"do_sample": True, "top_p": 0.0, "temperature": 1.0, "max_gen_toks": 3}, "--top-p is 0.0"),
     ],
 )
 def test_unsupported_generation_is_rejected(ours, settings, words):

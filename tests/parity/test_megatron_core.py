@@ -18,15 +18,11 @@ VOCABULARY = 29
 FLAGS = ("--vocabulary", str(VOCABULARY))
 CASES = {
     "one rank": {
-        "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("stacked", "apart", "torch"),
-        "narrow": ("single",), "mixtral": ("stacked", "single", "apart", "torch"),
-        "before": ("stacked", "apart", "torch"), "deepseek": ("stacked", "torch"),
+        "gpt": ("stacked", "single", "torch"), "bert": ("stacked", "torch"), "llama": ("apart",), "narrow": ("single",),
+        "mixtral": ("single", "apart", "torch"), "before": ("stacked", "torch"), "deepseek": ("torch",),
     },
-    "two tensor ranks": {
-        "gpt": ("single", "torch"), "bert": ("single", "torch"), "llama": ("single", "torch"), "narrow": ("torch",),
-        "mixtral": ("stacked", "torch"), "before": ("torch",),
-    },
-    "two expert ranks": {"mixtral": ("stacked", "torch"), "before": ("stacked", "torch")},
+    "two tensor ranks": {"bert": ("single",), "llama": ("torch",), "narrow": ("torch",), "mixtral": ("stacked",)},
+    "two expert ranks": {"mixtral": ("stacked",), "before": ("torch",)},
 }  # fmt: skip
 """By ranks and kind the layouts, of those that `write_megatron_core.py` writes."""
 RANKS = {"one rank": {}, "two tensor ranks": {"ranks": 2}, "two expert ranks": {"ranks": 2, "expert_ranks": 2}}

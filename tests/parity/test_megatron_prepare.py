@@ -5,9 +5,7 @@ IndexedDatasetBuilder and NLTK's own loader.
 """
 
 import json
-import subprocess
-import sys
-import zipfile
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.tokenizers import load_tokenizer
 from tests.data.vocabularies import NAMES, NASTY, specs
+from tests.parity.vocabularies import fetched
 from tests.products import diagonal
 
 pytestmark = pytest.mark.parity
@@ -47,27 +46,14 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    """What to type after --tokenizer for a tokenizer of each kind."""
-    return specs(tmp_path_factory.mktemp("tokenizers"))
-
-
-@pytest.fixture(scope="module")
-def punkt(tmp_path_factory):
-    """NLTK's tables for English, out of a package that carries them; the package is unpacked, not installed."""
+def punkt(request, tmp_path_factory):
+    """NLTK's tables for English, out of a package that carries them."""
+    names = ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt")
     folder = tmp_path_factory.mktemp("punkt")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary", ":all:", "--dest", str(folder), "llama-index-core==0.14.25"]
-    fetched = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if fetched.returncode or not wheels:
-        pytest.skip("pip could not fetch llama-index-core, which carries NLTK's punkt_tab")
-    inside = "llama_index/core/_static/nltk_cache/"
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        for name in wheel.namelist():
-            if name.startswith(f"{inside}tokenizers/punkt_tab/english/"):
-                wheel.extract(name, folder)
-    return folder / inside
+    (folder / "tokenizers" / "punkt_tab").mkdir(parents=True)
+    files = fetched(request.config.cache, "llama-index-core", *(f"punkt_tab/english/{name}" for name in names))
+    shutil.copytree(files[0].parent, folder / "tokenizers" / "punkt_tab" / "english")
+    return folder
 
 
 def megatron_prepare(file: Path, prefix: Path, tokenizer, append_eod: bool, split_sentences: bool) -> None:
@@ -98,11 +84,9 @@ def same(ours: Path | str, theirs: Path | str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "append_eod", "split_sentences"), diagonal(2, NAMES, [True, False], [True, False]))
-def test_prepared_bytes_are_megatrons(
-    corpus, tokenizers, punkt, tmp_path, monkeypatch, name, append_eod, split_sentences
-):
+def test_prepared_bytes_are_megatrons(corpus, punkt, tmp_path, monkeypatch, name, append_eod, split_sentences):
     monkeypatch.setattr("nltk.data.path", [str(punkt)])
-    spec = tokenizers[name]
+    spec = specs(tmp_path)[name]
     megatron_prepare(corpus, tmp_path / "theirs", load_tokenizer(spec), append_eod, split_sentences)
     arguments = {"output": str(tmp_path / "ours"), "inputs": (corpus,), "tokenizer": spec, "append_eod": append_eod}
     prepare(PrepareArguments(**arguments, split_sentences=split_sentences))

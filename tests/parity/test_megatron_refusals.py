@@ -36,24 +36,14 @@ def test_harmful_file_is_refused_unexecuted(where, legacy, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def _flipped(content):
-    at = len(content) // 2
-    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-
-
 MLP, TODAY = "layers.1.mlp.dense_h_to_4h.weight", "decoder.layers.1.mlp.linear_fc1.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(lambda content: content[:3000], "is truncated or not a file"), (_flipped, "is not what was written (checksum)")],
-    ids=["cut off", "a flipped bit"],
-)
-def test_damaged_file_is_refused(change, words, tmp_path, capsys):
+def test_damaged_file_is_refused(tmp_path, capsys):
     file = write(tmp_path / "in", draw(GPT), GPT) / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    file.write_bytes(change(file.read_bytes()))
+    file.write_bytes(file.read_bytes()[:3000])
     assert convert(tmp_path / "in", tmp_path / "run", *FLAGS) == 2
-    assert words in capsys.readouterr().err
+    assert "is truncated or not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Samples with all their options, and blends, against megatron-core's own datasets and its compiled C++."""
 
-import hashlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mjax.data.blend import BlendedDataset, build_blend_index, normalize, number_within, samples_of_parts
-from mjax.data.indexed import IndexedDataset
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.samples import GPTDataset, labelled, split_sequences
-from tests.data.test_samples import dataset_of
-from tests.parity.test_megatron_data import write_ours
 from tests.products import diagonal
 
 pytestmark = pytest.mark.parity
@@ -35,7 +32,10 @@ def prefixes(tmp_path_factory):
         shapes = random.randint(0, 25, documents)
         shapes[-1] = 5  # Megatron's own check fails on a tail after empty documents
         texts = [[np.append(random.randint(0, VOCABULARY, n), EOD)[: n + bool(n % 5)]] for n in shapes]
-        names.append(str(write_ours(folder / f"d{number}", texts, VOCABULARY)))
+        names.append(str(folder / f"d{number}"))
+        with IndexedDatasetWriter(names[-1], VOCABULARY) as writer:
+            for text in texts:
+                writer.add_document(*text)
     return names
 
 
@@ -123,15 +123,6 @@ def test_samples_with_options_are_megatrons(prefixes, tmp_path, options, size):
     assert found == [theirs_as_ours(theirs[i]) for i in range(len(theirs))]
 
 
-def test_digest_of_unit_tests_is_megatrons(tmp_path):
-    ours = dataset_of(tmp_path, np.random.RandomState(0).randint(0, 40, 50).tolist())
-    indexed, documents = indexed_dataset.IndexedDataset(str(ours.prefix)), np.arange(5, 45, dtype=np.int32)
-    config = settings(tmp_path, 32, split="1,0,0")
-    theirs = gpt_dataset.GPTDataset(indexed, str(ours.prefix), documents, 60, Split.train, config)
-    tokens = [[*theirs[i]["tokens"].tolist(), theirs[i]["labels"].tolist()[-1]] for i in range(60)]
-    assert hashlib.sha256(np.array(tokens, np.int32).tobytes()).hexdigest()[:16] == "c931cd01e82ffc11"
-
-
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
 
@@ -166,45 +157,28 @@ def test_blend_walk_is_the_compiled_one(weights):
     assert (number_within(ours) == number).all()
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """Megatron's blend asks for its rank even where nothing is distributed."""
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-
-
-def built_by_megatron(cache, sizes, sequence, **options):
-    config = settings(cache, sequence, **options)
-    return BlendedMegatronDatasetBuilder(gpt_dataset.GPTDataset, sizes, lambda: True, config).build()
-
-
-def same(ours, theirs, samples):
-    return all(
-        ours[i].tolist() == [*theirs[i]["tokens"].tolist(), theirs[i]["labels"].tolist()[-1]] for i in range(samples)
-    )
-
-
-def drawn(prefixes, weights, samples, sequence, split, part):
+@pytest.mark.parametrize(
+    ("weights", "sizes", "split"),
+    [
+        ([30.0, 1.0, 2.0], (20, 500, 7), "1,1,1"),
+        ([0.1, 0.1, 0.1], (20, 500, 7), "1,1,1"),
+        (None, (None,), "80,20,0"),
+    ],
+)
+def test_blend_is_megatrons(prefixes, tmp_path, monkeypatch, weights, sizes, split):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)  # asked for even where nothing is distributed
+    config = settings(tmp_path, 12, blend=(prefixes, weights), split=split)
+    wanted = [*sizes, None, None][:3]
+    built = BlendedMegatronDatasetBuilder(gpt_dataset.GPTDataset, wanted, lambda: True, config).build()
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     shares = normalize(weights) if weights else None
-    wanted = samples_of_parts(samples, shares) if weights else [None] * len(prefixes)
-    parts = [
-        GPTDataset(indexed, split_sequences(split, len(indexed))[part], number, sequence, 1234)
-        for indexed, number in zip(datasets, wanted, strict=True)
-    ]
-    return BlendedDataset(parts, shares, samples)
-
-
-@pytest.mark.parametrize("weights", [[30.0, 1.0, 2.0], [0.1, 0.1, 0.1]])
-def test_weighted_blend_is_megatrons(prefixes, tmp_path, alone, weights):
-    theirs = built_by_megatron(tmp_path, [20, 500, 7], 12, blend=(prefixes, weights), split="1,1,1")
-    for part, samples in enumerate((20, 500, 7)):
-        ours = drawn(prefixes, weights, samples, 12, "1,1,1", part)
-        assert len(ours) == samples <= len(theirs[part])
-        assert same(ours, theirs[part], samples)
-
-
-def test_blend_without_weights_is_megatrons(prefixes, tmp_path, alone):
-    theirs = built_by_megatron(tmp_path, [None, None, None], 12, blend=(prefixes, None), split="80,20,0")
-    ours = drawn(prefixes, None, None, 12, "80,20,0", 0)
-    assert len(ours) == len(theirs[0])
-    assert same(ours, theirs[0], len(ours))
+    for part, samples in enumerate(sizes):
+        of_parts = samples_of_parts(samples, shares) if weights else [None] * len(prefixes)
+        parts = [
+            GPTDataset(indexed, split_sequences(split, len(indexed))[part], number, 12, 1234)
+            for indexed, number in zip(datasets, of_parts, strict=True)
+        ]
+        ours, theirs = BlendedDataset(parts, shares, samples), built[part]
+        assert len(ours) == samples <= len(theirs) if weights else len(ours) == len(theirs)
+        for i in range(len(ours)):
+            assert ours[i].tolist() == [*theirs[i]["tokens"].tolist(), theirs[i]["labels"].tolist()[-1]]

@@ -33,29 +33,23 @@ STYLES = {
 }
 
 
-def _scheduler(warmup, decay, init_lr=0.0, **style):
-    """Megatron's scheduler from 3e-4 to 1e-5, and a function that gives its learning rate."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
-    constant = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": decay, "wd_incr_style": "constant"}
-    scheduler = schedulers.OptimizerParamScheduler(
-        optimizer,
-        init_lr=init_lr,
-        max_lr=3e-4,
-        min_lr=1e-5,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        **constant,
-        **style,
-    )
-    return lambda: optimizer.param_groups[0]["lr"], scheduler
-
-
 @pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (7, 0.0), (7, 2e-5)])
 @pytest.mark.parametrize("style", STYLES)
 def test_schedule_equals_megatron(style, warmup, low):
-    rate_of, scheduler = _scheduler(
-        warmup * BATCH, 40 * BATCH, init_lr=low, wsd_decay_steps=12 * BATCH, **STYLES[style]
+    """From 3e-4 to 1e-5."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
+    constant = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 40 * BATCH, "wd_incr_style": "constant"}
+    scheduler = schedulers.OptimizerParamScheduler(
+        optimizer,
+        init_lr=low,
+        max_lr=3e-4,
+        min_lr=1e-5,
+        lr_warmup_steps=warmup * BATCH,
+        lr_decay_steps=40 * BATCH,
+        wsd_decay_steps=12 * BATCH,
+        **constant,
+        **STYLES[style],
     )
     schedule, _, shape = style.partition(" ")
     config = small_config()
@@ -75,31 +69,24 @@ def test_schedule_equals_megatron(style, warmup, low):
     )
     ours, theirs = [], []
     for step in range(50):
-        theirs.append(rate_of())
+        theirs.append(optimizer.param_groups[0]["lr"])
         ours.append(float(learning_rate(config, jnp.int32(step * BATCH))))
         scheduler.step(increment=BATCH)
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
 
 
-def _ramped(global_batch, rampup, steps=40, **optimizer):
-    config = small_config()
-    train = replace(config.train, steps=steps, global_batch=global_batch, batch_rampup=rampup)
-    return replace(config, train=train, optimizer=replace(config.optimizer, **optimizer))
-
-
-def _calculator(global_batch, rampup):
+def test_rampup_sizes_equal_megatron():
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
-    return RampupBatchsizeNumMicroBatchesCalculator(global_batch, 1, 1, False, 1, *rampup)
-
-
-def test_rampup_sizes_equal_megatron():
     random = np.random.default_rng(0)
     drawn = [(int(a), int(b), int(c), int(d)) for a, b, c, d in random.integers(1, [40, 16, 60, 20_000], (40, 4))]
     uneven = [(8, 1, 7, 29), (1, 4, 7, 58), (2, 1, 7, 144)]  # the float quotient falls short of a whole number
     for start, increment, increments, samples in [*drawn, *uneven]:
         end, rampup = start + increments * increment, (start, increment, samples)
-        theirs, ours = _calculator(end, rampup), BatchSizes.of(_ramped(end, rampup))
+        theirs = RampupBatchsizeNumMicroBatchesCalculator(end, 1, 1, False, 1, *rampup)
+        config = small_config()
+        train = replace(config.train, steps=40, global_batch=end, batch_rampup=rampup)
+        ours = BatchSizes.of(replace(config, train=train))
         consumed, step = 0, 0
         while consumed < samples + 5 * end:
             theirs.update(consumed, consistency_check=True)
@@ -107,22 +94,6 @@ def test_rampup_sizes_equal_megatron():
             assert (ours.size(step), ours.samples_before(step)) == (size, consumed), (rampup, end, step)
             consumed, step = consumed + size, step + 1
         assert ours.size(step) == end
-
-
-def test_rampup_learning_rate_equals_megatron():
-    rampup = (2, 2, 24)
-    config = _ramped(8, rampup, learning_rate=3e-4, min_learning_rate=1e-5, schedule="cosine", warmup_steps=7)
-    sizes = BatchSizes.of(config)
-    rate_of, scheduler = _scheduler(sizes.samples_before(7), sizes.samples_before(40), lr_decay_style="cosine")
-    calculator, consumed, ours, theirs = _calculator(8, rampup), 0, [], []
-    for step in range(50):
-        calculator.update(consumed, consistency_check=True)
-        size = calculator.get_current_running_global_batch_size()
-        theirs.append(rate_of())
-        ours.append(float(learning_rate(config, jnp.int32(sizes.samples_before(step)))))
-        scheduler.step(increment=size)
-        consumed += size
-    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
 
 
 def test_loss_scale_equals_megatron(monkeypatch):

@@ -10,35 +10,31 @@ from mjax.parallel.mesh import make_mesh
 from mjax.training.step import build_program
 
 
-def losses_of_both(config, weights, peer, peer_loss, batch_at, steps=20, rate_at=None):
-    """Losses of `steps` steps, ours and torch's.
+def losses_of_both(config, weights, peer, peer_loss, batches, steps=20):
+    """Losses of `steps` steps at a constant rate, ours and torch's.
 
     Args:
       config: of our run; torch takes learning rate, decay and clipping from it.
       weights: our model's, whole.
       peer: torch's module, which holds the same.
-      peer_loss: (peer, batch) → torch's loss of it.
-      batch_at: step → batch.
-      rate_at: step → learning rate, where it is not constant.
+      peer_loss: batch → torch's loss of it.
+      batches: what every step takes one of, in turn.
     """
-    assert rate_at is not None or config.optimizer.schedule == "constant"
     program = build_program(config, make_mesh(config.mesh))
     state = program.initialize()
     placed = jax.tree.map(lambda ours, there: jax.device_put(np.asarray(ours), there.sharding), weights, state.model)
     state = replace(state, model=placed)
 
-    optimizer, ours, theirs = config.optimizer, [], []
-    optimizers = _optimizers_of(peer, optimizer)
+    ours, theirs = [], []
+    optimizers = _optimizers_of(peer, config.optimizer)
     for step in range(steps):
-        batch = batch_at(step)
-        for group in (group for each in optimizers for group in each.param_groups):
-            group["lr"] = optimizer.learning_rate if rate_at is None else rate_at(step)
+        batch = batches[step % len(batches)]
         state, metrics = program.train_step(state, program.on_devices(batch))
         ours.append(float(metrics.loss))
-        loss = peer_loss(peer, batch)
+        loss = peer_loss(batch)
         peer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(peer.parameters(), optimizer.clip_norm)
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), config.optimizer.clip_norm)
         for each in optimizers:
             each.step()
         theirs.append(loss.item())
@@ -51,9 +47,10 @@ def _optimizers_of(peer, optimizer):
     if optimizer.name == "muon":
         matrices = [weights.pop(name) for name in list(weights) if ".layers." in name and weights[name].ndim == 2]
         options = {"momentum": optimizer.muon_momentum, "adjust_lr_fn": optimizer.muon_adjust_lr}
-        found.append(torch.optim.Muon(matrices, weight_decay=optimizer.weight_decay, **options))
+        rate = optimizer.learning_rate
+        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=optimizer.weight_decay, **options))
     # As Megatron: no decay of what has one dim, biases and LayerNorm.
     decayed, spared = ([p for p in weights.values() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": decayed, "weight_decay": optimizer.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.epsilon)
-    return [*found, adamw]
+    betas = optimizer.beta1, optimizer.beta2
+    return [*found, torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon)]

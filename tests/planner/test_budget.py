@@ -23,7 +23,6 @@ from mjax.planner.budget import (
     family_ladder,
     ladder,
     largest,
-    train_command,
     with_tokens,
 )
 from mjax.planner.search_flags import SearchArguments
@@ -95,14 +94,6 @@ def test_trial_counts_tokens_of_a_ramp_up():
     trial = attempt(Rung("gpt_175b", config), SearchArguments(devices=64, days=1e-9), H100, None)
     assert 0 <= trial.tokens - 20 * trial.parameters < 1536 * 2048
     assert (trial.best, trial.days) == (None, math.inf)
-
-
-def test_command_trains_on_mesh_that_was_found():
-    found = replace(LLAMA, mesh=replace(LLAMA.mesh, pipe=4), train=replace(LLAMA.train, steps=77))
-    trial = SimpleNamespace(rung=Rung("llama3_8b", LLAMA), config=LLAMA, best=SimpleNamespace(config=found))
-    assert train_command(trial, LLAMA) == (
-        "python train.py --config llama3_8b --mesh.pipe 4 --train.steps 77 --data.path PREFIX"
-    )
 
 
 def test_budget_scales_llama_by_default(monkeypatch):

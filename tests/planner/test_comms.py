@@ -18,10 +18,8 @@ from mjax.parallel.schedules import build_schedule, schedule_of
 from mjax.planner import comms
 from mjax.planner.comms import (
     OPERATIONS,
-    Collective,
     Ledger,
     read_collectives,
-    source_of,
 )
 from tests.small import small_config
 from tests.traced import traced_step
@@ -213,35 +211,6 @@ def send(x):
     return mappings.vary(mappings.leave(x), frozenset({"model"}))
 
 
-def test_reader_multiplies_loops_and_drops_unused():
-    def step(x):
-        def inner(x, _):
-            return send(x), send(x * 2)  # the second is collected, and thrown away
-
-        def outer(carry, _):
-            x, unused = carry
-            return (jax.lax.scan(inner, x, None, length=5)[0], send(unused)), None
-
-        return jax.lax.scan(outer, (x, x), None, length=3)[0][0]
-
-    (record,) = read_collectives(traced(step))
-    assert record == Collective("all-reduce", ("model",), 4, (2, 3), "bfloat16", loops=(3, 5), counts=(15,), calls=15)
-    assert (record.operand_bytes, record.payload, record.wire) == (12, 12, 2 * 3 / 4 * 12)
-    assert record.source == "elsewhere"
-
-
-def test_axes_of_one_rank_are_left_out():
-    def step(x):
-        from mjax.parallel import mappings
-
-        both = ("data", "model")
-        return jax.lax.psum(mappings.vary(x, frozenset(both)), both) + send(x)
-
-    (record,) = read_collectives(traced(step, {"data": 1, "model": 4}))
-    assert (record.axes, record.ranks, record.count) == (("model",), 4, 2)
-    assert read_collectives(traced(send, {"data": 8, "model": 1})) == ()
-
-
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
         return jax.lax.while_loop(lambda x: x.sum() > 0, send, x)
@@ -251,20 +220,6 @@ def test_reader_rejects_what_it_cannot_count(monkeypatch):
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
         read_collectives(traced(send))
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("jit(_train_step)/transpose(jvp(layer))/while/body/psum", ("layer", "backward")),
-        ("/transpose(jvp(layer))//rematted_computation", ("layer", "recomputation")),
-        ("/transpose(jvp(layer))//rematted_computation/weights", ("weights", "recomputation")),
-        ("/F/cond/jvp(layer)/while/body/weights", ("weights", "forward")),
-        ("jit(f)/layers/psum", ("", "")),
-    ],
-)
-def test_source_is_read_from_names(name, source):
-    assert source_of(name) == source
 
 
 @pytest.mark.ci

@@ -12,7 +12,7 @@ from mjax.parallel.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import CHUNKS, with_loss_chunks
-from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
+from mjax.planner.memory import _in_flight, predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.planner.weights import held_by
 from tests.conftest import ROOT
@@ -85,21 +85,6 @@ def test_activations_in_flight_are_slots_of_schedule(name):
             train = replace(config.train, micro_batch=1, global_batch=micro_batches)
             expected = schedule.residual_slots, schedule.pending_slots
             assert _in_flight(replace(config, mesh=mesh, train=train)) == expected
-
-
-@pytest.mark.parametrize(
-    ("recompute", "whole", "split"), [("none", 11.25, 7.75), ("selective", 6, 2.5), ("full", 2, 0.25)]
-)
-def test_layer_keeps_multiples_of_sbh(recompute, whole, split):
-    """docs/how-it-works.md, section 9, counts them in the traced layers. With cuDNN's kernel its own copy of the
-    context is added, 2 / p, and a float32 number for each row of each head."""
-    config = load_config("gpt_8b")
-    model = replace(config.model, attention="cudnn", attention_dropout=0.0)
-    config = replace(config, model=model, train=replace(config.train, recompute=recompute))
-    sbh = config.train.micro_batch * model.sequence * model.hidden
-    for expected, sequence_parallel in ((whole, False), (split, True)):
-        mesh = replace(config.mesh, sequence_parallel=sequence_parallel)
-        assert kept_by_layer(replace(config, mesh=mesh)) / sbh == pytest.approx(expected, abs=0.01)
 
 
 def test_without_a_loop_logits_and_gradient_exist_both():

@@ -7,9 +7,7 @@ import sys
 import pytest
 
 from mjax import cli
-from mjax.parallel.schedules import build_schedule, forward_only
 from mjax.planner import compile as ahead
-from mjax.planner.schedule_figure import draw_schedule
 from tests.conftest import ROOT
 
 # 72 layers; data 1 and micro-batches of 1, so the global batch is M. It has no data.
@@ -108,13 +106,3 @@ def test_plan_rejects_flags_in_one_sentence(capsys, monkeypatch, flags):
     error = capsys.readouterr().err
     assert REFUSALS[flags] in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [build_schedule("zb-h1", 4, 8), build_schedule("1f1b", 8, 96), forward_only(4, 8)],
-    ids=["short", "with a middle left out", "of an evaluation"],
-)
-def test_schedule_is_drawn(schedule, tmp_path):
-    draw_schedule(schedule, tmp_path / "schedule.png", 1, 1, 1)
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")

@@ -60,31 +60,34 @@ def sentence(draw: random.Random, *words: str, length: int = 5) -> str:
     return " ".join(chosen)
 
 
-def _mnli(folder: Path, draw: random.Random, train: int, validation: int):
-    def write(name: str, count: int) -> Path:
-        lines = ["\t".join(MNLI_COLUMNS)]
-        for index in range(count):
-            label = draw.choice(list(RELATIONS))
-            first, second = sentence(draw), sentence(draw, RELATIONS[label])
-            parses = [f"( {first} )", f"( {second} )", f"(ROOT {first})", f"(ROOT {second})"]
-            lines.append("\t".join([str(index), "1", f"{index}e", "fiction", *parses, first, second, label, label]))
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return folder / name
+def _table(file: Path, header: list[str], rows: list[tuple]) -> Path:
+    file.write_text("".join("\t".join(map(str, row)) + "\n" for row in (header, *rows)), encoding="utf-8")
+    return file
 
-    return [write("train.tsv", train)], [
-        write(f"dev_{kind}.tsv", validation // 2) for kind in ("matched", "mismatched")
-    ]
+
+def _mnli(folder: Path, draw: random.Random, train: int, validation: int):
+    def row(index: int) -> tuple:
+        label = draw.choice(list(RELATIONS))
+        first, second = sentence(draw), sentence(draw, RELATIONS[label])
+        parses = [f"( {first} )", f"( {second} )", f"(ROOT {first})", f"(ROOT {second})"]
+        return (index, 1, f"{index}e", "fiction", *parses, first, second, label, label)
+
+    def write(name: str, count: int) -> Path:
+        return _table(folder / name, MNLI_COLUMNS, [row(index) for index in range(count)])
+
+    dev = [write(f"dev_{kind}.tsv", validation // 2) for kind in ("matched", "mismatched")]
+    return [write("train.tsv", train)], dev
 
 
 def _qqp(folder: Path, draw: random.Random, train: int, validation: int):
+    def row(index: int) -> tuple:
+        label = draw.randrange(2)
+        questions = f"what is {sentence(draw)} ?", f"what is {sentence(draw, SAME[label])} ?"
+        return (index, 2 * index, 2 * index + 1, *questions, label)
+
     def write(name: str, count: int) -> Path:
-        lines = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"]
-        for index in range(count):
-            label = draw.randrange(2)
-            first, second = f"what is {sentence(draw)} ?", f"what is {sentence(draw, SAME[label])} ?"
-            lines.append(f"{index}\t{2 * index}\t{2 * index + 1}\t{first}\t{second}\t{label}")
-        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return folder / name
+        header = ["id", "qid1", "qid2", "question1", "question2", "is_duplicate"]
+        return _table(folder / name, header, [row(index) for index in range(count)])
 
     return [write("train.tsv", train)], [write("dev.tsv", validation)]
 

@@ -18,7 +18,6 @@ from mjax.state.checkpoint import Checkpoints
 from tests.small import QUICKLY, small_config
 
 POEM = "Whose woods these are I think I know . \n His house is in the village though . \n"
-FILES = {"wikitext103": "wiki.test.tokens", "lambada": "lambada.jsonl", "perplexity": "poem.txt"}
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +34,13 @@ def folder(tmp_path_factory):
         (folder / name).mkdir(exist_ok=True)
         save_config(config, folder / name / "config.json")
     ByteTokenizer().save(folder / "run" / "tokenizer")
-    (folder / "wiki.test.tokens").write_text(POEM)
     (folder / "poem.txt").write_text(POEM)
-    passages = ["Whose woods these are I think I know", "His house is in the village though"]
-    (folder / "lambada.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
     return folder
 
 
 def argv(folder, task, *flags, run="run"):
-    data = folder / FILES.get(task, "poem.txt")
-    return [str(word) for word in ("--checkpoint", folder / run, "--task", task, "--data", data, *flags)]
+    given = ("--checkpoint", folder / run, "--task", task, "--data", folder / "poem.txt", *flags)
+    return [str(word) for word in given]
 
 
 def printed(capsys, folder, task, *flags):
@@ -59,68 +55,32 @@ def test_evaluate_prints_json_of_newest_checkpoint(folder, capsys):
     assert found["tokens"] == found["bytes"] == len(POEM)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-
-
-@pytest.mark.ci
-def test_evaluate_uses_given_step_dtype_and_mesh(folder, capsys):
-    newest = printed(capsys, folder, "lambada")
-    older = printed(capsys, folder, "lambada", "--step", 10)
+    older = printed(capsys, folder, "perplexity", "--overlap", 8, "--step", 10, "--precision.compute", "bf16")
     assert older["step"] == 10
-    assert abs(older["perplexity"] - newest["perplexity"]) > 1e-3
-    half = printed(capsys, folder, "lambada", "--precision.compute", "bf16", "--train.micro-batch", 1)
-    assert half["perplexity"] != newest["perplexity"]
-    assert half["perplexity"] == pytest.approx(newest["perplexity"], rel=5e-2)
-    mesh = ("--mesh.data", 2, "--mesh.model", 2, "--mesh.pipe", 2, "--mesh.sequence-parallel", "--mesh.zero", 3)
-    many = printed(capsys, folder, "lambada", *mesh)
-    assert many["correct"] == newest["correct"]
-    assert many["perplexity"] == pytest.approx(newest["perplexity"], rel=1e-4)
+    assert abs(older["loss"] - found["loss"]) > 1e-3
 
 
-def test_evaluate_table_says_which_perplexity_to_compare(folder, capsys):
-    assert evaluate(tyro.cli(EvaluateArguments, args=argv(folder, "wikitext103"))) == 0
-    out = capsys.readouterr().out
-    assert f"wikitext103 on {folder / 'wiki.test.tokens'}: {folder / 'run'}, step 20" in out
-    (adjusted,) = [line for line in out.splitlines() if line.startswith("adjusted perplexity  ")]
-    assert adjusted.rstrip().endswith("per original word: compare this one")
-    assert any(line.startswith("perplexity ") and "raw: per token" in line for line in out.splitlines())
-    assert "\x1b" not in out
-
-
-WRONG = [
-    ("wikitext", (), "no task 'wikitext', did you mean 'wikitext103'?; use wikitext103, lambada,"),
+WRONG = [  # task, flags, words of the message, and the run if it lacks something
+    ("wikitext", (), "no task 'wikitext', did you mean 'wikitext103'?"),
     ("perplexity", ("--overlap", 65), "--overlap 65 does not fit a model of 64 positions"),
-    ("lambada", ("--overlap", 2), "--overlap is for long texts"),
     ("lambada", ("--predictions", "x"), "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; leave it out"),
     ("mnli", ("--overlap", 3), "--overlap is for wikitext103, lambada or perplexity; leave it out"),
     ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
     ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
     ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 found: use --mesh.data 1"),
-    ("perplexity", ("--simulate", 0), "--simulate is 0; it must be at least 1"),
-    ("perplexity", ("--train.micro-batch", 0), "--train.micro-batch is 0; it must be at least 1"),
-    ("perplexity", ("--figure", "x.png"), "--figure is for positions or needle; leave it out, perplexity has no"),
-    ("needle", ("--overlap", 8), "--overlap is for wikitext103, lambada or perplexity; leave it out, needle cuts"),
+    ("perplexity", ("--figure", "x.png"), "--figure is for positions or needle; leave it out"),
     ("needle", ("--figure", "needle.jpg"), "--figure needle.jpg is not a picture"),
-    ("needle", ("--needle.depths", 1), "--needle.depths is 1; it must be at least 2"),
     ("needle", ("--needle.lengths", 65), "--needle.lengths 65 is longer than the model's sequence of 64 tokens"),
-    ("needle", ("--positions.bins", 3), "flags that begin with --positions are for --task positions; leave them"),
-    ("positions", ("--positions.length", 65), "--positions.length 65 does not fit a model of 64 positions; use"),
+    ("needle", ("--positions.bins", 3), "flags that begin with --positions are for --task positions"),
+    ("positions", ("--positions.length", 65), "--positions.length 65 does not fit a model of 64 positions"),
+    ("perplexity", (), "config.json does not exist", "none"),
+    ("perplexity", (), "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES", "bare"),
+    ("perplexity", ("--tokenizer", "bytes"), "has no checkpoint; give a run that has saved one", "bare"),
 ]
 
 
-@pytest.mark.parametrize(("task", "flags", "words"), WRONG)
-def test_evaluate_rejects_wrong_flags(folder, capsys, task, flags, words):
-    assert cli.main(["evaluate", *argv(folder, task, *flags)]) == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("run", "flags", "words"),
-    [
-        ("none", (), "config.json does not exist"),
-        ("bare", (), "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES"),
-        ("bare", ("--tokenizer", "bytes"), "has no checkpoint; give a run that has saved one"),
-    ],
-)
-def test_evaluate_names_what_run_lacks(folder, capsys, run, flags, words):
-    assert cli.main(["evaluate", *argv(folder, "perplexity", *flags, run=run)]) == 2
+@pytest.mark.parametrize("case", WRONG, ids=str)
+def test_evaluate_rejects_wrong_flags_and_runs(folder, capsys, case):
+    task, flags, words, *run = case
+    assert cli.main(["evaluate", *argv(folder, task, *flags, run=run[0] if run else "run")]) == 2
     assert words in capsys.readouterr().err

@@ -37,7 +37,6 @@ def outputs_for(labels, classes):
     ("a", "b", "row", "types", "text"),
     [
         ("red house", "bird", "[CLS] red house [SEP] bird [SEP] [PAD] [PAD]", "00001100", "11111100"),
-        ("red house", "bird tree stone", "[CLS] red house [SEP] bird tree stone [SEP]", "00001111", "11111111"),
         ("red house", "bird tree stone who", "[CLS] red house [SEP] bird tree stone [SEP]", "00001111", "11111111"),
         ("red " * 6, "bird", "[CLS] red red red red red red [SEP]", "00000000", "11111111"),
         ("", "bird", "[CLS] [SEP] bird [SEP] [PAD] [PAD] [PAD] [PAD]", "00110000", "11110000"),
@@ -141,30 +140,6 @@ def test_mnli_skips_and_counts_pairs_without_label(tokenizer, tmp_path):
     assert values(task, {"train": outputs_for([2, 2], 3)})["accuracy"] == 1
 
 
-def test_mnli_accuracy_is_over_all_sets_and_of_each(tokenizer, tmp_path):
-    rows = [("red", "never", "contradiction"), ("we", "saw", "neutral"), ("we", "is", "neutral")]
-    files = [mnli_file(tmp_path / f"dev_{kind}.tsv", *rows[:n]) for kind, n in (("matched", 3), ("mismatched", 2))]
-    task = open_task("mnli", [], files, tokenizer, 10)
-    assert len(task.train.tokens) == 0
-    assert values(task, {"matched": outputs_for([0, 2, 1], 3), "mismatched": outputs_for([1, 1], 3)}) == {
-        "accuracy": 2 / 5,
-        "matched_accuracy": 2 / 3,
-        "mismatched_accuracy": 0,
-        "correct": 2,
-    }
-
-
-def test_mnli_test_files_give_submissions_of_glue(tokenizer, tmp_path):
-    columns, kinds = MNLI_COLUMNS[:-2], ("matched", "mismatched")
-    files = [mnli_file(tmp_path / f"test_{kind}.tsv", ("red", "-"), columns=columns) for kind in kinds]
-    task = open_task("mnli", [], files, tokenizer, 10)
-    assert task.validation["test_matched"].labels == {}
-    outputs = {name: outputs_for([1], 3) for name in task.validation}
-    assert task.metrics(outputs) == []
-    submission = "index\tprediction\n7\tentailment\n"
-    assert task.predictions(outputs) == {"MNLI-m.tsv": submission, "MNLI-mm.tsv": submission}
-
-
 # --- QQP --------------------------------------------------------------------------------------------------------------
 
 QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
@@ -193,14 +168,6 @@ def test_qqp_has_accuracy_and_f1_of_duplicates(tokenizer, tmp_path):
             made({"validation": np.full((8, 2), np.nan, np.float32)})
 
 
-def test_qqp_test_file_gives_submission_of_glue(tokenizer, tmp_path):
-    (tmp_path / "test.tsv").write_text("id\tquestion1\tquestion2\n0\twho\twhat\n1\twho\twho\n")
-    task = open_task("qqp", [], [str(tmp_path / "test.tsv")], tokenizer, 16)
-    outputs = {"validation": outputs_for([0, 1], 2)}
-    assert task.metrics(outputs) == []
-    assert task.predictions(outputs) == {"QQP.tsv": "index\tprediction\n0\t0\n1\t1\n"}
-
-
 # --- RACE -------------------------------------------------------------------------------------------------------------
 
 
@@ -222,12 +189,11 @@ def test_race_rows_are_option_then_article(tokenizer, tmp_path):
     assert words(tokenizer, task.train.tokens[1, 1]) == f"[CLS] who came ? old [SEP] {article}" + " [PAD]" * 4
 
 
-def test_race_fills_blanks_and_truncates_questions(tokenizer, tmp_path):
-    race_file(tmp_path / "dev/middle", "middle1.txt", ["_ or _", "red " * 200], "AA")
+def test_race_truncates_questions(tokenizer, tmp_path):
+    race_file(tmp_path / "dev/middle", "middle1.txt", ["red " * 200], "A")
     task = open_task("race", [], [str(tmp_path / "dev")], tokenizer, 140)
-    rows = task.validation["middle"].tokens[:, 0]
-    assert words(tokenizer, rows[0]).startswith("[CLS] red [UNK] red [SEP] we")
-    assert words(tokenizer, rows[1]) == "[CLS]" + " red" * 128 + " [SEP] we saw a tree . the bird sleeps . [SEP]"
+    (row,) = task.validation["middle"].tokens[:, 0]
+    assert words(tokenizer, row) == "[CLS]" + " red" * 128 + " [SEP] we saw a tree . the bird sleeps . [SEP]"
 
 
 def test_race_is_measured_and_predicted_by_levels(tokenizer, tmp_path):
@@ -243,9 +209,32 @@ def test_race_is_measured_and_predicted_by_levels(tokenizer, tmp_path):
     assert {name: json.loads(text) for name, text in files.items()} == {"predictions.json": answers}
 
 
-def test_race_level_without_answers_is_predicted(tokenizer, tmp_path):
-    race_file(tmp_path / "test/high", "high9.txt", ["who ?"], None)
-    task = open_task("race", [], [f"{tmp_path / 'test/high'}/"], tokenizer, 32)
-    outputs = {"high": outputs_for([1], 4)}
+# --- Without labels ---------------------------------------------------------------------------------------------------
+
+
+PAIRS = "index\tsentence1\tsentence2\n7\tred\t-\n"
+ENTAILED = "index\tprediction\n7\tentailment"
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "predictions"),
+    [
+        (
+            "mnli",
+            {"test_matched.tsv": PAIRS, "test_mismatched.tsv": PAIRS},
+            {"MNLI-m.tsv": ENTAILED, "MNLI-mm.tsv": ENTAILED},
+        ),
+        ("qqp", {"test.tsv": "id\tquestion1\tquestion2\n0\twho\twhat\n"}, {"QQP.tsv": "index\tprediction\n0\t1"}),
+        ("race", {"high": None}, {"predictions.json": json.dumps({"high9.txt": ["B"]}, indent=2)}),
+    ],
+)
+def test_test_files_give_submissions(tokenizer, tmp_path, name, files, predictions):
+    for file, text in files.items():
+        if text is None:
+            race_file(tmp_path / file, "high9.txt", ["who ?"], None)
+        else:
+            (tmp_path / file).write_text(text)
+    task = open_task(name, [], [str(tmp_path / file) for file in files], tokenizer, 32)
+    outputs = {key: outputs_for([1], task.classes * task.choices) for key in task.validation}
     assert task.metrics(outputs) == []
-    assert json.loads(task.predictions(outputs)["predictions.json"]) == {"high9.txt": ["B"]}
+    assert {file: text.strip() for file, text in task.predictions(outputs).items()} == predictions

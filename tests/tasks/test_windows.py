@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mjax.errors import UsageError
-from mjax.tasks.windows import check_overlap, overlapping_windows
+from mjax.tasks.windows import overlapping_windows
 
 
 def counted_of(windows):
@@ -37,9 +36,3 @@ def test_windows_count_labels_as_megatron(count, positions):
         ours, theirs = [counted_of([window]) for window in windows], list(published(tokens, positions, overlap))
         assert theirs[: len(ours)] == ours
         assert not any(theirs[len(ours) :])
-
-
-@pytest.mark.parametrize("overlap", [0, 17])
-def test_overlap_outside_model_is_rejected(overlap):
-    with pytest.raises(UsageError, match=f"--overlap {overlap} does not fit a model of 16 positions; give a number"):
-        check_overlap(overlap, 16)
