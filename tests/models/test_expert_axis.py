@@ -13,6 +13,7 @@ from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.comms import ledger
+from mjax.state import arrays
 from mjax.state.layout import lay_out
 from mjax.training.replicas import Replicas
 from tests.models.test_mixture import MIXTURE
@@ -31,8 +32,8 @@ from tests.training.test_trainer import losses
 def test_device_has_the_experts_of_its_rank(zero, up, router):
     """ZeRO splits them over the replicas that share them, and all other weights over all replicas."""
     config = small_config(8, 2, 1, mesh={"expert": 4, "zero": zero}, **{**MIXTURE, "layers": 2})
-    blocks = lay_out(config, abstract_mesh(config.mesh)).abstract_model.blocks
-    for leaf, local in ((blocks.mlp.up[...], up), (blocks.mlp.router.kernel[...], router)):
+    leaves = arrays.named(lay_out(config, abstract_mesh(config.mesh)).abstract_model)
+    for leaf, local in ((leaves["blocks.mlp.up"], up), (leaves["blocks.mlp.router.kernel"], router)):
         assert leaf.sharding.shard_shape(leaf.shape) == local
 
 
