@@ -123,12 +123,12 @@ class DataConfig:
 
         tokens     the sample
         labels     the next token of each
-        loss_mask  whether a label counts
+        loss_mask  whether a label counts; of batches of one's own, which may leave it out, always
         positions  the learned position of a token
         documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
-        if self.mask_eod_loss or (evaluation and self.validation_tail):
+        if self.own or self.mask_eod_loss or (evaluation and self.validation_tail):
             types["loss_mask"] = "bool"
         if self.reset_positions:
             types["positions"] = "int32"

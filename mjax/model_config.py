@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -110,6 +110,29 @@ class ModelConfig:
     def batch(self, data, evaluation: bool = False) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
+
+    def limits(self) -> dict[str, int]:
+        """By name of an array of integers in a batch what its values, which are at least 0, must be below."""
+        return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.sequence}
+
+    def check_values(self, batch: Mapping[str, Any], of: str) -> None:
+        """Refuse values that a lookup on the device would clip without a word.
+
+        Args:
+          batch: NumPy arrays by name.
+          of: what the batch belongs to, such as "step 3".
+
+        Raises:
+          UsageError: a value is outside its `limits`.
+        """
+        for name, limit in self.limits().items():
+            low, high = (batch[name].min(), batch[name].max()) if name in batch else (0, 0)
+            if low >= 0 and high < limit:
+                continue
+            fix = f"give values from 0 to {limit - 1:,}"
+            if name == "labels" and low < 0:
+                fix = 'for labels that do not count give an array "loss_mask" that is False there, such as labels >= 0'
+            raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
 
     @property
     def unscaled_sequence(self) -> int:
@@ -277,6 +300,9 @@ class BERTConfig(EncoderConfig):
         rows = {name: ((self.sequence,), dtype) for name, dtype in {**names, "documents": "int32"}.items()}
         return {**rows, "sentence_order": ((), "int32")}
 
+    def limits(self) -> dict[str, int]:
+        return {**super().limits(), "token_types": 2, "documents": 2, "sentence_order": 2}
+
 
 @dataclass(frozen=True)
 class BERTTaskConfig(EncoderConfig):
@@ -311,6 +337,10 @@ class BERTTaskConfig(EncoderConfig):
         """Tokens, token types and documents [c, s], one row per choice, and the labels [] of `label_names`."""
         rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
         return rows | dict.fromkeys(self.label_names, ((), "int32"))
+
+    def limits(self) -> dict[str, int]:
+        labels = {"label": self.answers, "start": self.sequence, "end": self.sequence}
+        return {**super().limits(), "token_types": 2, "documents": 2, **labels}
 
 
 # --- The registry -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from mjax.batch_size import BatchSizes
+from mjax.config import Config
 from mjax.data.batches import of_positions
 from mjax.errors import UsageError
 
@@ -21,15 +22,18 @@ class OwnBatches:
     taken, so it must give the same ones again.
     """
 
-    def __init__(self, source: Source, sizes: BatchSizes, arrays: dict[str, tuple[tuple[int, ...], str]]):
+    def __init__(self, source: Source, sizes: BatchSizes, config: Config, evaluation: bool = False):
         """Nothing is read before the first step.
 
         Args:
-          source: gives {name: array [B, …]}.
+          source: gives {name: array [B, …]}, those of `Config.batch_arrays`. The labels that count where a causal
+            model gets no "loss_mask" are all.
           sizes: samples of each step.
-          arrays: by name the shape of a sample and the dtype that are expected (`Config.batch_arrays`).
+          config: of the run.
+          evaluation: whether these are batches of validation.
         """
-        self.source, self.sizes, self.arrays = source, sizes, arrays
+        self.source, self.sizes, self.model = source, sizes, config.model
+        self.arrays = config.batch_arrays(evaluation)
         self._next, self._last = 0, (-1, {})
 
     def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -62,6 +66,8 @@ class OwnBatches:
     def _checked(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
         size = self.sizes.size(step)
         wanted = {name: ((size, *shape), np.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
+        if isinstance(batch, Mapping) and self.model.causal and "loss_mask" in wanted:
+            batch = {**batch, "loss_mask": batch.get("loss_mask", np.ones(*wanted["loss_mask"]))}
         if not isinstance(batch, Mapping) or batch.keys() != wanted.keys():
             given = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise UsageError(f"the batch of step {step} has {given}; the model takes {', '.join(wanted)}")
@@ -72,5 +78,7 @@ class OwnBatches:
                 raise UsageError(
                     f"{name} of step {step} is {array.dtype.name} {list(array.shape)}; give {dtype.name} {list(shape)}"
                 )
-            found[name] = array.astype(dtype, copy=False)
-        return found
+        if "loss_mask" in wanted and "labels" in wanted:  # what does not count may be marked, as PyTorch does with -100
+            found["labels"] = np.where(found["loss_mask"], found["labels"], 0)
+        self.model.check_values(found, f"step {step}")
+        return {name: found[name].astype(dtype, copy=False) for name, (_, dtype) in wanted.items()}

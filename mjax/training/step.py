@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.batch_size import at_batch
 from mjax.config import Config
+from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.mesh import batch_specs, sharded_shapes
@@ -74,6 +75,7 @@ class TrainProgram:
         named by `gradient_names`.
       eval_step: (model, batch) → EvalMetrics; the batch may have a loss mask that training batches do not have.
       gradient_names: names for the indices in `StepMetrics.first_nonfinite`, and for the results of `broken`.
+      config: of the batches that it takes.
     """
 
     abstract_state: TrainState
@@ -85,9 +87,19 @@ class TrainProgram:
     broken: Callable[[TrainState], Array]
     eval_step: Callable[[Model, dict[str, Array]], EvalMetrics]
     gradient_names: list[str]
+    config: Config
 
     def on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
-        """A global batch that this process has, on its devices."""
+        """A global batch that this process has, on its devices.
+
+        Raises:
+          UsageError: it has other arrays than `Config.batch_arrays`, or an id outside the vocabulary.
+        """
+        if batch.keys() not in (self.config.batch_arrays().keys(), self.config.batch_arrays(evaluation=True).keys()):
+            taken = ", ".join(self.abstract_batch)
+            mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
+            raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
+        self.config.model.check_values(batch, "the batch")
         return {name: jax.device_put(array, self.batch_shardings[name]) for name, array in batch.items()}
 
 
@@ -165,6 +177,7 @@ def build_program(
         broken=jax.jit(shard_map(broken, in_specs=(specs,), out_specs=P())),
         eval_step=jax.jit(eval_step),
         gradient_names=names,
+        config=config,
     )
 
 

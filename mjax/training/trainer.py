@@ -100,8 +100,8 @@ class Trainer:
     def _own(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
         whole = BatchSizes.constant(config.train.global_batch)
         return TrainingData(
-            training=OwnBatches(data, BatchSizes.of(config), config.batch_arrays()),
-            validation=None if validation is None else OwnBatches(validation, whole, config.batch_arrays(True)),
+            training=OwnBatches(data, BatchSizes.of(config), config),
+            validation=None if validation is None else OwnBatches(validation, whole, config, evaluation=True),
             tokenizer=None,
             summary="batches of the caller",
         )

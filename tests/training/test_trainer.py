@@ -119,11 +119,36 @@ def test_loss_replaces_the_models(tmp_path, whole):
         (lambda step: {"tokens": np.zeros((8, 16), np.int32)}, "the batch of step 0 has tokens; the model takes"),
         (lambda step: dict.fromkeys(("tokens", "labels"), np.zeros((8, 3), np.int32)), r"give int32 \[8, 16\]"),
         (iter([batch(0)]), "ended after 1 batches; lower train.steps"),
+        (lambda step: {**batch(0), "labels": np.full((8, 16), -100)}, r'holds -100; for labels .* "loss_mask" that is'),
+        (lambda step: {**batch(0), "tokens": np.full((8, 16), 300)}, "tokens of step 0 holds 300; give values from 0 to"),
     ],
 )
 def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
     with pytest.raises(UsageError, match=words):
         mjax.Trainer(CONFIG, tmp_path, data=source).train()
+
+
+def test_labels_count_where_the_loss_mask_says_so(tmp_path, whole):
+    counted = np.arange(16) % 2 == np.arange(8)[:, None] % 2
+    masks = {"all": np.ones((8, 16), bool), "half": counted, "others": ~counted}
+    first = {}
+    for name, mask in masks.items():
+        masked = {**batch(0), "labels": np.where(mask, batch(0)["labels"], -100), "loss_mask": mask}
+        short = replace(CONFIG, train=replace(CONFIG.train, steps=3))
+        mjax.Trainer(short, tmp_path / name, data=lambda step, masked=masked: masked).train()
+        first[name] = losses(tmp_path / name)[0]
+    assert first["all"] == losses(whole)[0]
+    assert (first["half"] + first["others"]) / 2 == pytest.approx(first["all"], rel=1e-6)
+    assert first["half"] != first["others"]
+
+
+def test_batch_of_a_loop_of_ones_own_is_checked():
+    program = mjax.build_program(CONFIG, mjax.make_mesh(CONFIG.mesh))
+    assert program.on_devices(batch(0))["tokens"].shape == (8, 16)
+    with pytest.raises(UsageError, match="the batch has .*; the program takes tokens, labels; with data.own=True"):
+        program.on_devices({**batch(0), "loss_mask": np.ones((8, 16), bool)})
+    with pytest.raises(UsageError, match="labels of the batch holds 300"):
+        program.on_devices({**batch(0), "labels": np.full((8, 16), 300)})
 
 
 def test_trainer_refuses_what_train_py_refuses(tmp_path):
