@@ -66,12 +66,12 @@ class OwnBatches:
     def _checked(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
         size = self.sizes.size(step)
         wanted = {name: ((size, *shape), np.dtype(dtype)) for name, (shape, dtype) in self.arrays.items()}
-        if isinstance(batch, Mapping) and self.model.causal and "loss_mask" in wanted:
-            batch = {**batch, "loss_mask": batch.get("loss_mask", np.ones(*wanted["loss_mask"]))}
-        if not isinstance(batch, Mapping) or batch.keys() != wanted.keys():
+        optional = {"loss_mask"} & wanted.keys() if self.model.causal else set()
+        if not isinstance(batch, Mapping) or batch.keys() | optional != wanted.keys():
             given = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise UsageError(f"the batch of step {step} has {given}; the model takes {', '.join(wanted)}")
-        found = {name: np.asarray(batch[name]) for name in wanted}
+        every = {name: np.ones(*wanted[name]) for name in optional}
+        found = {name: np.asarray(array) for name, array in {**every, **batch}.items()}
         for name, (shape, dtype) in wanted.items():
             array = found[name]
             if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):

@@ -120,7 +120,10 @@ def test_loss_replaces_the_models(tmp_path, whole):
         (lambda step: dict.fromkeys(("tokens", "labels"), np.zeros((8, 3), np.int32)), r"give int32 \[8, 16\]"),
         (iter([batch(0)]), "ended after 1 batches; lower train.steps"),
         (lambda step: {**batch(0), "labels": np.full((8, 16), -100)}, r'holds -100; for labels .* "loss_mask" that is'),
-        (lambda step: {**batch(0), "tokens": np.full((8, 16), 300)}, "tokens of step 0 holds 300; give values from 0 to"),
+        (
+            lambda step: {**batch(0), "tokens": np.full((8, 16), 300)},
+            "tokens of step 0 holds 300; give values from 0 to",
+        ),
     ],
 )
 def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
