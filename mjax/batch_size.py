@@ -13,6 +13,8 @@ restart. Sample order does not depend on the sizes; only the split into steps do
     samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
     steps     └0┘ └1┘ └──2──┘ └────3────┘ …
 
+A run whose batch was changed under way keeps the steps behind it (train.taken) and goes on from their samples.
+
 The train step is compiled once per size, so few large increments cost less than many small ones.
 """
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -38,9 +40,11 @@ class BatchSizes:
 
     Attributes:
       pieces: (first step, samples before it, size) for each range of steps of one size. The last has no end.
+      begin: the step from which on the settings of today hold; those before were taken with others.
     """
 
     pieces: tuple[tuple[int, int, int], ...]
+    begin: int = 0
 
     @classmethod
     def of(cls, config: Config) -> BatchSizes:
@@ -50,12 +54,13 @@ class BatchSizes:
           UsageError: train.batch_schedule is malformed.
         """
         train = config.train
+        changes = [(0, train.global_batch)]
         if train.batch_rampup is not None:
-            return cls._of_changes(_rampup(*train.batch_rampup, train.global_batch))
-        if train.batch_schedule is not None:
+            changes = _rampup(*train.batch_rampup, train.global_batch)
+        elif train.batch_schedule is not None:
             tokens = parse_schedule(train.batch_schedule)
-            return cls._of_changes([(-(-start // config.model.sequence), size) for start, size in tokens])
-        return cls.constant(train.global_batch)
+            changes = [(-(-start // config.model.sequence), size) for start, size in tokens]
+        return cls._of_changes(changes, train.taken)
 
     @classmethod
     def constant(cls, size: int) -> BatchSizes:
@@ -63,18 +68,24 @@ class BatchSizes:
         return cls(((0, 0, size),))
 
     @classmethod
-    def _of_changes(cls, changes: list[tuple[int, int]]) -> BatchSizes:
-        """From (samples, size), with ascending samples from 0: a step that begins at or after them has this size."""
+    def _of_changes(cls, changes: list[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> BatchSizes:
+        """From (samples, size), with ascending samples from 0: a step that begins at or after them has this size,
+        unless it is one of those `taken`."""
         starts = [start for start, _ in changes]
         pieces: list[tuple[int, int, int]] = []
         step = sample = 0
+        for steps, size in taken:
+            if not pieces or pieces[-1][2] != size:
+                pieces.append((step, sample, size))
+            step, sample = step + steps, sample + steps * size
+        begin = step
         while True:
             current = bisect_right(starts, sample)  # a step may be larger than the range between two changes
             size = changes[current - 1][1]
             if not pieces or pieces[-1][2] != size:
                 pieces.append((step, sample, size))
             if current == len(changes):
-                return cls(tuple(pieces))
+                return cls(tuple(pieces), begin)
             steps = -(-(starts[current] - sample) // size)
             step, sample = step + steps, sample + steps * size
 
@@ -99,8 +110,13 @@ class BatchSizes:
         return [(count, size) for count, size in found if count > 0]
 
     def sizes(self) -> list[int]:
-        """The distinct sizes, in order of appearance."""
-        return list(dict.fromkeys(size for _, _, size in self.pieces))
+        """The distinct sizes from `begin` on, in order of appearance."""
+        return list(dict.fromkeys(size for _, _, size in self.ahead()))
+
+    def ahead(self) -> list[tuple[int, int, int]]:
+        """The pieces with a step from `begin` on."""
+        first = max(bisect_right(self.pieces, self.begin, key=lambda piece: piece[0]) - 1, 0)
+        return list(self.pieces[first:])
 
     def _piece(self, step: int) -> tuple[int, int, int]:
         return self.pieces[max(bisect_right(self.pieces, step, key=lambda piece: piece[0]) - 1, 0)]
@@ -113,7 +129,9 @@ def training_samples(config: Config) -> int:
 
 def at_batch(config: Config, size: int) -> Config:
     """`config` for the steps of one size: a constant global batch of `size`."""
-    return replace(config, train=replace(config.train, global_batch=size, batch_rampup=None, batch_schedule=None))
+    return replace(
+        config, train=replace(config.train, global_batch=size, batch_rampup=None, batch_schedule=None, taken=())
+    )
 
 
 def _rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
+
 from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
@@ -175,6 +177,9 @@ class TrainConfig:
     batch_schedule: str | None = None
     """Instead of a ramp-up: pairs TOKENS:BATCH such as '0:768 250B:1536', from that many training tokens on (K, M, B,
     T: thousands to trillions) that many sequences per step. The last is global_batch."""
+    taken: Annotated[tuple[tuple[int, int], ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
+    data, tokens and learning rate go on from their samples. A run writes it; it is no flag."""
     micro_batch: Count = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full", "offload"] = "none"

@@ -191,7 +191,7 @@ def _kinds_of(cls: type, default: object = None, prefix: str = "") -> Iterator[t
             held = getattr(default, name, None)
             kind = kind if held is None else type(held)
             yield from _kinds_of(kind, held, f"{prefix}{flag}." if flag else prefix)
-        elif tyro.conf.Positional not in marks:
+        elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             names = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             yield from ((name, kind) for name in (prefix + flag, *names))
 

@@ -130,6 +130,7 @@ def inference_config(
             global_batch=micro_batch * mesh.data * micro_batches,
             batch_rampup=None,
             batch_schedule=None,
+            taken=(),
         ),
     )
     validate(config)

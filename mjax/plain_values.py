@@ -37,13 +37,17 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif _fits(value, hints[name]):
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
-            arguments[name] = tuple(value) if listed else value
+            arguments[name] = _as_tuples(value) if listed else value
         else:
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
     for f in dataclasses.fields(cls):
         if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
             raise UsageError(f"{source}: there is no {prefix}{f.name}")
     return cls(**arguments)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _fits(value: Any, kind: Any) -> bool:

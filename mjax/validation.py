@@ -342,7 +342,7 @@ def check_batch_sizes(config: Config) -> None:
         )
         if train.global_batch % unit:
             fitting += f" --train.global-batch {_nearest_multiple(train.global_batch, unit)}"
-    for first_step, _, size in BatchSizes.of(config).pieces:
+    for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "

@@ -278,7 +278,7 @@ def results_of(config: Config, records: list[dict[str, Any]], common: int) -> di
 
 def _batch(config: Config) -> tuple[Any, ...]:
     train = config.train
-    return train.global_batch, train.batch_rampup, train.batch_schedule, config.model.sequence
+    return train.global_batch, train.batch_rampup, train.batch_schedule, train.taken, config.model.sequence
 
 
 def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:

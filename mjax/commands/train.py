@@ -107,6 +107,10 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     label = arguments.config if arguments.resume is None else str(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
+    from mjax.training.continuing import after_steps_taken, changes_since
+
+    step = arguments.step if arguments.resume is not None else None
+    arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
     if arguments.resume is None:
         from mjax.state.runs import has_checkpoint
 
@@ -118,13 +122,10 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     validate(arguments.settings, label)
     if arguments.profile is not None:
         _profiled(arguments)
-    from mjax.training.continuing import changes_since
     from mjax.training.origin import choose_origin
 
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
-    resumed = arguments.resume is not None
-    step = arguments.step if resumed else None
-    changes = changes_since(folder, arguments.settings, arguments.allow_change, resumed, step)
+    changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:

@@ -108,6 +108,7 @@ def longest(
             global_batch=math.lcm(config.train.global_batch, mesh.data),
             batch_rampup=None,
             batch_schedule=None,
+            taken=(),
             recompute=way.recompute,
             unroll="off" if way.recompute == "offload" else config.train.unroll,
             streams=1,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ import numpy as np
 
 from mjax.batch_size import BatchSizes, training_samples
 from mjax.bounds import fields_of
-from mjax.config import CheckpointConfig, Config, DataConfig, HealthConfig, LogConfig, differences, read_config
+from mjax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    HealthConfig,
+    LogConfig,
+    MeshConfig,
+    differences,
+    read_config,
+)
 from mjax.data.atomic import write_whole
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
@@ -33,6 +43,7 @@ from mjax.model_config import TUNING
 from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
 from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.validation import check_batch_sizes
 
 
 def _every_field(section: type) -> tuple[str, ...]:
@@ -61,7 +72,7 @@ FREE = {
     "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
     "train": (
-        "steps", "tokens", "micro_batch", "recompute", "unroll", "streams", "loss_chunks", "eval_interval",
+        "steps", "tokens", "taken", "micro_batch", "recompute", "unroll", "streams", "loss_chunks", "eval_interval",
         "eval_batches",
     ),
     # Whole sections: none of their fields affects what is learned from which samples.
@@ -127,10 +138,38 @@ def changes_since(
                 f"{folder} was trained with other settings ({'; '.join(refused)}); "
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
             )
-    return [f"changed {name}: {old} → {new}" for name, (old, new) in changed.items()] + [
+    shown = (name for name in changed if name != "train.taken")
+    return [f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown] + [
         *_notes(before, config),
         *_note_on_decay(before, config, steps, step),
     ]
+
+
+def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:
+    """`config` with the batches that the run in `folder` has taken, where they are not its own (`train.taken`).
+
+    So a change of the batch begins where the run is: its next sample is the first that no step has read, and tokens and
+    learning rate count from there.
+
+    Args:
+      config: of this start.
+      folder: of the run, which may not have begun.
+      step: checkpoint to continue from; by default the newest.
+
+    Raises:
+      UsageError: the sizes of its batch are malformed.
+    """
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return replace(config, train=replace(config.train, taken=()))
+    check_batch_sizes(replace(config, mesh=MeshConfig(), train=replace(config.train, micro_batch=1)))
+    before, last = read_config(folder / "config.json"), steps[-1] if step is None else step
+    taken = BatchSizes.of(before).stretches(last)
+    for known in ((), before.train.taken, tuple(taken)):
+        config = replace(config, train=replace(config.train, taken=known))
+        if BatchSizes.of(config).stretches(last) == taken:
+            break
+    return config
 
 
 def save_digests(folder: Path, data: DataConfig) -> None:
@@ -169,6 +208,12 @@ def _meaning(config: Config, name: str) -> Any:
 def _notes(before: Config, config: Config) -> list[str]:
     """Side effects of a longer or shorter run."""
     notes, old, new = [], before.optimizer, config.optimizer
+    if before.train.taken != config.train.taken and config.train.taken:
+        sizes = BatchSizes.of(config)
+        notes.append(
+            f"note: the batch is {sizes.size(sizes.begin)} from step {sizes.begin + 1} on, which begins at sample "
+            f"{sizes.samples_before(sizes.begin):,}, where the run is"
+        )
     if training_samples(before) != training_samples(config) and not config.data.mock:
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "

@@ -14,7 +14,7 @@ from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
 from mjax.training import loop
-from mjax.training.continuing import changes_since
+from mjax.training.continuing import after_steps_taken, changes_since
 from mjax.training.metrics import Record
 from mjax.training.origin import choose_origin
 from mjax.training.result import Options, Result
@@ -78,7 +78,7 @@ class Trainer:
             named = dict.fromkeys(("path", "train_path", "valid_path", "test_path"), ())
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
-        config, _ = with_steps(config)
+        config, _ = with_steps(after_steps_taken(config, self.folder))
         validate(config, str(folder))
         self.config, self.data = config, data and self._own(config, data, validation)
         self.origin = choose_origin(self.folder, config, None if init is None else Path(init))

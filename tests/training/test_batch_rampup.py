@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mjax
 from mjax.batch_size import BatchSizes
+from mjax.config import read_config
 from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop
@@ -36,6 +38,20 @@ def _rates(config, samples):
     return [float(learning_rate(config, jnp.int32(n))) for n in samples]
 
 
+def by_hand(config, sizes):
+    """The state after steps of these sizes on samples 0, 1, …, and the loss of each."""
+    mesh = make_mesh(config.mesh)
+    programs = {size: loop.build_program(config, mesh, size, optimizer=None, loss=None) for size in set(sizes)}
+    data, samples = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed), iter(range(99))
+    state, losses = programs[sizes[0]].initialize(), []
+    for size in sizes:
+        rows = np.stack([data[next(samples)] for _ in range(size)])
+        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+        state, metrics = programs[size].train_step(state, programs[size].on_devices(batch))
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
 def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     config = _config()
     assert [BatchSizes.of(config).size(step) for step in range(len(SIZES))] == SIZES
@@ -45,15 +61,7 @@ def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "continued after step 2" in said
     assert "batch 8 from step 5: compiling" in said
-    mesh = make_mesh(config.mesh)
-    programs = {size: loop.build_program(config, mesh, size, optimizer=None, loss=None) for size in set(SIZES)}
-    data, samples = MockDataset(config.model.vocabulary, config.model.sequence, config.train.seed), iter(range(99))
-    state, losses = programs[8].initialize(), []
-    for size in SIZES:
-        rows = np.stack([data[next(samples)] for _ in range(size)])
-        batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
-        state, metrics = programs[size].train_step(state, programs[size].on_devices(batch))
-        losses.append(float(metrics.loss))
+    state, losses = by_hand(config, SIZES)
     assert [record["loss"] for record in records] == losses
     jax.tree.map(np.testing.assert_array_equal, result.state, state)
 
@@ -61,6 +69,20 @@ def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     assert [record["learning_rate"] for record in records] == pytest.approx(_rates(config, SAMPLES[:-1]), rel=1e-6)
     for record, size in zip(records, SIZES, strict=True):
         assert record["tokens_per_second"] == pytest.approx(size * 16 / record["seconds"])
+
+
+def test_changed_batch_goes_on_from_the_next_sample(tmp_path):
+    """Larger, smaller, then growing: no sample is read twice or passed over, and tokens and rates count the samples."""
+    constant = _config(schedule="constant")
+    constant = replace(constant, optimizer=replace(constant.optimizer, warmup_steps=0))
+    first = {"batch_rampup": None, "global_batch": 4, "eval_interval": 0}
+    for steps, batch in ((2, first), (3, {**first, "global_batch": 8}), (4, first), (6, {"batch_rampup": (4, 4, 24)})):
+        config = replace(constant, train=replace(constant.train, **{**batch, "eval_interval": 0, "steps": steps}))
+        assert mjax.Trainer(config, tmp_path, allow_change=True, show=False).train().exit_code == 0
+    records, sizes = read_metrics(tmp_path / "metrics.jsonl"), [4, 4, 8, 4, 4, 8]
+    assert [record["tokens"] for record in records] == (np.cumsum(sizes) * 16).tolist()
+    assert [record["loss"] for record in records] == by_hand(constant, sizes)[1]
+    assert BatchSizes.of(read_config(tmp_path / "config.json")).stretches(6) == [(2, 4), (1, 8), (2, 4), (1, 8)]
 
 
 # --- The clock of the learning rate -----------------------------------------------------------------------------------
