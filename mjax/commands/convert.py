@@ -50,6 +50,7 @@ from mjax.models.build import count_parameters
 from mjax.progress import progress
 from mjax.state.blocks import read_in_blocks
 from mjax.state.checkpoint import Checkpoints
+from mjax.state.runs import check_run_folder
 from mjax.training.metrics import read_metrics
 from mjax.training.origin import origin_of
 
@@ -114,6 +115,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
+    check_run_folder(output)
     check_output(output)
     if not source.is_dir():
         raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")

@@ -34,6 +34,7 @@ from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.progress import progress
+from mjax.state.runs import check_run_folder
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     """
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
+    check_run_folder(output)
     check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     place = str(checkpoint.folder)

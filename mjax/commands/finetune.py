@@ -23,6 +23,7 @@ from mjax.compiled_programs import keep_programs
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
+from mjax.state.runs import check_run_folder
 from mjax.tasks.labelled import LabelledTask, open_task
 from mjax.validation import validate
 
@@ -63,6 +64,9 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     console = lasting_console(sys.stderr, processes.is_first())
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run = arguments.checkpoint
+    named = run if run.name else run.absolute()  # the current folder has no name
+    output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
+    check_run_folder(output)
     saved = read_run(run, False, "and labelled tasks need a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
     recipe = recipes.recipe_of(arguments, saved, say)
@@ -79,8 +83,6 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     config = with_kernel(config, say)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
-    named = run if run.name else run.absolute()  # the current folder has no name
-    output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
     request = recipes.Request.of(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
         agree(watchdog, {**facts_of(config), **_task_facts(arguments, task)})

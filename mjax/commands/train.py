@@ -105,6 +105,9 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     arguments = parse(TrainArguments, argv, "mjax train", chosen)
     folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
     label = arguments.config if arguments.resume is None else str(folder)
+    from mjax.state.runs import check_run_folder, has_checkpoint
+
+    check_run_folder(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
     from mjax.training.continuing import after_steps_taken, changes_since
@@ -112,8 +115,6 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     step = arguments.step if arguments.resume is not None else None
     arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
     if arguments.resume is None:
-        from mjax.state.runs import has_checkpoint
-
         weights = folder if arguments.init is None or has_checkpoint(folder) else arguments.init
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
     else:

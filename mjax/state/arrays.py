@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -15,6 +17,34 @@ from mjax.names import leaf_name
 
 CHUNK_BYTES = 1 << 26
 """Of one chunk on disk: what is decompressed to read one number."""
+
+
+def open_array(store: Path, name: str, create: dict[str, Any] | None = None) -> ts.TensorStore:
+    """An array in the folder of a field, as Orbax wrote it; or a new one with this metadata."""
+    spec: dict[str, Any] = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{store.absolute()}/"}, "path": f"{name}/"},
+        "context": {"file_io_sync": False},  # the folder is synced as a whole
+    }
+    if create is None:
+        return ts.open(spec, open=True, read=True).result()
+    return ts.open(spec | {"metadata": create, "store_data_equal_to_fill_value": True}, create=True).result()
+
+
+def check_opens(folder: Path, kinds: dict[str, list]) -> None:
+    """Read one array of each field of the checkpoint in `folder`, the smallest, whose `kinds` are given by name.
+
+    Raises:
+      RunError: it is not there, or has another shape.
+    """
+    smallest = sorted(kinds, key=lambda name: math.prod(kinds[name][1]), reverse=True)
+    for field, name in {name.split(".")[0]: name for name in smallest}.items():
+        try:
+            shape = list(open_array(folder / field, name).read().result().shape)
+        except ValueError as error:
+            raise RunError(f"{name} cannot be read back: {str(error).splitlines()[0]}") from error
+        if shape != kinds[name][1]:
+            raise RunError(f"{name} has shape {shape} instead of {kinds[name][1]}")
 
 
 def named(tree: Any, field: str | None = None) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore as ts
 
-from mjax.state.arrays import CHUNK_BYTES, STACKED, named, type_and_shape
+from mjax.state.arrays import CHUNK_BYTES, STACKED, named, open_array, type_and_shape
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.manifest import MANIFEST, write_manifest
 
@@ -44,7 +43,7 @@ def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, 
     chunks = {stored: _chunk(stored, leaf) for stored, (_, leaf) in leaves.items()}
     _describe(store, chunks)
     for stored, (name, leaf) in leaves.items():
-        array = _open(store, stored, create=(leaf, chunks[stored]))
+        array = open_array(store, stored, create=_new_metadata(leaf, chunks[stored]))
         for start in range(0, leaf.shape[0], chunks[stored][0]):
             end = min(start + chunks[stored][0], leaf.shape[0])
             array[start:end].write(read(name, start, end)).result()
@@ -59,7 +58,7 @@ def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np
       name: of the array, such as `model.blocks.mlp.up.kernel`.
       rank: dims of the array; a pipeline with several chunks per stage has stored one more.
     """
-    array = _open(folder / name.split(".")[0], name)
+    array = open_array(folder / name.split(".")[0], name)
     split = array.rank - rank
     rows = array.chunk_layout.read_chunk.shape[split]
     parts = [array[number] for number in range(array.shape[0])] if split else [array]
@@ -69,17 +68,9 @@ def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np
             yield number * part.shape[0] + start, block.read().result()
 
 
-def _open(store: Path, name: str, create: tuple[Any, list[int]] | None = None) -> ts.TensorStore:
-    """An array in the folder that Orbax wrote; or a new one, like a leaf and with chunks of a shape."""
-    spec: dict[str, Any] = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "ocdbt", "base": {"driver": "file", "path": f"{store.absolute()}/"}, "path": f"{name}/"},
-        "context": {"file_io_sync": False},  # the folder is synced as a whole
-    }
-    if create is None:
-        return ts.open(spec, open=True, read=True).result()
-    leaf, chunk = create
-    spec["metadata"] = {
+def _new_metadata(leaf: Any, chunk: list[int]) -> dict[str, Any]:
+    """Of a Zarr 3 array like `leaf`, in chunks of a shape."""
+    return {
         "shape": list(leaf.shape),
         "data_type": str(leaf.dtype),
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
@@ -88,7 +79,6 @@ def _open(store: Path, name: str, create: tuple[Any, list[int]] | None = None) -
             {"name": "zstd", "configuration": {"level": 3}},  # as Orbax
         ],
     }
-    return ts.open(spec | {"store_data_equal_to_fill_value": True}, create=True).result()
 
 
 def _chunk(name: str, leaf: Any) -> list[int]:

@@ -18,6 +18,9 @@ may donate the buffers) while a thread writes `300.writing`, adds the manifest, 
 to `300`. A process killed before the rename leaves a folder that is not a checkpoint; the next save removes it. A save
 is reported only when the rename is on disk too.
 
+**A checkpoint counts when it opens.** One array of each field is read back before the manifest is written, so before
+an older checkpoint may be removed.
+
 **Damage is detected.** Orbax 0.12 notices a missing or truncated data file, but stores arrays as Zstandard frames
 without a checksum: a flipped byte silently gives other weights. So every file is compared with the manifest before
 Orbax reads it; if the newest checkpoint is damaged, the previous one is used, with a notice.
@@ -50,6 +53,7 @@ from mjax.parallel.processes import from_first, is_first, wait_for_all
 from mjax.state.arrays import (
     by_field,
     check_fits,
+    check_opens,
     check_types,
     chunks_on_disk,
     in_chunks_of,
@@ -198,6 +202,7 @@ class Checkpoints:
             writing.result()  # every process has written its part
             if not is_first():
                 return
+            check_opens(folder, kinds)
             size = write_manifest(folder, step, kinds, host)
             self._set_aside(step)
             put(folder, self.folder / str(step))

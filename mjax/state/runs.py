@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,26 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def has_checkpoint(folder: Path) -> bool:
     """Whether `folder` contains a run that can be continued."""
     return bool(checkpoint_steps(folder))
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse a folder in which no checkpoint could be restored.
+
+    Orbax globs the whole path of what it merges: with a pattern in it, it would find nothing, or another run.
+
+    Raises:
+      UsageError: it is an address, such as of an object store, or has one of * ? [ in its path.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+        raise UsageError(
+            f"{folder} is an address, and mjax writes runs into folders of a file system; mount the bucket, or give a "
+            "local folder and copy it when the run has ended"
+        )
+    if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
+        raise UsageError(
+            f"{folder.absolute()} has {wrong[0]} in its path, where no checkpoint could be restored; choose a folder "
+            "and a --name without * ? ["
+        )
 
 
 @contextlib.contextmanager

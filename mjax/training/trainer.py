@@ -13,6 +13,7 @@ from mjax.config import Config
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
+from mjax.state.runs import check_run_folder
 from mjax.training import loop
 from mjax.training.continuing import after_steps_taken, changes_since
 from mjax.training.metrics import Record
@@ -69,6 +70,7 @@ class Trainer:
           UsageError: with the sentence that `train.py` would print.
         """
         self.folder, self.callbacks = Path(folder), tuple(callbacks)
+        check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
                 raise UsageError(
