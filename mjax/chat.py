@@ -1,8 +1,6 @@
 """Conversations as text, by the chat template that a model brings along, and as token ids.
 
-A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`. It comes from outside, so it is rendered in
-Jinja's sandbox, as `transformers` does it (`apply_chat_template`): with the filter `tojson` and the functions
-`raise_exception` and `strftime_now`, and with everything it may see made of plain JSON values.
+A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`, which `chat_template.py` renders.
 """
 
 from __future__ import annotations
@@ -10,15 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mjax.chat_template import Template, TemplateError
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError
@@ -78,7 +73,7 @@ class Chat:
         end = self._library.token_to_id(self._special.get("eos_token", ""))
         self.stops = sorted({*ends_of_text(run, eod), *([] if end is None else [end])})
         with self._errors():
-            self._template = _environment().from_string(self.file.read_text(encoding="utf-8"))
+            self._template = Template(self.file.read_text(encoding="utf-8"))
 
     def render(self, messages: Sequence[Message], tools: list | None = None) -> str:
         """The text of a conversation, up to where the model's answer begins.
@@ -109,10 +104,10 @@ class Chat:
         """Turn whatever goes wrong in the template into one sentence."""
         try:
             yield
-        except Exception as error:
+        except (TemplateError, OSError, ValueError) as error:
             raise UsageError(
-                f"the chat template {self.file} refuses the conversation or is damaged "
-                f"({type(error).__name__}: {error}); change the messages, or restore the file"
+                f"the chat template {self.file} refuses the conversation or is damaged ({error}); change the messages, "
+                "or restore the file"
             ) from None
 
 
@@ -151,61 +146,6 @@ def _object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{file} is not an object of JSON; restore it")
     return value
-
-
-# --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
-
-
-class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}, which marks what the assistant writes, for training: here its content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The content of the block."""
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """A namespace that keeps templates away from Python's internals."""
-
-    def __init__(*args, **kwargs):
-        self, *values = args
-        given = dict(*values, **kwargs)
-        for name in given:
-            _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(self, given)
-
-    def __setitem__(self, name, value):
-        _Namespace._check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name) -> None:
-        if isinstance(name, str) and name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str):
-    raise jinja2.exceptions.TemplateError(message)
 
 
 def _with_reasoning(message: Message) -> Message:

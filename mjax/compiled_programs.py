@@ -34,9 +34,16 @@ def folder() -> Path | None:
 
 
 def problem_with(place: Path) -> str | None:
-    """Why nothing can be kept in `place`, which is created; None if it can."""
+    """Why nothing can be kept in `place`, which is created; None if it can.
+
+    What is kept is machine code that runs when it is loaded, so no one else may write there.
+    """
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.stat()
+        if found.st_mode & 0o022 or found.st_uid not in (0, os.getuid()):
+            return f"others can write into {place}, and programs there are run (chmod go-w {place}, if it is yours)"
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"1")
     except OSError as error:

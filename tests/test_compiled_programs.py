@@ -55,6 +55,17 @@ def test_several_processes_keep_nothing(own_home, monkeypatch):
     assert not list(own_home.iterdir())
 
 
+def test_folder_is_private(own_home):
+    keep_programs(several=False, say=pytest.fail)
+    place = Path(os.environ.pop("JAX_COMPILATION_CACHE_DIR"))
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o775)
+    said = []
+    keep_programs(several=False, say=said.append)
+    assert f"others can write into {place}" in said[0]
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
 def test_unusable_home_is_one_line(own_home, monkeypatch):
     said = []
     (own_home / "mjax").write_text("a file in the way")

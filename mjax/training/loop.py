@@ -113,6 +113,7 @@ def train(
         options.profile.starts(start)
         log = None
         if is_first():
+            data.training.at(start)  # data that do not fit are refused before the folder says that they do
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
                 write_origin(folder, origin, data, display.say)

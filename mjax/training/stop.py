@@ -1,4 +1,4 @@
-"""Stopping a run: it finishes the steps in flight, saves and exits, however often SIGTERM is sent meanwhile."""
+"""Stopping a run: it finishes the steps in flight, saves and exits, however often it is told to meanwhile."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import signal
 
 import jax
 
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+
 
 class StopSignal:
-    """Turns SIGTERM and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops at once.
+    """Turns SIGTERM, the SIGHUP of a closed terminal and Ctrl-C into a request to stop after the steps in flight; a
+    second Ctrl-C stops at once. A run started by `nohup` goes on after a SIGHUP.
 
-    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`) and
-    Ctrl-C stops at once.
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`), SIGHUP
+    becomes one, and Ctrl-C stops at once.
 
-    Leave the context when the save is committed. After a stop request SIGTERM is ignored from then on: launchers send
-    it again, and must see the exit code that says "saved".
+    Leave the context when the save is committed. After a stop request SIGTERM and SIGHUP are ignored from then on:
+    launchers send them again, and must see the exit code that says "saved".
 
     Attributes:
       name: of what requested it; "" if nothing has.
@@ -33,21 +36,25 @@ class StopSignal:
         return bool(self.name)
 
     def __enter__(self) -> StopSignal:
+        handlers = dict.fromkeys((*ENDS, signal.SIGINT), self._stop)
         if jax.process_count() > 1:
-            return self
+            handlers = {signal.SIGHUP: lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            del handlers[signal.SIGHUP]
         with contextlib.suppress(ValueError):  # signals belong to the main thread
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._stop)
+            for number, handler in handlers.items():
+                self._before[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, kind, *_) -> None:
         saved = self.requested and kind is None
         for number, handler in self._before.items():
-            if number != signal.SIGTERM or not saved:
+            if number not in ENDS or not saved:
                 signal.signal(number, handler)
         if saved:
             with contextlib.suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                for number in ENDS:
+                    signal.signal(number, signal.SIG_IGN)
 
     def _stop(self, number: int, frame) -> None:
         again = self.requested

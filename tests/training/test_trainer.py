@@ -62,14 +62,22 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("moment", "last"), [("a step runs", 4), ("waiting for its batch", 5)])
-def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypatch, capfd):
-    """Whether it arrives while a step runs, or before the next one is dispatched."""
+@pytest.mark.parametrize(
+    ("number", "moment", "last"),
+    [
+        (signal.SIGINT, "a step runs", 4),
+        (signal.SIGINT, "waiting for its batch", 5),
+        (signal.SIGHUP, "a step runs", 4),
+    ],
+)
+def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, tmp_path, monkeypatch, capfd):
+    """Whether it is told while a step runs, or before the next one is dispatched."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also under nohup
     shown = []
 
     def at(self, step, doing=None):
         if shown == [1, 2, 3] and doing == moment:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def show(self, record):
         shown.append(record.step)
@@ -79,7 +87,8 @@ def test_ctrl_c_saves_after_the_steps_in_flight(moment, last, tmp_path, monkeypa
     monkeypatch.setattr(Watchdog, "at", at)
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
-    assert "Ctrl-C: saving after the steps in flight" in capfd.readouterr().err
+    name = "SIGHUP" if number == signal.SIGHUP else "Ctrl-C"
+    assert f"{name}: saving after the steps in flight" in capfd.readouterr().err
 
 
 @pytest.mark.ci

@@ -1,0 +1,165 @@
+"""A chat template in a process of its own, with bounds on its time, memory and output.
+
+A template is a program from outside. Jinja's sandbox keeps it away from Python, but not from looping for hours or
+writing gigabytes. So a child process renders it, with Jinja set up as `transformers` does (`apply_chat_template`), and
+is ended when it takes too long. The child runs this file alone, which imports nothing of mjax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import select
+import subprocess
+import sys
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 10.0
+"""For one conversation."""
+MEMORY = 1 << 30
+"""Bytes that the child may map; a template needs a tenth of them."""
+MOST = 1 << 24
+"""Characters of a rendered conversation."""
+
+
+class TemplateError(Exception):
+    """What a template says, or what is wrong with it."""
+
+
+class Template:
+    """A chat template; the process that renders it starts with the first conversation."""
+
+    def __init__(self, source: str):
+        """Raises TemplateError if it is not a template."""
+        self.source = source
+        self._child: subprocess.Popen | None = None
+        try:
+            environment().parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateError(f"{type(error).__name__}: {error}") from None
+
+    def render(self, **values: Any) -> str:
+        """The text of the template with these values, which JSON can hold.
+
+        Raises:
+          TemplateError: it refuses them, or takes too much time, memory or room.
+        """
+        if self._child is None:
+            command = [sys.executable, "-I", __file__]
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._say(self.source)
+            self._child.stdout.readline()  # it is ready
+        with self._or_end():
+            self._say(values)
+            if not select.select([self._child.stdout], [], [], SECONDS)[0]:
+                raise TemplateError(f"it is not done after {SECONDS:.0f} s")
+            line = self._child.stdout.readline()
+            if not line:
+                raise TemplateError(f"it takes more than {MEMORY >> 20} MiB")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process; another conversation starts a new one."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+    __del__ = close
+
+    def _say(self, value: Any) -> None:
+        self._child.stdin.write(json.dumps(value).encode() + b"\n")
+        self._child.stdin.flush()
+
+    @contextlib.contextmanager
+    def _or_end(self):
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+def serve() -> None:
+    """In the child: read the template, then a conversation a line, and answer each with its text or an error."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    source = json.loads(sys.stdin.readline())
+    print(flush=True)
+    for line in sys.stdin:
+        try:
+            text = environment().from_string(source).render(**json.loads(line))
+            answer = {"text": text} if len(text) <= MOST else {"error": f"it writes more than {MOST:,} characters"}
+        except MemoryError:
+            answer = {"error": f"it takes more than {MEMORY >> 20} MiB"}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
+        print(json.dumps(answer), flush=True)
+
+
+# --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %}, which marks what the assistant writes, for training: here its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The content of the block."""
+        next(parser.stream)
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace that keeps templates away from Python's internals."""
+
+    def __init__(*args, **kwargs):
+        self, *values = args
+        given = dict(*values, **kwargs)
+        for name in given:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, given)
+
+    def __setitem__(self, name, value):
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as `transformers` sets it up: the filter `tojson`, the functions `raise_exception` and `strftime_now`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str):
+    raise jinja2.exceptions.TemplateError(message)
+
+
+if __name__ == "__main__":
+    serve()

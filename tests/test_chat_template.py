@@ -1,0 +1,27 @@
+"""A chat template of a stranger can neither loop for hours nor fill the memory."""
+
+import pytest
+
+from mjax import chat_template
+from mjax.chat_template import Template, TemplateError
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (LOOP, "it is not done after 2 s"),
+        ("{{ 'x' * 10**10 }}", "takes more than 1024 MiB"),
+        ("{{ 'x' * 2**25 }}", "writes more than 16,777,216 characters"),
+        ("{{ ''.__class__ }}{{ raise_exception('no roles') }}", "TemplateError: no roles"),
+        ("{{ ().__class__.__base__.__subclasses__() }}", "SecurityError"),
+    ],
+)
+def test_template_is_bounded(program, words, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 2.0)
+    template = Template("{% if wild %}" + program + "{% else %}{{ said }}{% endif %}")
+    assert template.render(wild=False, said="é\u2028") == "é\u2028"
+    with pytest.raises(TemplateError, match=words):
+        template.render(wild=True)
+    assert template.render(wild=False, said="again") == "again"
