@@ -138,6 +138,7 @@ def test_loss_replaces_the_models(tmp_path, whole):
 def test_data_unfit_for_the_model_are_refused(tmp_path, source, words):
     with pytest.raises(UsageError, match=words):
         mjax.Trainer(CONFIG, tmp_path, data=source).train()
+    assert (tmp_path / "config.json").exists() == ("after 1 batches" in words)  # it had begun
 
 
 def test_labels_count_where_the_loss_mask_says_so(tmp_path, whole):
