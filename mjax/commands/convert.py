@@ -143,6 +143,12 @@ def from_hf(arguments: FromHfArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     extension.announce()
+    if coefficient := values.get("router_aux_loss_coef"):
+        loss = coefficient * model.experts_per_token  # transformers counts every choice of a token, mjax its share
+        print(
+            f"router_aux_loss_coef {coefficient:g} is a setting of training; to train on with it type "
+            f"--model.balance-loss {loss:g} --model.balance-over layers"
+        )
     if tokenizer is not None and not carried:
         for name in (GENERATION, TEMPLATE):
             if (source / name).is_file():

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Reader = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -68,7 +70,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
-    read: Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]] = lambda values, file: (values, {})
+    read: Reader = lambda values, file: (values, {})
     write: Callable[[Any], dict[str, Any]] = lambda model: {}
     read_fields: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()

@@ -8,11 +8,12 @@ without a word, so both are read and both are written.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.interop.family import Family
+from mjax.interop.family import Family, Reader
 from mjax.llama_config import LlamaConfig
 
 LAYER = "model.layers.{0}"
@@ -40,6 +41,11 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     if any(kind != FULL for kind in _layer_types(values, file)):
         raise UsageError(f"{file}: layer_types has other values than {FULL!r}, which mjax reads of Qwen only")
     return values, fields
+
+
+def omitted(read: Reader, **settings: Any) -> Reader:
+    """`read`, with what config.json omits as in the class of `transformers`; null is not omitted."""
+    return lambda values, file: read({**settings, **values}, file)
 
 
 def _layer_types(values: dict[str, Any], file: str) -> list[str]:
@@ -113,6 +119,8 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     factor, original = rope.pop("factor", 1.0), rope.pop("original_max_position_embeddings", None)
     for name, value in rope.items():
         known = SCALINGS[kind].get(name)
+        if name == "attention_factor" and type(value) in (int, float) and _is_of_yarn(value, factor):
+            continue
         if name not in SCALINGS[kind] or (value != known and value is not None):
             raise UsageError(f"{file}: {name} of {kind} positions is {value!r}, and mjax knows only {known!r}")
     numbers = {"rope_theta": theta, "factor": factor}
@@ -132,6 +140,11 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
         "rope_factor": float(factor) if scaling != "none" else 1.0,
         "rope_original": original,
     }
+
+
+def _is_of_yarn(attention_factor: float, factor: Any) -> bool:
+    """Whether this factor of the attention scores is the one that follows from `factor` (arXiv 2309.00071, eq. 22)."""
+    return type(factor) in (int, float) and factor >= 1 and math.isclose(attention_factor, 0.1 * math.log(factor) + 1)
 
 
 def _write(model: LlamaConfig) -> dict[str, Any]:
@@ -207,8 +220,13 @@ MISTRAL = replace(
     model="MistralForCausalLM",
     model_type="mistral",
     fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"},
+    fields={
+        **LLAMA.fields,
+        "intermediate_size": ("feed_forward", 14336),
+        "max_position_embeddings": ("sequence", 131072),
+    },
     only={},
-    read=_read_mistral,
+    read=omitted(_read_mistral, num_key_value_heads=8),
     read_fields=LLAMA.read_fields | {"window"},
     write=lambda model: {**_write(model), "sliding_window": model.window},
 )
@@ -218,8 +236,14 @@ QWEN2 = replace(
     model="Qwen2ForCausalLM",
     model_type="qwen2",
     fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"} | {"qkv_bias": True},
+    fields={
+        **LLAMA.fields,
+        "intermediate_size": ("feed_forward", 22016),
+        "max_position_embeddings": ("sequence", 32768),
+        "vocab_size": ("vocabulary", 151936),
+    },
     only={},
-    read=_read_qwen,
+    read=omitted(_read_qwen, num_key_value_heads=32),
     read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
     write=_write_qwen,
     without_effect=frozenset(),
@@ -231,7 +255,7 @@ QWEN3 = replace(
     model_type="qwen3",
     fixed={name: value for name, value in LLAMA.fixed.items() if name != "window"} | {"qk_norm": "head"},
     only={"attention_bias": False},
-    read=lambda values, file: _read_qwen({"head_dim": 128, **values}, file),
+    read=omitted(QWEN2.read, head_dim=128),
 )
 
 OLMO2 = replace(
@@ -244,5 +268,6 @@ OLMO2 = replace(
     },
     model_type="olmo2",
     fixed={**LLAMA.fixed, "norms": "post", "qk_norm": "heads"},
+    fields={**LLAMA.fields, "vocab_size": ("vocabulary", 50304), "rms_norm_eps": ("norm_epsilon", 1e-5)},
     only={"attention_bias": False},
 )

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.interop.family import Family
-from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.interop.family import Family, Reader
+from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN2, QWEN3, omitted
 from mjax.mixture_config import MixtureConfig
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
@@ -38,11 +38,11 @@ FUSED = {
 }
 
 
-def _read_normalized(family: Family):
+def _read_normalized(read_others: Reader) -> Reader:
     """`read` of a family, and norm_topk_prob."""
 
     def read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, fields = family.read(values, file)
+        values, fields = read_others(values, file)
         normalized = values.pop("norm_topk_prob", False)
         if not isinstance(normalized, bool):
             raise UsageError(f"{file}: norm_topk_prob is {normalized!r}, not true or false; restore the file")
@@ -110,6 +110,7 @@ MIXTRAL = replace(
         "rms_norm_eps": ("norm_epsilon", 1e-5),
     },
     only={"router_jitter_noise": 0.0},
+    read=omitted(MISTRAL.read, sliding_window=None, rope_theta=1e6),
     read_fields=MISTRAL.read_fields | OF_TRAINING | {"expert_width"},
     write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.width_of_expert},
     without_effect=MISTRAL.without_effect | {"router_aux_loss_coef", "output_router_logits"},
@@ -124,6 +125,8 @@ QWEN3_MOE = replace(
     fixed={**QWEN3.fixed, "kind": "mixture"},
     fields={
         **QWEN3.fields,
+        "num_hidden_layers": ("layers", 24),
+        "hidden_size": ("hidden", 2048),
         "intermediate_size": ("feed_forward", 6144),
         "moe_intermediate_size": ("expert_width", 768),
         "num_experts": ("experts", 128),
@@ -131,7 +134,7 @@ QWEN3_MOE = replace(
     },
     only={"attention_bias": False},
     other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
-    read=_read_dense(_read_normalized(QWEN3), 32),
+    read=_read_dense(_read_normalized(omitted(QWEN2.read, num_key_value_heads=4)), 24),
     read_fields=QWEN3.read_fields | OF_TRAINING | {"router_normalized", "dense_layers", "expert_interval"},
     write=_write_dense(_write_normalized(QWEN3, "moe_intermediate_size")),
     without_effect=QWEN3.without_effect | {"router_aux_loss_coef", "output_router_logits"},
@@ -157,7 +160,7 @@ OLMOE = replace(
         "rms_norm_eps": ("norm_epsilon", 1e-5),
     },
     only={"attention_bias": False, "clip_qkv": None},
-    read=_read_normalized(LLAMA),
+    read=_read_normalized(LLAMA.read),
     read_fields=LLAMA.read_fields | OF_TRAINING | {"router_normalized", "expert_width"},
     write=_write_normalized(LLAMA, "intermediate_size"),
     without_effect=LLAMA.without_effect | {"router_aux_loss_coef", "output_router_logits"},

@@ -42,7 +42,27 @@ def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation
 
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101) without the learning rate."""
-    return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), _weight_decay(config))
+    return optax.chain(scale_by_adam(config.beta1, config.beta2, config.epsilon), _weight_decay(config))
+
+
+def scale_by_adam(beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
+    """optax's `scale_by_adam`, except for 1 − βᵗ in the means: in float32 that difference is 5e-6 off at β₂ = 0.999 and
+    t = 1, and here it is right to rounding."""
+
+    def update(gradients, state, _=None):
+        first = optax.tree.update_moment(gradients, state.mu, beta1, 1)
+        second = optax.tree.update_moment_per_elem_norm(gradients, state.nu, beta2, 2)
+        count = optax.safe_increment(state.count)
+
+        def share(beta, dtype):  # 1 − βᵗ
+            return -jnp.expm1(count.astype(dtype) * math.log(beta)) if beta else jnp.ones((), dtype)
+
+        def direction(m, v):
+            return m / share(beta1, m.dtype) / (jnp.sqrt(v / share(beta2, v.dtype)) + epsilon)
+
+        return jax.tree.map(direction, first, second), optax.ScaleByAdamState(count, first, second)
+
+    return optax.GradientTransformation(optax.scale_by_adam(beta1, beta2, epsilon).init, update)
 
 
 def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> optax.GradientTransformation:
@@ -54,7 +74,7 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
       mesh: its sizes.
     """
     matrices = matrices_of(layout, mesh)
-    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    adam = scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(
         optax.masked(scale_by_muon(config, dtype, matrices), _where(lambda name: name in matrices)),
         optax.masked(adam, _where(lambda name: name not in matrices)),

@@ -1,6 +1,7 @@
 """config.json of Llama, Mistral, Qwen, OLMo 2 and their mixtures: published ones, windows, rotary positions."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -87,14 +88,17 @@ def test_config_survives_export_and_import(name):
     assert (again.groups, again.head_size) == (model.groups, model.head_size)
 
 
-def test_omitted_router_normalization_is_off():
-    omitted = {name: value for name, value in QWEN3_30B_A3B.items() if name != "norm_topk_prob"}
-    assert not read(omitted).router_normalized
+def test_attention_factor_of_yarn_itself_is_read():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    plain = {**LLAMA_31, "rope_scaling": yarn}
+    assert read({**plain, "rope_scaling": {**yarn, "attention_factor": 0.1 * math.log(8) + 1}}) == read(plain)
+    with pytest.raises(UsageError, match=r"attention_factor of yarn positions is 1\.1"):
+        read({**plain, "rope_scaling": {**yarn, "attention_factor": 1.1}})
 
 
-def test_fused_experts_equal_single_ones(tmp_path):
+def test_fused_experts_equal_single_ones(tmp_path, capsys):
     """transformers 5 holds all experts of a layer in one tensor: [E, 2 · f, h], gate first, and [E, h, f]."""
-    config = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 3, "sliding_window": None}
+    config = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 3, "router_aux_loss_coef": 0.02}
     del config["mlp_bias"], config["attention_bias"]
     tensors, random = tensors_of(SMALL_LLAMA), np.random.default_rng(1)
     single = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
@@ -114,16 +118,11 @@ def test_fused_experts_equal_single_ones(tmp_path):
     assert_same(folder_weights(write_folder(tmp_path / "fused", config, fused)), ours)
     for command, given, output in (("from-hf", "fused", "run"), ("to-hf", "run", "out")):
         assert cli.main(["convert", command, str(tmp_path / given), str(tmp_path / output)]) == 0
+    assert "--model.balance-loss 0.04 --model.balance-over layers" in capsys.readouterr().out
     assert_same(read_folder(tmp_path / "out"), read_folder(source))
 
 
 # --- Windows ----------------------------------------------------------------------------------------------------------
-
-
-def test_omitted_mistral_window_defaults_as_in_transformers():
-    written = config_values(MISTRAL, load_config("mistral_7b").model) | {"model_type": "mistral"}
-    assert read({name: value for name, value in written.items() if name != "sliding_window"}).window == 4096
-    assert read({**written, "sliding_window": None}).window is None
 
 
 @pytest.mark.parametrize("every", [None, 2, 4])
