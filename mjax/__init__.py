@@ -10,7 +10,8 @@ The Python interface (docs/python.md). Names are imported on first use, and `imp
     build_program(config, mesh)    initial state, train step and evaluation step
     Trainer(config, folder)        a run, with your own data source, callbacks, loss and optimizer
     open_run(folder)               config, tokenizer and weights of a run
-    generate(folder, prompts)      continue prompts
+    generate(run, prompts)         continue prompts, or token ids
+    logits(run, ids)               scores of the next token after every position
     evaluate(folder, task, data)   metrics of a task
     plan(config, gpu)              what `mjax plan --json` prints
 """
@@ -24,8 +25,9 @@ _PLACES = {
     "Trainer": "mjax.training.trainer:Trainer",
     "build_program": "mjax.training.step:build_program",
     "evaluate": "mjax.commands.evaluate:metrics_of",
-    "generate": "mjax.commands.generate:continuations_of",
+    "generate": "mjax.generation:continuations_of",
     "load_config": "mjax.config:load_config",
+    "logits": "mjax.generation:logits_of",
     "make_mesh": "mjax.parallel.mesh:make_mesh",
     "open_run": "mjax.inference:open_run",
     "plan": "mjax.commands.plan:plan_of",

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import jax
@@ -36,12 +37,13 @@ from rich.console import Console
 from rich.text import Text
 
 from mjax.bounds import check_bounds
-from mjax.config import Config
+from mjax.config import Config, MeshConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
+from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.block import decode_blocks, of_each
-from mjax.models.causal import Cache, CausalModel
+from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
 from mjax.parallel.turns import run_in_turns
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
@@ -75,15 +77,9 @@ class _State(NamedTuple):
     cached: Cache
 
 
-def _generate(
-    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array], hear: Callable | None = None
-) -> tuple[Array, Array, Array]:
-    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b].
-
-    `hear` is called on the host by each device, with every step's positions, tokens, and whether they count: [b] each.
-    """
+def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeBlocks]:
+    """Inside `shard_map`: the weights to compute with, and what runs their layers, also over stages of a pipeline."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
-    weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
     gathered = of_each(lambda stack: gather_in_loop(stack, dtype, inference=True), plan.blocks)
     layers = partial(decode_blocks, weights_of=gathered)
 
@@ -93,6 +89,17 @@ def _generate(
         stage = lambda chunk, x, cached: layers(chunk, x, context, cached, lengths)  # noqa: E731
         return run_in_turns(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
 
+    return gather_for_inference(model, plan, dtype), decode  # once, outside the loop
+
+
+def _generate(
+    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array], hear: Callable | None = None
+) -> tuple[Array, Array, Array]:
+    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b].
+
+    `hear` is called on the host by each device, with every step's positions, tokens, and whether they count: [b] each.
+    """
+    weights, decode = _decoder(config, plan, model)
     prompts, lengths, eod = request["prompts"], request["lengths"], request["eod"]
     sequences = jnp.arange(prompts.shape[0])
 
@@ -159,7 +166,17 @@ class Generator:
                 model, request
             )
 
+        def all_logits(model: CausalModel, ids: Array):
+            def on_device(model, ids):
+                weights, decode = _decoder(config, layout.plan, model)
+                return weights.all_logits(ids, decode, config.across)
+
+            return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
+                model, ids
+            )
+
         self._program = jax.jit(program, static_argnums=(0, 3))
+        self._all_logits = jax.jit(all_logits)
         self._listener: Listener | None = None
 
     def generate(
@@ -213,6 +230,23 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
+    def logits(self, model: CausalModel, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The logits of the next token after every position of each of `texts`, float32 [tokens, vocabulary].
+
+        Args:
+          model: master weights, as in `TrainState.model`.
+          texts: token ids; lengths may differ.
+
+        Raises:
+          UsageError: there is no text, or one is empty, too long, or has an invalid id.
+        """
+        self._check_prompts(texts, most=self.config.model.sequence)
+        padded = np.zeros((len(texts), self._width(max(map(len, texts)))), np.int32)  # behind a text no token sees it
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        found = np.asarray(self._all_logits(model, padded)).astype(np.float32)
+        return [each[: len(text), : self.config.model.vocabulary] for each, text in zip(found, texts, strict=True)]
+
     def _hear(self, positions: Array, tokens: Array, grows: Array) -> None:
         for index, (position, token, more) in enumerate(zip(positions, tokens, grows, strict=True)):
             self._listener(index, int(position), int(token) if more else None)
@@ -224,18 +258,20 @@ class Generator:
         power = 1 << (max(int(needed), 16) - 1).bit_length()
         return min(-(-power // unit) * unit, self.config.model.sequence)
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
         model = self.config.model
+        most = model.sequence - 1 if most is None else most
         if not prompts:
             raise UsageError("there is no prompt; add --prompt TEXT")
         for number, prompt in enumerate(prompts, start=1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
-            if not prompt:
+            if len(prompt) == 0:
                 raise UsageError(f"{which} is empty; give --prompt at least one token to continue")
-            if len(prompt) >= model.sequence:
+            if len(prompt) > most:
+                needs = ", one of which the continuation needs" if most < model.sequence else ""
                 raise UsageError(
-                    f"{which} has {len(prompt):,} tokens and the model {model.sequence:,} positions, one of which the "
-                    f"continuation needs; shorten it to {model.sequence - 1:,} tokens or fewer"
+                    f"{which} has {len(prompt):,} tokens and the model {model.sequence:,} positions{needs}; shorten it "
+                    f"to {most:,} tokens or fewer"
                 )
             if not 0 <= min(prompt) <= max(prompt) < model.vocabulary:
                 raise UsageError(
@@ -322,6 +358,96 @@ def continue_ids(
     if watch:
         watch(texts)  # a text that ended last was not heard to end
     return samples
+
+
+# --- From Python ------------------------------------------------------------------------------------------------------
+
+
+def continuations_of(
+    run: str | Path | OpenRun,
+    prompts: str | Sequence[str] | None = None,
+    *,
+    ids: Sequence[Sequence[int]] | None = None,
+    num_samples: int = 1,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    tokenizer: str | None = None,
+    compute: str | None = None,
+    **sampling,
+) -> list[Sample] | list[Continuation]:
+    """Continue texts, or the ids of texts, with a run: `mjax.generate`.
+
+    Args:
+      run: its folder, or what `open_run` returned.
+      prompts: one text or several.
+      ids: token ids in their place, a list for each text; no tokenizer is needed then.
+      num_samples: continuations of each.
+      step: checkpoint of the folder; by default the newest intact one.
+      mesh: for a folder; by default one device.
+      tokenizer: KIND:FILES, if the run has none.
+      compute: dtype of activations and matrix products; by default as in training.
+      sampling: fields of `Sampling`, such as `tokens` and `temperature`.
+
+    Returns:
+      A `Sample` for each continuation of a prompt, a `Continuation` for each of ids.
+
+    Raises:
+      UsageError: as on the command line.
+    """
+    if (prompts is None) == (ids is None):
+        raise UsageError("give generate either prompts or ids")
+    if unknown := sampling.keys() - {field.name for field in fields(Sampling)}:
+        known = ", ".join(field.name for field in fields(Sampling))
+        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {known}")
+    chosen = Sampling(**sampling)
+    opened, generator, weights = _opened(run, step, mesh, compute)
+    if ids is not None:
+        repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
+        eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
+        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder, eod))
+    library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
+    prompts = (prompts,) if isinstance(prompts, str) else prompts
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    encoded = [list(library.encode(prompt)) for prompt in repeated]
+    ends = ends_of_text(opened.folder, library.eod, tokenizer)
+    return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
+
+
+def logits_of(
+    run: str | Path | OpenRun,
+    ids: Sequence[Sequence[int]],
+    *,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    compute: str | None = None,
+) -> list[np.ndarray]:
+    """The logits of the next token after every position of texts, on any mesh: `mjax.logits`.
+
+    Args:
+      run: its folder, or what `open_run` returned.
+      ids: token ids, a list for each text; at most the model's `sequence` of them.
+      step, mesh, compute: as for `continuations_of`.
+
+    Returns:
+      For each text float32 [tokens, vocabulary].
+
+    Raises:
+      UsageError: the run has no model that predicts the next token, or it does not take these ids.
+    """
+    _, generator, weights = _opened(run, step, mesh, compute)
+    return generator.logits(weights, [list(map(int, text)) for text in ids])
+
+
+def _opened(
+    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | None, compute: str | None
+) -> tuple[OpenRun, Generator, CausalModel]:
+    """A run, what reads and continues texts with it, and its weights for that."""
+    if isinstance(run, OpenRun) and (step is not None or mesh is not None):
+        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
+    read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
+    opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
+    generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
+    return opened, generator, opened.weights_for(generator.abstract_model)
 
 
 def print_samples(samples: Sequence[Sample], console: Console) -> None:

@@ -14,6 +14,7 @@ from mjax.errors import UsageError
 from mjax.json_files import read_json
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
+from mjax.names import leaf_name
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import restore_weights
@@ -34,6 +35,7 @@ class OpenRun:
       step: of the checkpoint.
       weights: float32 master weights, on the devices of `mesh`.
       mesh: of the devices.
+      shape: of the mesh.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class OpenRun:
     step: int
     weights: Model
     mesh: Mesh
+    shape: MeshConfig
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -50,6 +53,27 @@ class OpenRun:
           UsageError: it has none.
         """
         return run_tokenizer(self.folder, self.config.model, flag=None)
+
+    def weights_for(self, target: Model) -> Model:
+        """The weights as those of another program on the same mesh: with another attention kernel, sequence or dtype.
+
+        Args:
+          target: its model of ShapeDtypeStructs, such as `program.abstract_state.model`.
+
+        Raises:
+          UsageError: its weights have other names or shapes.
+        """
+        ours, theirs = (
+            {leaf_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+            for model in (self.weights, target)
+        )
+        if differ := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
+            name = differ[0]
+            raise UsageError(
+                f"{name} of {self.folder} has the shape {ours.get(name)} and that of the program {theirs.get(name)}; "
+                "build it from the run's config"
+            )
+        return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
@@ -70,7 +94,7 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
     devices = make_mesh(mesh)
     abstract = lay_out(replace(config, mesh=mesh), devices).abstract_model
     step, weights = restore_weights(folder, abstract, step, print)
-    return OpenRun(folder, config, step, weights, devices)
+    return OpenRun(folder, config, step, weights, devices, mesh)
 
 
 def read_run(run: Path, causal: bool, reason: str) -> Config:

@@ -20,7 +20,7 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count
-from mjax.config import read_config
+from mjax.config import Config, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.flags import parse
@@ -124,13 +124,13 @@ def from_hf(arguments: FromHfArguments) -> int:
     model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
     model = extended(model, arguments.rope, str(source))
     extension = Extension(model, arguments.rope)
-    config = import_config(model, str(source))
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     check_vocabulary(tokenizer, model)
     card = imported_card(source, extension.named(f"a {family.model}"))
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = extension.carried(carried_files(source, values) if carries else {})
     tensors = open_tensors(source, arguments.allow_pickle)
+    config = import_config(model, str(source), tensors)
     family = as_stored(family, tensors)
     found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
     absent = absent_heads(family, model, found)
@@ -155,7 +155,7 @@ def from_hf(arguments: FromHfArguments) -> int:
                 print(f"{source / name} is not carried; it goes with a {SETTINGS} and the tokenizer beside it")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
-    print_next_steps(source, output, model, tokenizer)
+    print_next_steps(source, output, config, tokenizer)
     return 0
 
 
@@ -248,17 +248,18 @@ def _line(run: Path, step: int) -> str:
     )
 
 
-def print_next_steps(source: Path, output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+def print_next_steps(source: Path, output: Path, config: Config, tokenizer: Tokenizer | None) -> None:
     """Print what to type after an import."""
     if tokenizer is None:
         print(
             f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to store one in the run, or "
             "pass it to generate and evaluate each time"
         )
-    elif model.causal:
+    elif config.model.causal:
         print(f'generate     python -m mjax generate --run {output} --prompt "…"')
         print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer run:{output}")
-    print(f"train on     python train.py --run {output} --data.path data/corpus")
+    faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
+    print(f"train on     python train.py --run {output} --data.path data/corpus{faster}")
 
 
 def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:

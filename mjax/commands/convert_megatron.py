@@ -94,7 +94,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
-    config = import_config(model, place)
+    config = import_config(model, place, tensors)
     family = MIXTURE if isinstance(model, MixtureConfig) else DECODER
     if checkpoint.architecture != "decoder":
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
@@ -111,7 +111,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     extension.announce()
     if family is MIXTURE and (left_out := balance_left_out(checkpoint.arguments, place)):
         print(left_out)
-    print_next_steps(source, output, model, tokenizer)
+    print_next_steps(source, output, config, tokenizer)
     return 0
 
 

@@ -9,6 +9,7 @@ devices have to be simulated before that.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,7 +243,9 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
     """Print the metrics, as one JSON object or as a table."""
     about = {"task": arguments.task, "data": arguments.data, "checkpoint": str(arguments.checkpoint), "step": step}
     if arguments.json:
-        print(json.dumps(about | {metric.name: metric.value for metric in metrics}, ensure_ascii=False))
+        values = {metric.name: metric.value for metric in metrics}
+        infinite = {name for name, value in values.items() if value == math.inf}  # which JSON cannot say
+        print(json.dumps(about | values | dict.fromkeys(infinite), ensure_ascii=False))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -47,6 +47,8 @@ class GenerateArguments:
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
     """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
+    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    """Dtype of activations and matrix products; by default as in training, and for an import that of its files."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
@@ -82,25 +84,6 @@ def generate(arguments: GenerateArguments) -> int:
     return 0
 
 
-def continuations_of(folder: str | Path, prompts: str | Sequence[str], **options) -> list[Sample]:
-    """Continue prompts with the newest checkpoint of a run.
-
-    Args:
-      folder: of the run.
-      prompts: one text or several.
-      options: fields of `Sampling`, such as `tokens` and `temperature`, and other fields of `GenerateArguments`.
-
-    Raises:
-      UsageError: as on the command line.
-    """
-    chosen = {name: options.pop(name) for name in {field.name for field in fields(Sampling)} & options.keys()}
-    prompts = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-    arguments = GenerateArguments(Path(folder), prompts, Sampling(**chosen), **options)
-    writer = Writer(arguments)
-    encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
-    return writer.samples(prompts, encoded, writer.tokenizer.decode, writer.ends)
-
-
 class Writer:
     """An opened run that continues prompts, and prints what it writes.
 
@@ -114,7 +97,7 @@ class Writer:
         self.arguments, self.notices = arguments, Console(stderr=True, highlight=False)
         run = arguments.checkpoint
         saved = read_run(run, True, "which generates no text")
-        config = inference_config(saved, MeshConfig(model=arguments.model_parallel))
+        config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
         self.ends = ends_of_text(run, self.tokenizer.eod, arguments.tokenizer)
         self._generator = Generator(config, make_mesh(config.mesh))

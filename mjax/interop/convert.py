@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.config import Config, DataConfig, MeshConfig, save_config
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
@@ -27,6 +27,7 @@ from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.model_card import CARD
 from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits, unlike
+from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
 from mjax.model_config import ModelConfig, kind_of
 from mjax.models.protocol import Model
@@ -40,9 +41,11 @@ TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtyp
 """By --dtype: torch's name, and NumPy's."""
 
 
-def import_config(model: ModelConfig, source: str) -> Config:
-    """The config of an import, after a check of the model; it names no data, which are given for training."""
-    config = Config(model=model)
+def import_config(model: ModelConfig, source: str, tensors: Tensors) -> Config:
+    """The config of an import, after a check of the model; it names no data, which are given for training, and computes
+    in the dtype of its weights: fp32, or bf16."""
+    single = any(kind.dtype == "F32" for kind in tensors.kinds.values())
+    config = Config(model=model, precision=PrecisionConfig(compute="fp32" if single else "bf16"))
     validate(dataclasses.replace(config, data=DataConfig(mock=True)), source)
     return config
 

@@ -99,6 +99,21 @@ class CausalModel(nnx.Module):
 
     # --- Generation ---------------------------------------------------------------------------------------------------
 
+    def all_logits(self, ids: Array, decode: DecodeBlocks = decode_blocks, across: Across | None = None) -> Array:
+        """Logits of the next token after every position of whole texts, as `prefill` reads them: int [b, s] →
+        [b, s, v], replicated over `model` and `context`."""
+        ranks = mappings.size(CONTEXT) if across else 1
+        context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
+        x = self.embed({"tokens": ids[:, context.tokens.places()]}, context)
+        x, _ = decode(self.blocks, x, context, None, jnp.full(ids.shape[0], ids.shape[1]))
+        logits = mappings.gather_whole(self.logits(x, context.tokens), MODEL, -1)
+        logits = context.tokens.by_sequence(logits)
+        if across:  # each rank has some of the positions
+            whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
+            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, context.tokens.places()].set(logits)
+            logits = mappings.sum_over(whole, frozenset({CONTEXT}))
+        return logits
+
     def prefill(
         self,
         prompts: Array,

@@ -1,0 +1,97 @@
+"""The Python interface of a trained run: its texts, its ids and its logits, on any mesh."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mjax
+from mjax.config import MeshConfig, save_config
+from mjax.data.tokenizers import ByteTokenizer
+from mjax.errors import UsageError
+from mjax.models.build import build_model
+from mjax.state.checkpoint import Checkpoints
+from tests.small import small_config
+
+CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)
+TEXTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    save_config(CONFIG, folder / "config.json")
+    ByteTokenizer().save(folder / "tokenizer")
+    model = jax.tree.map(lambda weight: weight * 8 + 0.02, build_model(5, CONFIG.model, jnp.float32))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(7, {"model": model})
+    return folder
+
+
+def test_texts_and_their_ids_are_continued_alike(run):
+    texts = ["The city", "A"]
+    samples = mjax.generate(run, texts, tokens=6, temperature=0)
+    assert [sample.prompt for sample in samples] == texts
+    ids = [list(text.encode()) for text in texts]
+    continued = mjax.generate(run, ids=ids, tokens=6, temperature=0)
+    assert [bytes(one.tokens).decode(errors="replace") for one in continued] == [one.continuation for one in samples]
+    opened = mjax.open_run(run, mesh=MeshConfig(model=2))
+    again = mjax.generate(opened, texts, num_samples=2, tokens=6, temperature=0)
+    assert [sample.continuation for sample in again[::2]] == [sample.continuation for sample in samples]
+    assert len(again) == 4
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(pipe=2, data=2, model=2, chunks=2),
+        MeshConfig(context=2, model=2),
+        pytest.param(MeshConfig(context=2, context_attention="gather"), marks=pytest.mark.ci),
+    ],
+    ids=["pipeline", "heads", "gather"],
+)
+def test_logits_are_those_of_one_forward_pass(mesh, run):
+    opened = mjax.open_run(run)
+    found = mjax.logits(run, TEXTS, mesh=mesh)
+
+    def forward(model, text):
+        return jax.shard_map(
+            lambda model, ids: model(ids),
+            mesh=opened.mesh,
+            in_specs=(jax.P(), jax.P()),
+            out_specs=jax.P(None, None, "model"),
+        )(model, jnp.asarray([text]))
+
+    for logits, text in zip(found, TEXTS, strict=True):
+        whole = np.asarray(forward(opened.weights, text))[0, :, :257]
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, whole, atol=1e-4)
+
+
+def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
+    opened = mjax.open_run(run)
+    model = replace(CONFIG.model, attention="xla_blocks", positions="learned")
+    program = mjax.build_program(replace(CONFIG, model=model), opened.mesh)
+    batch = {name: np.zeros((8, 16), np.int32) for name in ("tokens", "labels")}
+    assert program.eval_step(opened.weights_for(program.abstract_state.model), program.on_devices(batch))
+    wider = mjax.build_program(replace(CONFIG, model=replace(model, sequence=32)), opened.mesh)
+    with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and that of the program \(32,"):
+        opened.weights_for(wider.abstract_state.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "either prompts or ids"),
+        ({"prompts": "a", "ids": [[1]]}, "either prompts or ids"),
+        ({"prompts": "a", "warmth": 1}, "has no option 'warmth'"),
+        ({"ids": [[300]]}, "token ids from 300 to 300"),
+    ],
+)
+def test_impossible_request_is_one_sentence(options, words, run):
+    with pytest.raises(UsageError, match=words):
+        mjax.generate(run, **options)
+    with pytest.raises(UsageError, match="the prompt has 17 tokens and the model 16 positions; shorten it to 16"):
+        mjax.logits(run, [[1] * 17])
