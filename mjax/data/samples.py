@@ -38,6 +38,7 @@ from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
+MOST_EPOCHS = 10_000
 PAD = -1  # marks positions after the end of the stream; never a token of a dataset
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class GPTDataset:
       cache: keeps the indices on disk.
 
     Raises:
-      UsageError: there are no documents, or they hold too few tokens for a single sample.
+      UsageError: there are no documents, or they hold too few tokens for a single sample, or for the samples asked for.
     """
 
     def __init__(
@@ -243,6 +244,11 @@ class GPTDataset:
         tokens = int(indexed.lengths[chosen].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
         self.epochs = epochs_of(tokens, samples, sequence, extra_token)
+        if self.epochs > MOST_EPOCHS:
+            raise UsageError(
+                f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name} of "
+                f"{indexed.prefix}, and at most {MOST_EPOCHS:,} are drawn; lower --train.steps, or prepare more text"
+            )
 
         def build() -> Arrays:
             lengths = indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time

@@ -28,6 +28,8 @@ from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.model_config import KIND_FLAG, kind_of
 
+FEW_EPOCHS = 10
+"""Above this a model is told that it learns the text by heart (arXiv 2305.16264 finds little gain after four)."""
 PARTS = ("training", "validation", "test")
 
 
@@ -50,12 +52,17 @@ class TrainingData:
     notes: tuple[str, ...] = ()
 
 
-def open_data(config: Config) -> TrainingData:
+def open_data(config: Config, before_drawing: Callable[[int], None] = lambda samples: None) -> TrainingData:
     """Open the data of `config.data` and draw the order of samples.
 
+    Args:
+      config: of the run.
+      before_drawing: called with the number of training samples once the files are opened; drawing the order of many
+        takes minutes.
+
     Raises:
-      UsageError: files are missing or damaged, have too few samples, different tokenizers, or ids for which the model
-        has no embedding.
+      UsageError: files are missing or damaged, have too few samples or far too few, different tokenizers, or ids for
+        which the model has no embedding.
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
@@ -77,9 +84,18 @@ def open_data(config: Config) -> TrainingData:
         return _bundle(config, training, validation, data.eod, None, summary, ())
     notes: dict[str, None] = {}  # each sentence once
     files = _Files(config, notes.setdefault)
+    before_drawing(training_samples(config))
     training = files.draw("training", training_samples(config))
     validation = files.draw("validation", train.eval_batches * train.global_batch) if evaluates else None
     summary = _summary(files.blends["training"], training)
+    parts = training.parts if isinstance(training, BlendedDataset) else [training]
+    epochs = max(getattr(part, "epochs", 1) for part in parts)
+    if epochs > FEW_EPOCHS:
+        steps = max(train.steps * FEW_EPOCHS // epochs, 1)
+        notes[
+            f"note: {epochs:,} epochs of the same text teach little after the first few; {FEW_EPOCHS} of them are "
+            f"--train.steps {steps}"
+        ] = None
     return _bundle(config, training, validation, files.eod, files.tokenizer, summary, tuple(notes))
 
 

@@ -47,6 +47,9 @@ from mjax.training.stop import StopSignal
 from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
+MANY_SAMPLES = 2_000_000  # whose order takes seconds
+DAY = 86_400.0
+
 
 def train(
     config: Config,
@@ -77,11 +80,19 @@ def train(
       RunError: the run cannot continue; what was saved is intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
-    # --- Data: file errors are found before a device is used ----------------------------------------------------------
-    data, options = data or open_data(config), options or Options()
 
-    # --- Devices, and the attention kernel to use ---------------------------------------------------------------------
+    # --- Data and devices: both are checked before the order of samples is drawn, which may take minutes --------------
+    def before_drawing(samples: int) -> None:
+        check_devices(config, jax.device_count(), name)
+        if samples > MANY_SAMPLES and is_first():
+            print(f"drawing the order of {samples:,} samples", flush=True)
+
+    if data is None:
+        data = open_data(config, before_drawing)
     check_devices(config, jax.device_count(), name)
+
+    # --- The attention kernel to use ----------------------------------------------------------------------------------
+    options = options or Options()
     resolved = options.resolve(with_kernel(config))
     mesh = make_mesh(config.mesh)
 
@@ -158,6 +169,7 @@ class Run:
         self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
+        self.written = 0  # records
         self.guard = Guard(config, checkpoints, display.say if display else print)
         self.nonfinite = False  # whether the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
@@ -394,11 +406,23 @@ class Run:
         if self.log and due:
             self.log.write(record)
         self.display.show(record)
+        self._warn_of_days(record)
         self.told_to_end |= bool(self.options.on_step(record))
         if record.unhealthy:
             self.display.say(f"step {record.step} {record.unhealthy}")
         if problem := self.guard.health.problem(ended=record.step == self.config.train.steps):
             self.give_up(problem)
+
+    def _warn_of_days(self, record: Record) -> None:
+        """Say once that a run on CPUs, which few mean to have, takes days."""
+        left = self.config.train.steps - record.step
+        self.written += 1
+        if self.written != 3 or self.peak is not None or left * record.seconds < DAY:  # the first steps compile
+            return
+        self.display.say(
+            f"the remaining {left:,} steps take about {left * record.seconds / DAY:,.0f} days on this machine; "
+            f"--train.steps {record.step + max(int(3600 / record.seconds), 1)} ends in an hour, or use a smaller config"
+        )
 
     def give_up(self, problem: str) -> None:
         """End an unhealthy run.

@@ -101,6 +101,22 @@ def test_mock_validation_is_not_the_training_data():
     assert (opened.training.at(0)["tokens"] != opened.validation.at(0)["tokens"]).any()
 
 
+def test_nothing_is_drawn_for_a_run_that_cannot_be(data, monkeypatch):
+    """A mesh that is not there, and epochs that nobody means."""
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+
+    def refuse(samples):
+        raise UsageError(f"not with {samples} samples")
+
+    with pytest.raises(UsageError, match="not with 40 samples"):
+        open_data(config_of(path="a"), refuse)
+    with pytest.raises(UsageError, match=r"4,000,000,000 samples are .* epochs of the 760 tokens in the training part"):
+        open_data(config_of(path="a", steps=10**9))
+    assert not list(data.glob("*.cache"))
+    (note,) = open_data(config_of(path="a", steps=1000)).notes
+    assert note == "note: 85 epochs of the same text teach little after the first few; 10 of them are --train.steps 117"
+
+
 def test_indices_are_kept_where_config_says(data, monkeypatch):
     monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
     path = ("0.3", "a", "0.7", "b")
