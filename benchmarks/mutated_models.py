@@ -67,9 +67,9 @@ def read_hf(folder: Path, allow_pickle: bool = False) -> dict:
     values = read_object(folder / "config.json")
     family = find_family(values, folder / "config.json")
     model = model_config(family, values, str(folder / "config.json"), 128)
-    import_config(model, str(folder))
     tokenizer = said(find_tokenizer(folder, None))
     tensors = open_tensors(folder, allow_pickle)
+    import_config(model, str(folder), tensors)
     return {"tokenizer": tokenizer, "tensors": _tensors(family, tensors, model, str(folder))}
 
 
@@ -148,6 +148,6 @@ def read_megatron(folder: Path) -> dict:
     place = str(opened.folder)
     model = megatron_config(opened.arguments, opened.tensors, opened.architecture, place)
     model = replace(model, vocabulary=29, vocabulary_multiple=128)
-    import_config(model, place)
+    import_config(model, place, opened.tensors)
     family = family_of(model.kind, opened.version, getattr(model, "layernorm", "pre"), model.layers)
     return _tensors(family, opened.tensors, model, place)

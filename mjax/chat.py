@@ -16,7 +16,7 @@ import tokenizers
 from mjax.chat_template import Template, TemplateError
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
-from mjax.errors import UsageError
+from mjax.errors import UsageError, lines_of
 from mjax.inference import ends_of_text
 from mjax.json_files import parse_json, read_json
 
@@ -121,7 +121,7 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     try:
         values = [json.loads(text)]
     except (ValueError, RecursionError):
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in lines_of(text) if line.strip()]
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
     found = []
     for value in values:

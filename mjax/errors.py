@@ -105,6 +105,11 @@ def suggestion(word: str, known: list[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
+def lines_of(text: str) -> list[str]:
+    """Its lines, which only a line feed ends: to `str.splitlines` U+2028 and U+0085 do too, which are text."""
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def either(words: Iterable) -> str:
     """`a, b or c`."""
     *most, last = map(str, words)

@@ -12,9 +12,10 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
+import types
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
@@ -212,6 +213,72 @@ def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
         value = value or (after if after.lower() in ("true", "false") else "")
         if kinds[ours] is bool and value:
             raise UsageError(f"--{name} {value}: it takes no value; type --{ours} or --{_negative(ours)}")
+    _check_values(argv, kinds)
+
+
+def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
+    """Refuse values of another type or number; what is left to tyro it prints in a box."""
+    for place, word in enumerate(argv):
+        name, equals, value = word[2:].partition("=")
+        kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
+        if kind is None or kind is bool:
+            continue
+        after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[place + 1 :])
+        values = [value] if equals else list(after)
+        if not _can_be(values, kind):
+            given = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
+            raise UsageError(f"{given}: it takes {_takes(kind)}")
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    """The kinds of the values of a flag with a fixed number of several."""
+    kind = next((option for option in _options(kind) if option is not type(None)), kind)
+    return get_args(kind) if get_origin(kind) is tuple and ... not in get_args(kind) else ()
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The alternatives of a kind, without their annotations."""
+    if get_origin(kind) is Annotated:
+        return _options(get_args(kind)[0])
+    is_union = get_origin(kind) in (Union, types.UnionType)
+    return tuple(one for option in get_args(kind) for one in _options(option)) if is_union else (kind,)
+
+
+def _can_be(values: Sequence[str], kind: Any) -> bool:
+    """Whether the first of `values` can be read as `kind`; what follows may belong to the command."""
+    for option in _options(kind):
+        if get_origin(option) is tuple:
+            parts = get_args(option)
+            if ... in parts or (len(values) >= len(parts) and all(map(_can_be, ([value] for value in values), parts))):
+                return True
+        elif values and _is_one(values[0], option):
+            return True
+    return False
+
+
+def _is_one(value: str, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in map(str, get_args(kind))
+    if kind is type(None):
+        return value == "None"
+    try:
+        return kind not in (int, float) or kind(value) is not None
+    except ValueError:
+        return False
+
+
+def _takes(kind: Any) -> str:
+    """'a whole number', 'one of bf16, fp16'."""
+    if several := _parts(kind):
+        return f"{len(several)} {_takes(several[0]).removeprefix('a ')}s"
+    words = {int: "a whole number", float: "a number"}
+    options = [option for option in _options(kind) if option is not type(None)]
+    return " or ".join(
+        f"one of {', '.join(map(str, get_args(option)))}"
+        if get_origin(option) is Literal
+        else words.get(option, "a text")
+        for option in options
+    )
 
 
 def _positive(name: str) -> str:

@@ -45,6 +45,24 @@ def test_unknown_flag_leads_to_ours(line, capsys):
     assert message.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--train.steps many", "--train.steps many: it takes a whole number"),
+        ("--train.steps=1.5", "--train.steps 1.5: it takes a whole number"),
+        ("--train.batch-rampup 8 8 --data.mock", "--train.batch-rampup 8 8: it takes 3 whole numbers"),
+        ("--optimizer.learning-rate", "--optimizer.learning-rate: it takes a number"),
+        ("--precision.compute fp61", "--precision.compute fp61: it takes one of bf16, fp8, fp16"),
+        ("--step x", "--step x: it takes a whole number"),
+    ],
+)
+def test_value_of_another_kind_is_one_sentence(flags, words, capsys):
+    assert cli.main(["train", *flags.split()]) == 2
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
+
+
 def test_names_from_elsewhere_lead_to_existing_flags():
     train = set(flags_of(TrainArguments, TrainArguments()))
     ours = train.union(*map(flags_of, (GenerateArguments, EvaluateArguments, FinetuneArguments)))

@@ -17,7 +17,7 @@ from mjax.bounds import Count, check_bounds
 from mjax.compiled_programs import keep_programs
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import Tokenizer
-from mjax.errors import UsageError
+from mjax.errors import UsageError, lines_of
 from mjax.generation import Generator, Sample, continue_ids
 from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
@@ -158,7 +158,7 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
 
 
 def _lines() -> list[str]:
-    return [line for line in _stdin().splitlines() if line.strip()]
+    return [line for line in lines_of(_stdin()) if line.strip()]
 
 
 def _stdin() -> str:
@@ -185,7 +185,7 @@ def _chat(arguments: GenerateArguments) -> int:
     given = "" if asked or on_terminal else _stdin()
     is_json = given.lstrip()[:1] in ("[", "{")
     conversations = read_conversations(given) if is_json else [([_user(text)], None) for text in asked]
-    questions = iter([]) if asked or is_json else _typed() if on_terminal else iter(given.splitlines())
+    questions = iter([]) if asked or is_json else _typed() if on_terminal else iter(lines_of(given))
     if not (asked or on_terminal or given.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:

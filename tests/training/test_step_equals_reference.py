@@ -143,7 +143,7 @@ def config_of(case):
     )
 
 
-ROWS_OF_TEST, ROWS_OF_CI = 21, 90
+ROWS_OF_TEST, ROWS_OF_CI = 20, 90
 
 
 def tier_of(row):
