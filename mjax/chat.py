@@ -22,6 +22,7 @@ from mjax.json_files import parse_json, read_json
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MARK = "(here the answer goes on)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 Message = dict[str, Any]
 
@@ -33,12 +34,13 @@ class Chat:
       stops: ids that end the answer of the model.
     """
 
-    def __init__(self, run: Path, eod: int):
+    def __init__(self, run: Path, eod: int, flag: str = "--chat"):
         """Read the template of a run folder.
 
         Args:
           run: its folder.
           eod: the end of document of its tokenizer, which ends an answer too.
+          flag: that asked for it, for messages.
 
         Raises:
           UsageError: there is no template or no tokenizer.json, or one of the files is damaged.
@@ -47,11 +49,11 @@ class Chat:
         self.file = folder / TEMPLATE
         if not self.file.is_file():
             raise UsageError(
-                f"--chat: {run} has no chat template; leave it out, or put the model's {TEMPLATE} into {folder}"
+                f"{flag}: {run} has no chat template; leave it out, or put the model's {TEMPLATE} into {folder}"
             )
         if not (folder / "tokenizer.json").is_file():
             raise UsageError(
-                f"--chat needs the tokens that a template spells, from {folder / 'tokenizer.json'}; "
+                f"{flag} needs the tokens that a template spells, from {folder / 'tokenizer.json'}; "
                 "convert the model again from a folder that has its tokenizer.json"
             )
         content = (folder / "tokenizer.json").read_bytes()
@@ -75,19 +77,30 @@ class Chat:
         with self._errors():
             self._template = Template(self.file.read_text(encoding="utf-8"))
 
-    def render(self, messages: Sequence[Message], tools: list | None = None) -> str:
+    def render(self, messages: Sequence[Message], tools: list | None = None, goes_on: bool = False) -> str:
         """The text of a conversation, up to where the model's answer begins.
+
+        Args:
+          messages: of the conversation.
+          tools: that the model may call.
+          goes_on: whether the last message is the beginning of the answer, and the text ends with it.
 
         Raises:
           UsageError: the template refuses it.
         """
+        if goes_on:
+            last = {**messages[-1], "content": f"{messages[-1].get('content')}{MARK}"}
+            return self._rendered([*messages[:-1], last], tools, False).rpartition(MARK)[0]
+        return self._rendered(messages, tools, True)
+
+    def _rendered(self, messages: Sequence[Message], tools: list | None, answer: bool) -> str:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with self._errors():
             return self._template.render(
                 messages=[_with_reasoning(message) for message in plain],
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=answer,
                 **self._special,
             )
 

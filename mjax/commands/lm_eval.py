@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mjax import launch
 from mjax.compiled_programs import keep_programs
@@ -48,6 +49,10 @@ def lm_eval(argv: Sequence[str]) -> int:
             return 0
     if arguments.run is not None:
         rest = _with_run(arguments.run, rest)
+        if "--apply_chat_template" in rest:  # before weights are read
+            from mjax.chat import Chat
+
+            Chat(Path(arguments.run), 0, "--apply_chat_template")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     keep_programs()

@@ -30,6 +30,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from mjax.bounds import check_bounds
+from mjax.chat import Chat
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
 from mjax.generation import Generator
@@ -91,7 +92,7 @@ class HarnessModel(TemplateLM):
         run, saved = Path(folder), read_run(Path(folder), *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
-        self.run = run
+        self.run, self._chat = run, None
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
         self.ends = ends_of_text(run, self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
@@ -120,8 +121,23 @@ class HarnessModel(TemplateLM):
         return str(self.run.resolve())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids of the text alone: mjax's tokenizers add no special tokens."""
-        return list(self.text.encode(string))
+        """Ids of the text alone, without special tokens except for those that a chat template spells."""
+        return list(self.text.encode(string) if self._chat is None else self._chat.encode(string))
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """`--apply_chat_template`: the template of the run; None without the flag.
+
+        Raises:
+          UsageError: it has none, or a name was given and it has one without.
+        """
+        if chat_template in (False, None):
+            return None
+        self._chat = chat_of(self.run, chat_template, self.text.eod)
+        return self._chat.file.read_text(encoding="utf-8")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, up to where the answer begins, or goes on after its last message."""
+        return self._chat.render(chat_history, goes_on=not add_generation_prompt)
 
     # --- Model interface of the harness
     # ---------------------------------------------------------------------------------
@@ -212,6 +228,17 @@ class HarnessModel(TemplateLM):
             )
         tokens = [*context, *continuation][-(self.max_length + 1) :]
         return Window(np.array(tokens, np.int32), len(continuation))
+
+
+def chat_of(run: Path, name: bool | str, eod: int) -> Chat:
+    """The chat template of a run, for `--apply_chat_template` or one with a name.
+
+    Raises:
+      UsageError: there is none, or it has no names.
+    """
+    if isinstance(name, str):
+        raise UsageError(f"--apply_chat_template {name}: {run} has one template, without a name; leave {name} out")
+    return Chat(run, eod, "--apply_chat_template")
 
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}

@@ -64,3 +64,10 @@ def test_conversation_has_text_and_ids_of_transformers(both, messages, tools):
     ids = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
     assert chat.encode(text) == list(ids)
     assert chat.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_answer_that_has_begun_goes_on_as_in_transformers(both):
+    chat, theirs = both
+    messages = [*CONVERSATIONS[1], {"role": "assistant", "content": "It is"}]
+    text = theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert chat.render(messages, goes_on=True) == text

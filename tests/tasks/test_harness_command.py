@@ -13,3 +13,8 @@ def test_missing_harness_is_named(monkeypatch, capsys):
     assert error.startswith("mjax: error: mjax lm-eval needs the package lm-eval (")
     assert "pip install lm-eval" in error
     assert error.count("\n") == 1
+
+
+def test_run_without_a_chat_template_is_refused_before_its_weights(tmp_path, capsys):
+    assert cli.main(["lm-eval", "--run", str(tmp_path), "--tasks", "x", "--apply_chat_template"]) == 2
+    assert f"--apply_chat_template: {tmp_path} has no chat template;" in capsys.readouterr().err
