@@ -224,7 +224,8 @@ class HealthConfig:
     """Response to a loss spike: announce reports it; skip drops the update of that batch; rewind goes back to the last
     good checkpoint and skips the batches that led to the spike."""
     spike_deviations: NotNegative = 6.0
-    """A loss this many standard deviations above its running mean is a spike; 0: no spikes."""
+    """A loss this many standard deviations above its running mean is a spike; 0: no spikes. In the first quarter of a
+    window only ten times the mean is."""
     window: Annotated[int, Bounds(ge=2)] = 100
     """Number of steps for the mean, the standard deviation and the share of unhealthy steps."""
     rewind_batches: Count = 10
