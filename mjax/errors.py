@@ -3,11 +3,13 @@
 And helpers for composing such sentences.
 """
 
+import contextlib
 import difflib
 import errno
+import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mjax.pipes import UNREAD, output_is_unread
@@ -37,6 +39,23 @@ class UsageError(ValueError):
 
     def __init__(self, message: object = ""):
         super().__init__(one_sentence(str(message)))
+
+
+FLAG = re.compile(r"--([a-z]+)\.((?:no-)?[a-z0-9-]+)")
+
+
+@contextlib.contextmanager
+def in_python() -> Iterator[None]:
+    """Fields in place of flags in what is refused: `mesh.model` for `--mesh.model`."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(FLAG.sub(_as_field, str(error))) from error.__cause__
+
+
+def _as_field(flag: re.Match) -> str:
+    section, name = flag[1], flag[2].replace("-", "_")
+    return f"{section}.{name.removeprefix('no_')}=False" if name.startswith("no_") else f"{section}.{name}"
 
 
 class RunError(RuntimeError):

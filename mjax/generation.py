@@ -40,7 +40,7 @@ from mjax.bounds import check_bounds
 from mjax.config import Config, MeshConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
-from mjax.errors import UsageError
+from mjax.errors import UsageError, in_python
 from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.block import decode_blocks, of_each
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
@@ -363,6 +363,7 @@ def continue_ids(
 # --- From Python ------------------------------------------------------------------------------------------------------
 
 
+@in_python()
 def continuations_of(
     run: str | Path | OpenRun,
     prompts: str | Sequence[str] | None = None,
@@ -413,6 +414,7 @@ def continuations_of(
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 
+@in_python()
 def logits_of(
     run: str | Path | OpenRun,
     ids: Sequence[Sequence[int]],

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import Config
+from mjax.errors import UsageError
 from mjax.models.block import Sums, of_each, run_blocks, run_halves
 from mjax.models.context import Context
 from mjax.models.output import check_loss_chunks
@@ -104,8 +105,14 @@ class Forward:
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
         check_loss_chunks(type(weights), context.loss_chunks, self.objective is not None)
-        loss = self.objective or type(weights).loss
-        return self._parts(loss(weights, x, micro_batch, context))
+        if self.objective is None:
+            return self._parts(weights.loss(x, micro_batch, context))
+        sums = self.objective(weights, x, micro_batch, context)
+        if not isinstance(sums, dict) or sums.keys() - self.factors or not sums.keys() & set(weights.loss_weights):
+            given = ", ".join(map(repr, sums)) if isinstance(sums, dict) else type(sums).__name__
+            known = ", ".join(repr(name) for name in weights.loss_weights if name in self.factors)
+            raise UsageError(f"the loss of the caller gives {given}; give sums by name, as the model does: {known}")
+        return self._parts(sums)
 
     def context(self, micro_batch: MicroBatch) -> Context:
         """The context of a micro-batch."""

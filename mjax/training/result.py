@@ -30,7 +30,7 @@ class Result:
 
     exit_code: int
     step: int
-    state: TrainState
+    state: TrainState = field(repr=False)
     validation_loss: float | None
     validation_metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False

@@ -12,13 +12,14 @@ from mjax.batch_size import BatchSizes, with_steps
 from mjax.config import Config
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
-from mjax.errors import UsageError
+from mjax.errors import UsageError, in_python
 from mjax.state.runs import check_run_folder
 from mjax.training import loop
 from mjax.training.continuing import after_steps_taken, changes_since
 from mjax.training.metrics import Record
 from mjax.training.origin import choose_origin
 from mjax.training.result import Options, Result
+from mjax.training.schedule import decay_end
 from mjax.validation import check_batch_sizes, validate
 
 Callback = Callable[[Record], bool | None]
@@ -31,6 +32,7 @@ class Trainer:
     result = trainer.train()
     """
 
+    @in_python()
     def __init__(
         self,
         config: Config,
@@ -81,12 +83,17 @@ class Trainer:
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
         config, _ = with_steps(after_steps_taken(config, self.folder))
+        if (warmup := _fitting_warmup(config)) != config.optimizer.warmup_steps:
+            if show:
+                print(f"warm-up of {warmup} steps instead of {config.optimizer.warmup_steps:,}, as the run is shorter")
+            config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
         validate(config, str(folder))
         self.config, self.data = config, data and self._own(config, data, validation)
         self.origin = choose_origin(self.folder, config, None if init is None else Path(init))
         self.changes = changes_since(self.folder, config, allow_change)
         self.options = Options(loss, optimizer, self._called, show)
 
+    @in_python()
     def train(self) -> Result:
         """Take the remaining steps, and return the result of the run with its last state.
 
@@ -111,3 +118,9 @@ class Trainer:
     def _called(self, record: Record) -> bool:
         answers = [callback(record) for callback in self.callbacks]  # call all of them, even after one returned True
         return any(answers)
+
+
+def _fitting_warmup(config: Config) -> int:
+    """The warm-up of a config, or a tenth of a run that is not longer."""
+    steps, warmup = decay_end(config), config.optimizer.warmup_steps
+    return warmup if config.optimizer.schedule == "constant" or warmup < steps else min(max(steps // 10, 1), steps - 1)

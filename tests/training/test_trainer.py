@@ -118,7 +118,7 @@ def test_loss_replaces_the_models(tmp_path, whole):
     assert mjax.Trainer(CONFIG, tmp_path, data=batch, loss=twice).train().exit_code == 0
     assert losses(tmp_path)[0] == pytest.approx(2 * losses(whole)[0], rel=1e-6)
     in_chunks = replace(CONFIG, train=replace(CONFIG.train, loss_chunks=2))
-    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 is for the loss of the model, and this run has a"):
+    with pytest.raises(UsageError, match=r"train.loss_chunks 2 is for the loss of the model, and this run has a"):
         mjax.Trainer(in_chunks, tmp_path / "chunks", data=batch, loss=twice).train()
 
 
@@ -166,12 +166,16 @@ def test_batch_of_a_loop_of_ones_own_is_checked():
 
 def test_trainer_refuses_what_train_py_refuses(tmp_path):
     for config, words in (
-        (replace(CONFIG, mesh=MeshConfig(model=3)), "does not divide"),
+        (replace(CONFIG, mesh=MeshConfig(model=3)), r"^mesh\.model 3 does not divide"),  # fields, not flags
         (tiny, "give validation, or"),
     ):
         with pytest.raises(UsageError, match=words):
             mjax.Trainer(config, tmp_path, data=batch)
+    short = replace(CONFIG, optimizer=replace(CONFIG.optimizer, warmup_steps=3000))
+    assert mjax.Trainer(short, tmp_path, data=batch, show=False).config.optimizer.warmup_steps == 1
     assert not list(tmp_path.iterdir())
+    with pytest.raises(UsageError, match=r"the loss of the caller gives 'los'; give .* as the model does: 'loss'"):
+        mjax.Trainer(CONFIG, tmp_path, data=batch, loss=lambda *_: {"los": 0.0}).train()
 
 
 def test_run_is_opened_and_planned(whole):
