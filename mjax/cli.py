@@ -7,6 +7,7 @@ plan | head`) · 1 any other error.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -80,6 +81,9 @@ COMMANDS: Commands = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
+            stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
         with flushed_output():
             if argv and argv[0] in ("-V", "--version"):

@@ -46,8 +46,9 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
 def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
     """The launcher that started several processes, and how many if it says so; None for a single process."""
     for variable, launcher in PROCESS_COUNTS.items():
-        if int(environment.get(variable, "1")) > 1:
-            return launcher, int(environment[variable])
+        count = environment.get(variable, "")
+        if count.isdecimal() and int(count) > 1:  # Slurm leaves some empty
+            return launcher, int(count)
     return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
 
 

@@ -19,6 +19,7 @@ from mjax.places import cache_home
         ({"SLURM_STEP_NUM_TASKS": "4"}, ("srun", 4)),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun", 2)),
         ({"JOB_COMPLETION_INDEX": "0"}, ("Kubernetes", None)),
+        ({"SLURM_STEP_NUM_TASKS": "", "OMPI_COMM_WORLD_SIZE": "4"}, ("mpirun", 4)),  # Slurm leaves some empty
     ],
 )
 def test_launcher_is_found_in_environment(environment, launcher):

@@ -57,7 +57,7 @@ def start(where: Distributed) -> None:
     if not any(given) and not launched:
         return
     processes, process = where.processes, where.process
-    if processes is None and "OMPI_COMM_WORLD_SIZE" in os.environ:  # JAX 0.10 does not read those of Open MPI 5
+    if processes is None and os.environ.get("OMPI_COMM_WORLD_SIZE"):  # JAX 0.10 does not read those of Open MPI 5
         processes, process = int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"])
     try:
         with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
@@ -73,6 +73,11 @@ def start(where: Distributed) -> None:
             )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "RPC server" in reason and where.coordinator:
+            raise UsageError(
+                f"process 0 cannot listen at {where.coordinator}: the port is taken, or it is the address of another "
+                "host; give every process a --distributed.coordinator with another port"
+            ) from error
         raise UsageError(f"the processes of this run could not find each other ({reason}); {GIVE_EACH}") from error
     _check_devices_per_process()
 
