@@ -64,7 +64,7 @@ def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
     states = {name: row["state"] for name, row in rows.items()}
     assert states.pop("torn").startswith("cannot be read: runs/torn/config.json is not JSON")
     assert states == {
-        "base": "done", "fast": "running", "early": "no checkpoint", "half": "stopped", "converted": "stopped",
+        "base": "done", "fast": "running", "early": "no checkpoint", "half": "stopped", "converted": "imported",
         "sick": "done, 7 of the last 12 steps skipped",
     }  # fmt: skip
     assert (rows["half"]["step"], rows["half"]["steps"], rows["half"]["loss"]) == (8, 12, pytest.approx(4.2))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +120,11 @@ def from_hf(arguments: FromHfArguments) -> int:
     check_run_folder(output)
     check_output(output)
     if not source.is_dir():
+        download = f"hf download {source} --local-dir {source.name}"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not source.parent.exists():
+            raise UsageError(
+                f"there is no folder {source}; for a model of Hugging Face type {download}, and convert {source.name}"
+            )
         raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
     values = read_object(source / "config.json")
     family = find_family(values, source / "config.json")
@@ -256,10 +263,11 @@ def print_next_steps(source: Path, output: Path, config: Config, tokenizer: Toke
             "pass it to generate and evaluate each time"
         )
     elif config.model.causal:
-        print(f'generate     python -m mjax generate --run {output} --prompt "…"')
+        print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
         print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer run:{output}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
-    print(f"train on     python train.py --run {output} --data.path data/corpus{faster}")
+    there = f"--config {shlex.quote(f'{output}/config.json')} --init {shlex.quote(str(output))}"
+    print(f"train on     python train.py {there} --name NEW --data.path data/corpus{faster}")
 
 
 def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:

@@ -297,6 +297,9 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     config = "gpt_demo"
     if metadata.tokenizer in TRAINABLE:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
+    kind, _, run = (arguments.tokenizer or "").partition(":")
+    if kind == "run":  # of a model, which the text is for
+        config = f"{shlex.quote(f'{run}/config.json')} --init {shlex.quote(run)} --name NEW"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
     documents = metadata.documents
     if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation

@@ -94,7 +94,7 @@ class Row:
     """A run in the list; None for unknown values.
 
     Attributes:
-      state: running, done, stopped or no checkpoint; and how many of the last steps were skipped.
+      state: running, done, stopped, imported or no checkpoint; and how many of the last steps were skipped.
       init: folder and checkpoint whose weights it started from, with `train.py --init`.
       date: of the last step, or of the last start.
     """
@@ -178,6 +178,8 @@ def row_of(folder: Path) -> Row:
     skipped = sum(bool(record.get("skipped")) for record in records[-LAST:])
     if _in_use(folder):
         state = "running"
+    elif checkpoints == [0] and not records:
+        state = "imported"
     else:
         state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
     return Row(

@@ -102,7 +102,7 @@ def find_family(values: dict, file: Path) -> Family:
     """The family of the model in a config.json."""
     kind, families = values.get("model_type"), {family.model_type: family for family in FAMILIES}
     if not isinstance(kind, str) or kind not in families:
-        remedy = "convert another model" if kind is not None else "write the right one into the file"
+        remedy = "docs/extending.md adds one" if kind is not None else "write the right one into the file"
         raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(families)}: {remedy}")
     return families[kind]
 

@@ -140,7 +140,7 @@ def changes_since(
             )
     shown = (name for name in changed if name != "train.taken")
     return [f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown] + [
-        *_notes(before, config),
+        *_notes(before, config, steps != [0]),
         *_note_on_decay(before, config, steps, step),
     ]
 
@@ -205,8 +205,8 @@ def _meaning(config: Config, name: str) -> Any:
             return getattr(getattr(config, section), knob)
 
 
-def _notes(before: Config, config: Config) -> list[str]:
-    """Side effects of a longer or shorter run."""
+def _notes(before: Config, config: Config, begun: bool) -> list[str]:
+    """Side effects of a longer or shorter run, which has `begun` unless it is an import."""
     notes, old, new = [], before.optimizer, config.optimizer
     if before.train.taken != config.train.taken and config.train.taken:
         sizes = BatchSizes.of(config)
@@ -214,6 +214,8 @@ def _notes(before: Config, config: Config) -> list[str]:
             f"note: the batch is {sizes.size(sizes.begin)} from step {sizes.begin + 1} on, which begins at sample "
             f"{sizes.samples_before(sizes.begin):,}, where the run is"
         )
+    if not begun:
+        return []
     if training_samples(before) != training_samples(config) and not config.data.mock:
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "

@@ -376,6 +376,20 @@ def test_impossible_flags_are_refused(command, flags, words, sources, runs, tmp_
 # --- Whole or not at all ----------------------------------------------------------------------------------------------
 
 
+def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
+    """A model that is not here, and an import that is: from its folder to a run of one's own."""
+    monkeypatch.chdir(tmp_path)
+    assert from_hf("Qwen/Qwen3-0.6B", "run") == 2
+    assert "type hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in capsys.readouterr().err
+    to_hf(runs["gpt2"], "gpt2", "--tokenizer", "bytes")
+    assert from_hf("gpt2", "my run") == 0
+    said = capsys.readouterr().out
+    assert "train.py --config 'my run/config.json' --init 'my run' --name NEW --data.path data/corpus" in said
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 90)
+    assert cli.main(["prepare", "text.jsonl", "--output", "data", "--tokenizer", "run:my run"]) == 0
+    assert "--config 'my run/config.json' --init 'my run' --name NEW" in capsys.readouterr().out
+
+
 def test_export_replaces_models_only_on_request(runs, tmp_path, capsys):
     run, out, mine = runs["gpt2"], tmp_path / "out", tmp_path / "mine"
     assert to_hf(run, out) == 0
