@@ -24,6 +24,7 @@ from rich.console import Console
 from mjax.bounds import Count
 from mjax.config import Config, read_config
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
 from mjax.flags import parse
 from mjax.interop.carried_files import GENERATION, IDS, SETTINGS, TEMPLATE, carried_files, restored_files
@@ -132,10 +133,12 @@ def from_hf(arguments: FromHfArguments) -> int:
     model = extended(model, arguments.rope, str(source))
     extension = Extension(model, arguments.rope)
     tokenizer = find_tokenizer(source, arguments.tokenizer)
-    check_vocabulary(tokenizer, model)
+    left_out = check_vocabulary(tokenizer, model)
     card = imported_card(source, extension.named(f"a {family.model}"))
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
     carried = extension.carried(carried_files(source, values) if carries else {})
+    for name in tokenizer.stored if carried else ():
+        carried.pop(name, None)  # which the tokenizer writes
     tensors = open_tensors(source, arguments.allow_pickle)
     config = import_config(model, str(source), tensors)
     family = as_stored(family, tensors)
@@ -156,6 +159,10 @@ def from_hf(arguments: FromHfArguments) -> int:
             f"router_aux_loss_coef {coefficient:g} is a setting of training; to train on with it type "
             f"--model.balance-loss {loss:g} --model.balance-over layers"
         )
+    if left_out:
+        print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
+    if isinstance(tokenizer, LibraryTokenizer):
+        print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and not carried:
         for name in (GENERATION, TEMPLATE):
             if (source / name).is_file():

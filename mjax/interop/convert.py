@@ -144,10 +144,15 @@ def class_settings(model: ModelConfig) -> dict:
     return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
 
 
-def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
-    """Refuse a tokenizer with more ids than the model has tokens."""
+def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[str]:
+    """Refuse a tokenizer with more ids than the model has tokens; special tokens that are too many are left out and
+    returned."""
+    left_out: list[str] = []
+    if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
+        left_out = tokenizer.leave_out(model.vocabulary)
     if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "
             "give the tokenizer that the model was trained with"
         )
+    return left_out

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from mjax.data.tokenizers import (
@@ -34,6 +35,8 @@ from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 from mjax.model_config import ModelConfig
 
+ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+"""Settings of an added token."""
 FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
 """In search order: tokens added to a model later are in tokenizer.json only."""
 
@@ -54,8 +57,39 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
         files = [folder / name for name in kind.stored]
         if all(file.is_file() for file in files):
             _check_kind(kind, folder)
+            if kind is HuggingFaceTokenizer:
+                return _find_fast(folder)
             return kind(*(file.read_bytes() for file in files), *map(str, files))
     return None
+
+
+def _find_fast(folder: Path) -> HuggingFaceTokenizer:
+    """From tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
+    file, said = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    settings = read_object(said) if said.is_file() else {}
+    content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
+    check_sizes(content, str(file))
+    with library_errors(f"{file} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
+        library = Library.from_str(content.decode("utf-8"))
+    try:
+        listed = sorted((int(number), {**token}) for number, token in added.items())
+        missing = [one for one in listed if library.token_to_id(one[1]["content"]) is None]
+        settings_of = lambda token: {name: token[name] for name in ADDED if name in token}  # noqa: E731
+        tokens = [(number, AddedToken(**settings_of(token))) for number, token in missing]
+    except (TypeError, ValueError, AttributeError, KeyError):
+        raise UsageError(f"{said}: added_tokens_decoder does not describe tokens; restore the file") from None
+    for number, token in tokens:
+        (library.add_special_tokens if token.special else library.add_tokens)([token])
+        if library.token_to_id(token.content) != number:
+            raise UsageError(
+                f"{said} gives {token.content} the id {number}, where {file} has {library.token_to_id(token.content)} "
+                "for the next one; save the tokenizer again with save_pretrained of transformers"
+            )
+    end = settings.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    known = {token.content for token in library.get_added_tokens_decoder().values()}
+    name = str(file)
+    return HuggingFaceTokenizer(library.to_str().encode() if tokens else content, name, end if end in known else None)
 
 
 def _check_kind(kind: type[Tokenizer], folder: Path) -> None:

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from mjax import cli
 from mjax.chat import Chat
-from mjax.config import Config, DataConfig
+from mjax.config import Config, DataConfig, GPTConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop.carried_files import carried_files, restored_files
+from mjax.interop.convert import check_vocabulary
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.training.beginning import write_folder, write_origin
 from mjax.training.origin import Origin
@@ -19,6 +21,7 @@ from tests.data.vocabularies import gpt2_files
 from tests.interop.folders import LLAMA, tensors_of
 from tests.interop.folders import write_folder as write_model
 from tests.parity.chat_tokenizers import write_tokenizer
+from tests.test_chat import bytes_with_special_tokens
 
 
 def folder_of(path, settings=None, **files):
@@ -76,6 +79,36 @@ def test_byte_pairs_of_other_words_are_refused(tmp_path):
     assert find_tokenizer(source, None).scheme == "gpt2"
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UsageError, match="of a Qwen2Tokenizer"):
+        find_tokenizer(source, None)
+
+
+def test_settings_of_the_tokenizer_are_read(tmp_path):
+    """Tokens that only they have, the end of a text, and one token more than the model has rows."""
+    source = tmp_path / "in"
+    source.mkdir()
+    bytes_with_special_tokens().save(str(source / "tokenizer.json"))
+    added = {"259": {"content": "<tool>", "special": True}, "260": {"content": "<plain>", "special": False}}
+    settings = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = find_tokenizer(source, None)
+    assert found.library.id_to_token(found.eod) == "<|im_end|>"
+    assert (found.vocabulary, found.library.token_to_id("<tool>")) == (261, 259)
+    found.save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("")
+    assert 259 in Chat(tmp_path, 258).encode("a <tool> b")
+
+    del added["260"]
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = find_tokenizer(source, None)
+    assert check_vocabulary(found, replace(GPTConfig(), vocabulary=259)) == ["<tool>"]
+    found.save(tmp_path / "fewer")
+    assert tokenizer_from_folder(tmp_path / "fewer").vocabulary == 259
+    with pytest.raises(UsageError, match="the tokenizer has 259 ids and the model's embedding 200 rows"):
+        check_vocabulary(found, replace(GPTConfig(), vocabulary=200))
+
+    added["270"] = {"content": "<far>", "special": True}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"gives <far> the id 270, where .* has 260 for the next one"):
         find_tokenizer(source, None)
 
 

@@ -95,6 +95,8 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             raise UsageError(f"{file} was changed (its sha256 differs); restore the folder or prepare the data again")
     names = [str(folder / name) for name in SCHEMES[kind].stored]
     tokenizer = SCHEMES[kind].from_contents(contents, names, stated[1])
+    if tokenizer.vocabulary > stated[0]:
+        tokenizer.leave_out(stated[0])
     if (tokenizer.vocabulary, tokenizer.eod) != stated:
         raise UsageError(
             f"{description} states vocabulary and end of document {stated}, but the files beside it give "

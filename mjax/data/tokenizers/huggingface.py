@@ -62,6 +62,16 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """From the files of a folder that `save` wrote; the id says which token was chosen."""
         return cls(*contents, *names, eod)
 
+    def leave_out(self, rows: int) -> list[str]:
+        """As in `Tokenizer`; a model may have fewer rows than its tokenizer has tokens for chats and pictures."""
+        added = self.library.get_added_tokens_decoder()
+        surplus = [self.library.id_to_token(number) for number in range(rows, self.vocabulary)]
+        special = {token.content for token in added.values() if token.special}
+        if not set(surplus) <= special or self.eod >= rows:
+            return []
+        self.vocabulary = rows
+        return surplus
+
     def _find_eod(self, name: str, eod: str | int | None) -> str:
         """The token that ends documents: the one given, by text or id, or the first of the usual ones."""
         added = self.library.get_added_tokens_decoder().values()

@@ -98,6 +98,10 @@ class Tokenizer:
         """Text of ids of which each has a token and none ends a document."""
         raise NotImplementedError
 
+    def leave_out(self, rows: int) -> list[str]:
+        """Count no ids from `rows` on, if they are special tokens, which no text encodes to; their names, or none."""
+        return []
+
     def save(self, folder: Path) -> None:
         """Write the files, and last the description, which makes the folder a tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
