@@ -166,9 +166,7 @@ def test_similar_request_compiles_nothing():
 @pytest.mark.parametrize(
     ("mesh", "attention", "needed", "width"),
     [
-        ({}, "xla", 5, 16),
         ({}, "xla", 17, 32),
-        ({}, "xla", 500, 512),
         ({}, "flash", 5, 64),  # a block of 64 positions is the least the kernel takes
         ({"context": 2, "context_attention": "gather"}, "flash", 5, 256),  # every half of a rank's queries
     ],
@@ -210,9 +208,9 @@ def test_continuation_uses_every_position():
 
 def test_padding_of_vocabulary_is_never_generated():
     generator, model = generator_and_model()
-    loud = jax.tree.map(lambda weight: weight, model)
-    loud.embedding.table[...] = model.embedding.table[...].at[60:].set(jnp.sign(jnp.arange(32) - 15.5) * 50)
-    loud.final_norm.bias[...] = jnp.sign(jnp.arange(32) - 15.5) * 5.0
+    loud, signs = jax.tree.map(lambda weight: weight, model), jnp.sign(jnp.arange(32) - 15.5)
+    loud.embedding.table[...] = model.embedding.table[...].at[60:].set(signs * 50)
+    loud.final_norm.bias[...] = signs * 5.0
     for sampling in (GREEDY, HOT):
         found = tokens_of(generator.generate(loud, PROMPTS, sampling, ends()))
         assert max(max(tokens) for tokens in found) < 60
@@ -222,34 +220,21 @@ def test_padding_of_vocabulary_is_never_generated():
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("prompts", "setting", "words"),
     [
-        ({"tokens": 0}, "--tokens is 0; it must be at least 1"),
-        ({"temperature": float("nan")}, "--temperature is nan"),
-        ({"top_k": -1}, "--top-k is -1; it must be 0"),
-        ({"top_p": 0.0}, "--top-p is 0.0; it must be above 0 and at most 1"),
-        ({"seed": 2**32}, "--seed is 4294967296; it must be at least 0 and below"),
+        (PROMPTS, {"tokens": 0}, "--tokens is 0"),
+        (PROMPTS, {"temperature": float("nan")}, "--temperature is nan"),
+        (PROMPTS, {"top_k": -1}, "--top-k is -1"),
+        (PROMPTS, {"top_p": 0.0}, "--top-p is 0.0"),
+        (PROMPTS, {"seed": 2**32}, "--seed is 4294967296"),
+        ([[1], []], {}, "prompt 2 is empty"),
+        ([[1] * 16], {}, "shorten it to 15 tokens"),
+        ([[1, 60]], {}, "token ids from 1 to 60"),
     ],
 )
-def test_sampling_out_of_range_is_rejected(setting, words):
-    with pytest.raises(UsageError) as rejected:
-        generate(Sampling(**setting))
-    assert words in str(rejected.value)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "words"),
-    [
-        ([], "there is no prompt; add --prompt TEXT"),
-        ([[1], []], "prompt 2 is empty"),
-        ([[1] * 16], "the model 16 positions, one of which the continuation needs; shorten it to 15 tokens or fewer"),
-        ([[1, 60]], "the prompt has token ids from 1 to 60; the model has 0 to 59"),
-    ],
-)
-def test_unusable_prompt_is_rejected(prompts, words):
-    with pytest.raises(UsageError) as rejected:
-        generate(GREEDY, prompts)
-    assert words in str(rejected.value)
+def test_impossible_request_is_rejected(prompts, setting, words):
+    with pytest.raises(UsageError, match=words):
+        generate(replace(GREEDY, **setting), prompts)
 
 
 # --- Listening --------------------------------------------------------------------------------------------------------
@@ -358,35 +343,25 @@ def test_generate_uses_given_step_and_devices(place, capsys):
 @pytest.mark.parametrize(
     ("run", "flags", "words"),
     [
-        ("run", (), "there is no prompt; add --prompt TEXT"),
-        ("run", ("--prompt", "x", "--step", "15"), "has no checkpoint 15; there are 10, 20"),
-        ("run", ("--prompt", "x", "--top-p", "3"), "--top-p is 3.0"),
-        ("run", ("--prompt", "x", "--mesh.model", "3"), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
-        ("run", ("--num-samples", "3", "--temperature", "0"), "with --temperature 0 would be one text 3 times"),
-        ("none", ("--prompt", "x"), "none/config.json does not exist"),
-        ("bare", ("--prompt", "x"), "has no tokenizer; add the one its model was trained with: --tokenizer KIND:FILES"),
-        ("copied", ("--prompt", "x"), "has no mjax_tokenizer.json"),
-        ("small", ("--prompt", "x", "--tokenizer", "bytes"), "--tokenizer bytes has 257 ids and the model of"),
-        ("empty", ("--prompt", "x", "--tokenizer", "bytes"), "has no checkpoint; give a run that has saved one"),
+        ("run", "--step 15", "has no checkpoint 15; there are 10, 20"),
+        ("run", "--mesh.model 3", "--mesh.model 3 does not divide heads 8"),
+        ("run", "--mesh.model 2", "--mesh.model 2 needs 2 devices; 1 found"),
+        ("run", "--num-samples 3 --temperature 0", "one text 3 times"),
+        ("run", "--prompt -", "stdin is not UTF-8"),
+        ("bare", "", "add the one its model was trained with"),
+        ("copied", "", "has no mjax_tokenizer.json"),
+        ("small", "--tokenizer bytes", "--tokenizer bytes has 257 ids"),
+        ("empty", "--tokenizer bytes", "has no checkpoint; give a run that has saved one"),
     ],
 )
 def test_generate_rejects_wrong_flags_and_runs(place, run, flags, words, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
-    assert cli.main(["generate", "--checkpoint", str(place / run), *flags]) == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
+    monkeypatch.setattr(jax, "devices", lambda one=jax.devices()[:1]: one)
+    assert cli.main(["generate", "--checkpoint", str(place / run), "--prompt", "x", *flags.split()]) == 2
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("stdin", "words"),
-    [(io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"), "stdin is not UTF-8"), (None, "there is no prompt")],
-)
-def test_generate_rejects_stdin_without_text(place, stdin, words, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", stdin)
+def test_closed_stdin_is_no_prompt(place, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", None)
     assert cli.main(["generate", "--checkpoint", str(place / "run")]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_generate_rejects_more_devices_than_found(place, monkeypatch, capsys):
-    monkeypatch.setattr(jax, "devices", lambda: [object()])
-    assert cli.main(["generate", "--checkpoint", str(place / "run"), "--prompt", "x", "--mesh.model", "2"]) == 2
-    assert "--mesh.model 2 needs 2 devices; 1 found: use --mesh.model 1" in capsys.readouterr().err
+    assert "there is no prompt" in capsys.readouterr().err
