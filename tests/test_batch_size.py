@@ -1,16 +1,13 @@
 """Batch sizes by step: ramp-up and schedule against a walk over the samples, one step after the other."""
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 
 from mjax.batch_size import BatchSizes, at_batch, in_units, parse_schedule, parse_tokens, training_samples
-from mjax.config import from_dict, to_dict
 from mjax.errors import UsageError
 from tests.small import small_config
-from tests.work import calls_of
 
 
 def _config(global_batch=8, rampup=None, schedule=None):
@@ -30,27 +27,22 @@ def _assert_sizes(sizes, expected):
     ]
 
 
-def _walk(steps, size_after):
-    """Sizes of the first steps, each chosen by the samples before it."""
-    sizes = []
-    for _ in range(steps):
-        sizes.append(size_after(sum(sizes)))
-    return sizes
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         ((6, (2, 2, 8)), [2, 2, 4, 6, 6, 6]),
         ((100, (10, 1, 30)), [10, 40, 100, 100]),  # a step larger than a portion leaves sizes out
-        ((2, None, "0:2 64:8 256:2"), [2, 2, 8, 8, 2, 2]),  # samples have 16 tokens
+        # Samples have 16 tokens. The 100th is in the seventh sample: the step that begins after that is the first.
+        ((2, None, "0:2 100:8 300:2"), [2, 2, 2, 2, 8, 8, 2, 2]),
         ((8, None, "0:8"), [8] * 5),
     ],
 )
 def test_batch_sizes_by_hand(config, expected):
-    sizes = _sizes(*config)
+    sizes, train = _sizes(*config), _config(*config).train
     _assert_sizes(sizes, expected)
     assert sizes.sizes() == list(dict.fromkeys(expected))
+    assert training_samples(replace(_config(*config), train=replace(train, steps=len(expected)))) == sum(expected)
+    assert sizes.size(10**12) == expected[-1]  # not by a walk
 
 
 def _rampups():
@@ -63,19 +55,11 @@ def _rampups():
 
 @pytest.mark.parametrize(("start", "increment", "increments", "samples"), list(_rampups()))
 def test_rampup_is_megatrons_rule_at_every_step(start, increment, increments, samples):
-    end = start + increments * increment
-
-    def size_after(n):
-        return end if n > samples else start + int(n / (samples / increments)) * increment
-
-    steps = min(samples // start + 3, 400)
-    _assert_sizes(_sizes(end, rampup=(start, increment, samples)), _walk(steps, size_after))
-
-
-def test_schedule_counts_tokens():
-    # 100 tokens lie in the seventh sample, so the step that begins at or after it is the first.
-    expected = _walk(60, lambda n: 2 if n * 16 < 100 else 4 if n * 16 < 1000 else 8)
-    _assert_sizes(_sizes(8, schedule="0:2 100:4 1K:8"), expected)
+    end, expected = start + increments * increment, []
+    for _ in range(min(samples // start + 3, 400)):
+        before = sum(expected)
+        expected.append(end if before > samples else start + int(before / (samples / increments)) * increment)
+    _assert_sizes(_sizes(end, rampup=(start, increment, samples)), expected)
 
 
 def test_schedule_units_are_thousands_to_trillions():
@@ -89,23 +73,6 @@ def test_schedule_units_are_thousands_to_trillions():
 def test_malformed_schedule_is_rejected(schedule):
     with pytest.raises(UsageError, match="is not a list of TOKENS:BATCH with ascending tokens from 0 on"):
         parse_schedule(schedule)
-
-
-def test_size_of_any_step_takes_few_calls():
-    sizes = _sizes(3072, rampup=(32, 32, 10**9))
-    assert len(sizes.pieces) > 90
-    assert max(calls_of(sizes.size, step)[0] for step in (0, 10**3, 10**6)) < 20
-    assert BatchSizes.constant(8).samples_before(10**9) == 8 * 10**9
-
-
-def test_rampup_survives_json_and_fixes_the_samples():
-    config = _config(6, rampup=(2, 2, 8))
-    assert training_samples(replace(config, train=replace(config.train, steps=5))) == 2 + 2 + 4 + 6 + 6
-    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    values = to_dict(config)
-    values["train"]["batch_rampup"] = [2, 2]
-    with pytest.raises(UsageError, match=r"batch_rampup is \[2, 2\], which is not \[a whole number, a whole number"):
-        from_dict(values)
 
 
 def test_at_batch_is_the_run_at_a_constant_size():
@@ -129,9 +96,6 @@ def test_tokens_are_read_exactly_or_not(written, tokens):
     assert parse_tokens(written) == tokens
 
 
-@pytest.mark.parametrize(
-    ("tokens", "said"),
-    [(0, "0"), (999, "999"), (1_310_720, "1.31M"), (999_960_000, "1B"), (999_400, "999K"), (1_680 * 10**12, "1,680T")],
-)
-def test_tokens_are_shown_in_units(tokens, said):
-    assert in_units(tokens) == said
+def test_tokens_are_shown_in_units():
+    shown = {0: "0", 999: "999", 1_310_720: "1.31M", 999_960_000: "1B", 999_400: "999K", 1_680 * 10**12: "1,680T"}
+    assert {tokens: in_units(tokens) for tokens in shown} == shown

@@ -10,7 +10,6 @@ import pytest
 from mjax.batch_size import BatchSizes
 from mjax.commands.train import TrainArguments
 from mjax.config import (
-    BERTTaskConfig,
     Config,
     DataConfig,
     LlamaConfig,
@@ -239,22 +238,16 @@ def test_llama_has_published_default_width():
     assert LlamaConfig(hidden=4096).mlp_width == 11_008  # 8/3, up to a multiple of 256: Llama 2 7B
 
 
-def test_fine_tuned_bert_of_older_config_is_read():
-    old = {"kind": "bert", "head": "span", "mlm_activation": None, "positions": "learned", "layernorm": "post"}
-    assert from_dict({"model": old}).model == BERTTaskConfig(head="span", layernorm="post")
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"modle": {}}, "unknown field modle, did you mean 'model'?"),
-        ({"model": {"layers": True}}, "model.layers is True, which is not a whole number"),
-        ({"optimizer": {"beta1": True}}, "optimizer.beta1 is True, which is not a number"),
-        ({"train": {"recompute": "some"}}, "which is not one of none, selective, full"),
-        ({"train": {"batch_rampup": [8, 8]}}, "train.batch_rampup is [8, 8], which is not"),
+        ({"modle": {}}, "did you mean 'model'?"),
+        ({"model": {"layers": True}}, "model.layers is True"),
+        ({"optimizer": {"beta1": True}}, "optimizer.beta1 is True"),
+        ({"train": {"recompute": "some"}}, "one of none, selective, full"),
+        ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
-        ({"model": {"kind": "gtp"}}, "there is no model 'gtp', did you mean 'gpt'?"),
-        ([], "the config must be an object"),
+        ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
     ],
 )
 def test_invalid_config_json_names_field(values, words):
@@ -266,23 +259,19 @@ def test_invalid_config_json_names_field(values, words):
 # --- Numbers and devices ----------------------------------------------------------------------------------------------
 
 NAN, INFINITE = float("nan"), float("inf")
-OUT_OF_BOUNDS = {
-    "model": {"layers": 0, "feed_forward": 0, "hidden_dropout": 1.0, "attention_dropout": -0.1, "init_std": -0.1},
-    "mesh": {"pipe": 0, "data": -1, "model": 0},
-    "data": {"mask_probability": (0.0, 1.0), "short_probability": (-0.1, 1.1, NAN), "samples": 0, "eod": -1},
-    "optimizer": {
-        "learning_rate": (NAN, -1.0), "beta1": 1.0, "beta2": 1.0, "epsilon": 0.0, "decay_steps": 0,
-        "muon_momentum": 1.0, "clip_norm": -1.0, "weight_decay": -0.1,
-    },
-    "precision": {"loss_scale": 0.5, "min_loss_scale": 0.5, "hysteresis": 0},
-    "train": {"global_batch": -8, "seed": (-1, 2**32), "eval_interval": -1, "loss_chunks": (0, 65)},
-    "checkpoint": {"keep_last": 0, "keep_every": 0},
-    "health": {
-        "replica_interval": -1, "window": 1, "unhealthy_share": (0.0, 1.1), "skipped_in_a_row": 0,
-        "spike_deviations": -1.0,
-    },
-    "log": {"interval": 0, "sample_tokens": -1},
-}  # fmt: skip
+OUT_OF_BOUNDS = [
+    ("model", "layers", 0),
+    ("model", "hidden_dropout", 1.0),
+    ("data", "mask_probability", 0.0),
+    ("data", "short_probability", 1.1),
+    ("optimizer", "epsilon", 0.0),
+    ("optimizer", "weight_decay", -0.1),
+    ("precision", "min_loss_scale", 0.5),
+    ("train", "seed", 2**32),
+    ("train", "eval_interval", -1),
+    ("train", "loss_chunks", 65),
+]
+"""One of each kind of bounds, on either side."""
 
 
 def refused(section, knob, value):
@@ -292,12 +281,10 @@ def refused(section, knob, value):
     return str(error.value)
 
 
-@pytest.mark.parametrize("section", OUT_OF_BOUNDS)
-def test_number_out_of_bounds_is_rejected_with_its_flag(section):
-    for knob, values in OUT_OF_BOUNDS[section].items():
-        for value in values if isinstance(values, tuple) else (values,):
-            flag = f"--{section}.{knob}".replace("_", "-")
-            assert refused(section, knob, value).startswith(f"{flag} is {value}; it must be ")
+@pytest.mark.parametrize(("section", "knob", "value"), OUT_OF_BOUNDS)
+def test_number_out_of_bounds_is_rejected_with_its_flag(section, knob, value):
+    flag = f"--{section}.{knob}".replace("_", "-")
+    assert refused(section, knob, value).startswith(f"{flag} is {value}; it must be ")
 
 
 def test_every_infinite_number_is_rejected():

@@ -223,10 +223,7 @@ def test_padding_of_vocabulary_is_never_generated():
     ("prompts", "setting", "words"),
     [
         (PROMPTS, {"tokens": 0}, "--tokens is 0"),
-        (PROMPTS, {"temperature": float("nan")}, "--temperature is nan"),
-        (PROMPTS, {"top_k": -1}, "--top-k is -1"),
         (PROMPTS, {"top_p": 0.0}, "--top-p is 0.0"),
-        (PROMPTS, {"seed": 2**32}, "--seed is 4294967296"),
         ([[1], []], {}, "prompt 2 is empty"),
         ([[1] * 16], {}, "shorten it to 15 tokens"),
         ([[1, 60]], {}, "token ids from 1 to 60"),
@@ -356,7 +353,8 @@ def test_generate_uses_given_step_and_devices(place, capsys):
 )
 def test_generate_rejects_wrong_flags_and_runs(place, run, flags, words, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), "utf-8"))
-    monkeypatch.setattr(jax, "devices", lambda one=jax.devices()[:1]: one)
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
     assert cli.main(["generate", "--checkpoint", str(place / run), "--prompt", "x", *flags.split()]) == 2
     assert words in capsys.readouterr().err
 
