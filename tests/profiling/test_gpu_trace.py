@@ -5,10 +5,9 @@ Its planes, lines and statistics are those of XLA's profiler for CUDA: kernels o
 """
 # ruff: noqa: E501 (HLO has long lines)
 
-from itertools import count
+from types import SimpleNamespace
 
 import pytest
-from jax.profiler import ProfileData
 
 from mjax.profiling.breakdown import break_down
 from mjax.profiling.kernels import TraceError, read_trace
@@ -45,38 +44,6 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 """
 
 
-class Planes:
-    """An XSpace in protobuf's text form."""
-
-    def __init__(self):
-        self.text = ""
-
-    def add(self, plane, lines):
-        """`lines`: by name, of (event, begin, end, statistics), times in µs."""
-        numbers, names, events = count(1), {}, ""
-
-        def number(word):
-            return names.setdefault(word, next(numbers))
-
-        for line, rows in lines.items():
-            events += f'lines {{ name: "{line}" '
-            for name, begin, end, stats in rows:
-                given = "".join(f'stats {{ metadata_id: {number(k)} str_value: "{v}" }} ' for k, v in stats.items())
-                events += f"events {{ metadata_id: {number(name)} offset_ps: {int(begin * 1e6)} "
-                events += f"duration_ps: {int((end - begin) * 1e6)} {given} }} "
-            events += "} "
-        known = "".join(
-            f'{kind}_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
-            for name, i in names.items()
-            for kind in ("event", "stat")
-        )
-        self.text += f'planes {{ name: "{plane}" {events} {known} }} '
-        return self
-
-    def profile(self):
-        return ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(self.text))
-
-
 def of_step(instruction, module="jit_train_step"):
     return {"hlo_op": instruction, "hlo_module": module}
 
@@ -85,6 +52,7 @@ def host(first=100, last=200, *others):
     return {"python": [("profiled steps", first, last, {}), ("train", first, first + 1, {"step_num": "7"}), *others]}
 
 
+THREADS = host()
 COMPUTE = [
     ("nvjet_tst_128x256", 90, 140, of_step("fusion.1")),  # began before the window: counts from 100
     ("cudnn_generated_fort_native_sdpa", 160, 170, of_step("fmha.1")),
@@ -105,9 +73,25 @@ LINES = {
 }
 
 
+def plane(name, lines):
+    """As of jax.profiler.ProfileData; `lines`: by name, of (event, begin, end, statistics), times in µs."""
+
+    def event(name, begin, end, stats):
+        begin, end = begin * 1e3, end * 1e3
+        return SimpleNamespace(name=name, start_ns=begin, end_ns=end, duration_ns=end - begin, stats=stats.items())
+
+    lines = [SimpleNamespace(name=name, events=[event(*row) for row in rows]) for name, rows in lines.items()]
+    return SimpleNamespace(name=name, lines=lines)
+
+
+def trace_of(*gpus, threads=THREADS):
+    planes = [plane(f"/device:GPU:{number}", lines) for number, lines in enumerate(gpus)]
+    planes += [plane("/host:CPU", threads)] if threads else []
+    return read_trace(SimpleNamespace(planes=planes), PROGRAM)
+
+
 def test_step_is_shared_by_computing_copying_and_communicating():
-    profile = Planes().add("/host:CPU", host()).add("/device:GPU:0", LINES).profile()
-    found = break_down(read_trace(profile, PROGRAM), steps=1)
+    found = break_down(trace_of(LINES), steps=1)
     rows = {row.name: (row.milliseconds, row.hidden) for row in found.kinds}
     assert rows == {
         "products": (pytest.approx(0.040), pytest.approx(0)),
@@ -129,8 +113,7 @@ def test_step_is_shared_by_computing_copying_and_communicating():
 
 def test_breakdown_is_mean_of_gpus_and_steps():
     other = {"Stream #13(Compute)": [("nvjet_tst_128x256", 100, 200, of_step("fusion.1"))]}
-    planes = Planes().add("/host:CPU", host()).add("/device:GPU:0", LINES).add("/device:GPU:1", other)
-    found = break_down(read_trace(planes.profile(), PROGRAM), steps=2)
+    found = break_down(trace_of(LINES, other), steps=2)
     assert found.devices == ("GPU:0", "GPU:1")
     assert found.milliseconds == pytest.approx(0.050)
     assert found.kinds[0].milliseconds == pytest.approx((0.040 + 0.100) / 2 / 2)
@@ -139,8 +122,7 @@ def test_breakdown_is_mean_of_gpus_and_steps():
 
 def test_time_between_steps_is_not_counted():
     aside = ("between steps", 140, 160, {})
-    profile = Planes().add("/host:CPU", host(100, 200, aside)).add("/device:GPU:0", LINES).profile()
-    found = break_down(read_trace(profile, PROGRAM), steps=1)
+    found = break_down(trace_of(LINES, threads=host(100, 200, aside)), steps=1)
     assert found.milliseconds == pytest.approx(0.080)
     assert sum(row.milliseconds for row in found.kinds) == pytest.approx(0.080)
     assert {row.name: row.milliseconds for row in found.kinds}["collectives"] == pytest.approx(0)
@@ -155,12 +137,11 @@ def test_kernel_without_instruction_is_known_by_name():
         "loop_add_fusion": "other kernels",
     }
     rows = [(name, 100 + i, 101 + i, {}) for i, name in enumerate(names)]
-    profile = Planes().add("/host:CPU", host()).add("/device:GPU:0", {"Stream #7(Compute)": rows}).profile()
-    assert [kernel.kind for kernel in read_trace(profile, PROGRAM).kernels] == list(names.values())
+    assert [kernel.kind for kernel in trace_of({"Stream #7(Compute)": rows}).kernels] == list(names.values())
 
 
 def test_incomplete_trace_is_refused():
     with pytest.raises(TraceError, match=r"no kernels; its planes are /host:CPU"):
-        read_trace(Planes().add("/host:CPU", host()).profile(), PROGRAM)
+        trace_of()
     with pytest.raises(TraceError, match="no event 'profiled steps'"):
-        read_trace(Planes().add("/device:GPU:0", LINES).profile(), PROGRAM)
+        trace_of(LINES, threads=None)
