@@ -13,12 +13,6 @@ from tests.conftest import ROOT
 from tests.test_train_command import environment
 
 
-def day(tmp_path, seconds=60.0):
-    found = Day(tmp_path / "day", seconds, tiny=True)
-    found.part = "about"
-    return found
-
-
 def python(code):
     return [sys.executable, "-c", code]
 
@@ -26,23 +20,21 @@ def python(code):
 @pytest.mark.ci
 def test_dry_run_leaves_its_tables(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "day"), "--tiny", "--parts"]
-    parts = ["about", "first", "calibrate"]
-    result = subprocess.run(
-        [*command, *parts], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    parts = ["about", "first"]
+    result = subprocess.run([*command, *parts], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     found = json.loads((tmp_path / "day" / "results.json").read_text())
-    assert [each["part"] for each in found["commands"] if each["part"] in parts[1:]] == parts[1:]
+    assert found["commands"][-1]["part"] == "first"
     assert {each["verdict"] for each in found["commands"]} == {"ok"}
     (table,) = found["tables"]
     assert table["rows"][0]["ms"] > 0
     assert "| mjax |" in (tmp_path / "day" / "results.md").read_text()
-    assert (tmp_path / "day" / "calibration.json").exists()
 
 
 @pytest.mark.ci
 def test_broken_command_is_named_and_next_runs(tmp_path):
-    found = day(tmp_path)
+    found = Day(tmp_path / "day", 60.0, tiny=True)
+    found.part = "about"
     found.run("failing", python("import sys; print('why'); sys.exit(3)"), 30)
     found.run("missing", [str(tmp_path / "nothing")], 30)
     found.run("hanging", python("import time; time.sleep(60)"), LEAST)
@@ -71,7 +63,7 @@ def test_raising_part_is_named_and_next_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_different_losses_are_named_by_step(tmp_path):
-    found = day(tmp_path)
+    found = Day(tmp_path / "day", 60.0, tiny=True)
     for name, third in (("one", 2.0), ("same", 2.0), ("other", 2.5)):
         file = tmp_path / "day" / "runs" / name / "metrics.jsonl"
         file.parent.mkdir(parents=True)

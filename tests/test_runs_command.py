@@ -46,9 +46,9 @@ def runs(tmp_path, monkeypatch):
 
 def test_list_has_line_per_run(runs, capsys):
     assert cli.main(["runs"]) == 0
-    _, base, fast = capsys.readouterr().out.splitlines()
-    assert base.split()[:8] == ["base", "gpt", "2", "×", "32", f"{count_parameters(TINY.model):,}", "12/12", "3.8000"]
-    assert (base.split()[8], base.split()[-1], fast.split()[0]) == ("4.5000", "done", "fast")
+    _, base, fast = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (base[0], fast[0]) == ("base", "fast")
+    assert {f"{count_parameters(TINY.model):,}", "12/12", "3.8000", "4.5000", "done"} <= set(base)
 
 
 def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
