@@ -112,19 +112,6 @@ def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     assert hidden
 
 
-@pytest.mark.parametrize("spelling", ["--run", "--checkpoint"])
-@pytest.mark.parametrize(
-    ("arguments", "rest"),
-    [
-        (GenerateArguments, "--prompt a"),
-        (EvaluateArguments, "--task t --data d"),
-        (FinetuneArguments, "--task t --train t --validation v"),
-    ],
-)
-def test_run_has_one_name_in_every_command(arguments, rest, spelling):
-    assert parse(arguments, [spelling, "runs/x", *rest.split()], "mjax").checkpoint == Path("runs/x")
-
-
 @pytest.mark.parametrize("argv", ["runs/x out", "--run runs/x out", "out --run runs/x"])
 def test_to_hf_takes_run_by_place_or_name(argv, monkeypatch):
     taken = []

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from mjax import launch
-from mjax.errors import RunError, UnhealthyError, UsageError, explain
 from mjax.places import cache_home
 
 
@@ -58,11 +57,3 @@ def test_without_home_there_is_no_cache(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_home() is None
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(UsageError("a"), 2), (RunError("a"), 1), (UnhealthyError("a"), 3), (KeyboardInterrupt(), 130)]
-)
-def test_error_has_exit_code(error, code, capsys):
-    assert explain(error) == code
-    assert capsys.readouterr().err.count("\n") == 1
