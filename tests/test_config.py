@@ -1,6 +1,6 @@
 """Configs: the published models and runs, plain values and back, and the bounds of every number."""
 
-import ast
+import re
 import shlex
 from dataclasses import fields, replace
 from typing import get_type_hints
@@ -129,34 +129,29 @@ def test_megatron_config_has_published_numbers(name):
 
 
 # arXiv 2104.04473, table 1, and arXiv 2205.05198, table 3: parameters, GPUs, micro-batches of a replica, virtual stages
-# of a device, layers in each, and the figure to beat.
+# of a device, layers in each.
 PAPERS = {
-    "gpt_1_7b": (1_652_230_656, 32, 1, 1, 24, "137 TFLOP/s"),
-    "gpt_3_6b": (3_562_168_320, 64, 1, 1, 30, "138 TFLOP/s"),
-    "gpt_7_5b": (7_467_786_240, 128, 1, 1, 36, "142 TFLOP/s"),
-    "gpt_18b": (18_449_756_160, 256, 4, 1, 40, "135 TFLOP/s"),
-    "gpt_39b": (39_096_041_472, 512, 12, 1, 24, "138 TFLOP/s"),
-    "gpt_76b": (76_050_739_200, 1024, 28, 3, 5, "140 TFLOP/s"),
-    "gpt_145b": (145_622_261_760, 1536, 48, 2, 5, "148 TFLOP/s"),
-    "gpt_310b": (310_130_540_544, 1920, 144, 2, 3, "155 TFLOP/s"),
-    "gpt_530b": (529_600_819_200, 2520, 280, 3, 1, "163 TFLOP/s"),
-    "gpt_1t": (1_008_038_758_400, 3072, 512, 1, 2, "163 TFLOP/s"),
-    "gpt_175b": (174_615_846_912, 1024, 192, 1, 6, "140 TFLOP/s"),
-    "gpt_22b_sp": (22_074_273_792, 8, 1, 1, 48, "41.5% MFU"),
-    "gpt_175b_sp": (174_615_846_912, 64, 64, 3, 4, "51.4% MFU"),
-    "gpt_530b_sp": (529_600_819_200, 280, 280, 3, 1, "56.0% MFU"),
-    "gpt_1t_sp": (1_008_038_758_400, 512, 512, 1, 2, "56.3% MFU"),
+    "gpt_1_7b": (1_652_230_656, 32, 1, 1, 24),
+    "gpt_3_6b": (3_562_168_320, 64, 1, 1, 30),
+    "gpt_7_5b": (7_467_786_240, 128, 1, 1, 36),
+    "gpt_18b": (18_449_756_160, 256, 4, 1, 40),
+    "gpt_39b": (39_096_041_472, 512, 12, 1, 24),
+    "gpt_76b": (76_050_739_200, 1024, 28, 3, 5),
+    "gpt_145b": (145_622_261_760, 1536, 48, 2, 5),
+    "gpt_310b": (310_130_540_544, 1920, 144, 2, 3),
+    "gpt_530b": (529_600_819_200, 2520, 280, 3, 1),
+    "gpt_1t": (1_008_038_758_400, 3072, 512, 1, 2),
+    "gpt_175b": (174_615_846_912, 1024, 192, 1, 6),
+    "gpt_22b_sp": (22_074_273_792, 8, 1, 1, 48),
+    "gpt_175b_sp": (174_615_846_912, 64, 64, 3, 4),
+    "gpt_530b_sp": (529_600_819_200, 280, 280, 3, 1),
+    "gpt_1t_sp": (1_008_038_758_400, 512, 512, 1, 2),
 }
-
-
-def docstring_of(name):
-    text = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text()))
-    return " ".join(text.split())
 
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_pipelined_config_has_published_numbers(name):
-    parameters, gpus, micro_batches, chunks, layers, figure = PAPERS[name]
+    parameters, gpus, micro_batches, chunks, layers = PAPERS[name]
     config = load_config(name)
     model, mesh, train, optimizer = config.model, config.mesh, config.train, config.optimizer
     assert (count_parameters(model), mesh.devices, config.micro_batches) == (parameters, gpus, micro_batches)
@@ -164,7 +159,6 @@ def test_pipelined_config_has_published_numbers(name):
     assert model.layers == layers * mesh.pipe * chunks
     assert micro_batches * mesh.data * train.micro_batch == train.global_batch
     assert train.recompute == ("selective" if "_sp" in name else "full")
-    assert figure in docstring_of(name)
     if "_sp" not in name:  # 300 billion tokens, with the warm-up and decay of GPT-3
         batches = BatchSizes.of(config)
         steps = train.steps, optimizer.decay_steps, optimizer.warmup_steps
@@ -186,13 +180,9 @@ def test_config_is_valid_and_documented(name):
     validate(replace(config, data=DataConfig(mock=True)), name)
     assert from_dict(to_dict(config)) == config
     assert config.mesh.sequence_parallel == (config.mesh.model > 1)
-    words = docstring_of(name)
-    assert f"parameters {count_parameters(config.model):,}" in words
-    assert (
-        config.mesh.devices == 1
-        or f" {config.mesh.devices:,} GPUs" in words
-        or f"here {config.mesh.devices:,}," in words
-    )
+    text = (ROOT / "configs" / f"{name}.py").read_text()
+    assert f"parameters   {count_parameters(config.model):,}" in text
+    assert config.mesh.devices == 1 or re.search(rf"\b{config.mesh.devices:,}( GPUs|,)", text)
 
 
 # --- Plain values and back --------------------------------------------------------------------------------------------
@@ -220,18 +210,14 @@ def test_as_flag_parses_back():
 
 
 def test_differences_name_fields_of_both_models():
-    config = Config()
-    assert differences(config, replace(config, mesh=MeshConfig(data=8))) == {"mesh.data": (1, 8)}
-    found = differences(config, replace(config, model=LlamaConfig(kv_heads=4)))
-    assert found["model.kv_heads"] == (None, 4)
-    assert found["model.positions"] == ("learned", None)
+    found = differences(Config(), Config(model=LlamaConfig(kv_heads=4)))
+    assert (found["model.kv_heads"], found["model.positions"]) == ((None, 4), ("learned", None))
 
 
 def test_other_architecture_keeps_only_changed_fields():
     model = replace(load_config("gpt_345m").model, init_std=0.01)
-    assert as_kind(model, "llama") == LlamaConfig(
-        layers=24, hidden=1024, heads=16, vocabulary_multiple=128, init_std=0.01
-    )
+    changed = {"layers": 24, "hidden": 1024, "heads": 16, "vocabulary_multiple": 128, "init_std": 0.01}
+    assert as_kind(model, "llama") == LlamaConfig(**changed)
 
 
 def test_llama_has_published_default_width():

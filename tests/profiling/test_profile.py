@@ -33,7 +33,6 @@ def losses(folder):
     ("text", "message"),
     [
         ("10", "--profile 10 is not START:END; type --profile 10:13 for steps 10, 11 and 12"),
-        ("1:-1", "--profile 1:-1 is not START:END"),
         ("0:3", "starts at step 0, and steps count from 1; type --profile 1:4"),
         ("5:5", "names no steps, because END is not included; type --profile 5:8 for steps 5 to 7"),
         ("11:14", "ends with step 13, and the run with step 12; use an END of at most 13"),
