@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -58,18 +59,8 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def write(run):
-    """A function that writes a file of the tokenizer's folder until the end of the test."""
-    kept = {}
-
-    def write(name, text):
-        file = run / "tokenizer" / name
-        kept[file] = file.read_text()
-        file.write_text(text) if text is not None else file.unlink()
-
-    yield write
-    for file, text in kept.items():
-        file.write_text(text)
+def copied(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
 
 
 def test_special_tokens_are_single_ids_that_end_answers(run):
@@ -93,17 +84,17 @@ def test_special_tokens_are_single_ids_that_end_answers(run):
         "{% for %}",
     ],
 )
-def test_template_that_fails_or_escapes_is_rejected(template, run, write):
-    write("chat_template.jinja", template)
+def test_template_that_fails_or_escapes_is_rejected(template, copied):
+    (copied / "tokenizer" / "chat_template.jinja").write_text(template)
     with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
-        Chat(run, 256).render(USER)
+        Chat(copied, 256).render(USER)
 
 
 @pytest.mark.parametrize("token", [{"lstrip": True}, 3, ["<|im_end|>"]])
-def test_wrong_special_token_is_rejected(token, run, write):
-    write("tokenizer_config.json", json.dumps({"eos_token": token}))
+def test_wrong_special_token_is_rejected(token, copied):
+    (copied / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token is .*, not a token; restore the file"):
-        Chat(run, 256)
+        Chat(copied, 256)
 
 
 def test_conversations_are_one_value_or_one_a_line():
@@ -126,15 +117,6 @@ def test_other_json_is_rejected(text, words):
     with pytest.raises(UsageError) as rejected:
         read_conversations(text)
     assert words in str(rejected.value)
-
-
-@pytest.mark.ci
-def test_chat_shows_answer_without_special_tokens(run, capsys):
-    given = ["--chat", "--prompt", "One", "--temperature", "0", "--tokens", "4"]
-    assert cli.main(["generate", "--run", str(run), *given]) == 0
-    plain = capsys.readouterr().out
-    assert "<|im_start|>" not in plain
-    assert plain.endswith("\n")
 
 
 FIRST = "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nOne<|im_end|>\n<|im_start|>assistant\n"
@@ -178,11 +160,10 @@ def test_impossible_chat_is_rejected(flags, stdin, words, run, capsys, monkeypat
     assert words in capsys.readouterr().err
 
 
-def test_run_without_template_is_named(run, capsys, write):
-    write("chat_template.jinja", None)
-    assert cli.main(["generate", "--run", str(run), "--chat", "--prompt", "x"]) == 2
-    words = f"{run} has no chat template; leave it out, or put the model's chat_template.jinja"
-    assert words in capsys.readouterr().err
+def test_run_without_template_is_named(copied, capsys):
+    (copied / "tokenizer" / "chat_template.jinja").unlink()
+    assert cli.main(["generate", "--run", str(copied), "--chat", "--prompt", "x"]) == 2
+    assert f"{copied} has no chat template; leave it out, or put" in capsys.readouterr().err
 
 
 def test_ids_of_given_tokenizer_end_texts(run):

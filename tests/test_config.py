@@ -2,8 +2,7 @@
 
 import re
 import shlex
-from dataclasses import fields, replace
-from typing import get_type_hints
+from dataclasses import replace
 
 import pytest
 
@@ -244,46 +243,32 @@ def test_invalid_config_json_names_field(values, words):
 
 # --- Numbers and devices ----------------------------------------------------------------------------------------------
 
-NAN, INFINITE = float("nan"), float("inf")
 OUT_OF_BOUNDS = [
     ("model", "layers", 0),
     ("model", "hidden_dropout", 1.0),
+    ("mesh", "data", 0),
     ("data", "mask_probability", 0.0),
     ("data", "short_probability", 1.1),
+    ("optimizer", "learning_rate", float("inf")),
     ("optimizer", "epsilon", 0.0),
     ("optimizer", "weight_decay", -0.1),
     ("precision", "min_loss_scale", 0.5),
+    ("precision", "loss_scale", float("nan")),
     ("train", "seed", 2**32),
     ("train", "eval_interval", -1),
     ("train", "loss_chunks", 65),
+    ("checkpoint", "keep_last", 0),
+    ("health", "unhealthy_share", 1.1),
+    ("log", "interval", 0),
 ]
-"""One of each kind of bounds, on either side."""
-
-
-def refused(section, knob, value):
-    config = Config(data=DataConfig(mock=True))
-    with pytest.raises(UsageError) as error:
-        validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
-    return str(error.value)
+"""One of each section, and of each kind of bounds."""
 
 
 @pytest.mark.parametrize(("section", "knob", "value"), OUT_OF_BOUNDS)
 def test_number_out_of_bounds_is_rejected_with_its_flag(section, knob, value):
-    flag = f"--{section}.{knob}".replace("_", "-")
-    assert refused(section, knob, value).startswith(f"{flag} is {value}; it must be ")
-
-
-def test_every_infinite_number_is_rejected():
-    floats = [
-        (section.name, knob)
-        for section in fields(Config)
-        for knob, kind in get_type_hints(type(getattr(Config(), section.name))).items()
-        if "float" in str(kind)
-    ]
-    assert len(floats) > 15
-    for section, knob in floats:
-        for value in (INFINITE, NAN):
-            assert f"{knob.replace('_', '-')} is {value}; it must be a finite number" in refused(section, knob, value)
+    config, flag = Config(data=DataConfig(mock=True)), f"--{section}.{knob}".replace("_", "-")
+    with pytest.raises(UsageError, match=rf"^{flag} is {value}; it must be "):
+        validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
 
 
 def test_mesh_larger_than_machine_says_what_to_type():

@@ -56,15 +56,12 @@ class Group:
             process.kill()
             process.wait()
 
-    def wait_for(self, condition, seconds=200):
-        deadline = time.monotonic() + seconds
-        while not condition():
+    def wait_for_step(self, step):
+        deadline = time.monotonic() + 200
+        while max(losses(self.folder), default=0) < step:
             assert all(process.poll() is None for process in self.processes), self.outputs()
             assert time.monotonic() < deadline, self.outputs()
             time.sleep(0.02)
-
-    def wait_for_step(self, step):
-        self.wait_for(lambda: max(losses(self.folder), default=0) >= step)
 
     def ends(self, seconds=300):
         """Exit codes."""
