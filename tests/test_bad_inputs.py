@@ -27,6 +27,19 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def sentence_of(argv, code, capsys):
+    """What stderr has when the command line ends with `code`."""
+    try:
+        found = cli.main(argv)
+    except SystemExit as stop:  # tyro's own errors
+        found = stop.code
+    message = capsys.readouterr().err
+    assert found == code, message
+    assert message.count("\n") == 1 or not message.startswith("mjax: error: "), "one sentence, on one line"
+    assert "Traceback" not in message
+    return message
+
+
 TRAIN_FLAGS = {
     # --- what the mesh divides
     "--mesh.model 3": "does not divide heads 16; use 1, 2, 4, 8 or 16",
@@ -95,14 +108,7 @@ TRAIN_FLAGS = {
 @pytest.mark.parametrize("flags", TRAIN_FLAGS)
 def test_impossible_settings_get_one_sentence(flags, capsys):
     argv = ["train", "--config", "gpt_345m", "--data.mock", "--mesh.data", "1", *shlex.split(flags)]
-    try:
-        found = cli.main(argv)
-    except SystemExit as stop:
-        found = stop.code
-    message = capsys.readouterr().err
-    assert found == 2, message
-    assert TRAIN_FLAGS[flags] in message
-    assert message.count("\n") == 1 or not message.startswith("mjax: error: ")
+    assert TRAIN_FLAGS[flags] in sentence_of(argv, 2, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -214,15 +220,8 @@ def test_user_error_gets_one_sentence_and_loses_nothing(line, place, capsys, mon
     code, words = (2, MISTAKES[line]) if line in MISTAKES else (1, "text.txt")
     before = fingerprint(place)
     capsys.readouterr()
-    try:
-        found = cli.main(shlex.split(line.replace("TINY", TINY)))
-    except SystemExit as stop:  # tyro's own errors
-        found = stop.code
-    message = capsys.readouterr().err
-    assert found == code, message
+    message = sentence_of(shlex.split(line.replace("TINY", TINY)), code, capsys)
     assert words in message
-    assert message.count("\n") == 1 or not message.startswith("mjax: error: "), "one sentence, on one line"
-    assert "Traceback" not in message
     assert "Errno" not in message or code == 1
     assert len(message) < 2 * LONGEST
     assert before.items() <= fingerprint(place).items()

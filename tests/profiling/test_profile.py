@@ -14,19 +14,10 @@ from mjax.errors import RunError, UsageError
 from mjax.profiling.recorder import Recorder
 from mjax.profiling.steps import profiled_steps
 from mjax.training import loop
-from mjax.training.metrics import read_metrics
 from mjax.training.result import Options
-from tests.test_train_command import CONFIG
+from tests.test_train_command import CONFIG, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")
-
-
-def run(folder, *flags):
-    return cli.main(["train", "--config", CONFIG, "--runs", str(folder), "--name", "run", *flags])
-
-
-def losses(folder):
-    return [(record["step"], record["loss"], record["grad_norm"]) for record in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +39,8 @@ def test_profile_range_is_checked(text, message):
 @pytest.fixture(scope="module")
 def unprofiled(tmp_path_factory, quick_runs):
     folder = tmp_path_factory.mktemp("unprofiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
-        assert run(folder) == 0
-    return folder / "run"
+    run_here(folder)
+    return folder
 
 
 FILES = {"table.txt", "perfetto.json.gz", "memory.pprof", "plugins"}
@@ -72,9 +61,9 @@ def check_table(text):
 
 def test_profile_changes_no_number_and_its_table_adds_up(tmp_path, unprofiled, capsys):
     """It began with 8:11, and the run continues after step 8: one that is over is announced."""
-    shutil.copytree(unprofiled, tmp_path / "run")
+    shutil.copytree(unprofiled / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
-    assert run(tmp_path, "--profile", "8:11") == 0
+    run_here(tmp_path, "--profile", "8:11")
     output, folder = capsys.readouterr().out, tmp_path / "run" / "profile" / "steps_9_to_10"
     assert "note: --profile 8:11 profiles steps 9 to 10 only: the run continues after step 8" in output
     assert "profile     steps 9 to 10 on 1 device: " in output
@@ -84,13 +73,13 @@ def test_profile_changes_no_number_and_its_table_adds_up(tmp_path, unprofiled, c
     assert {"products", "attention", "optimizer", "layer forward", "layer backward", "head forward"} <= check_table(
         table
     )
-    assert losses(tmp_path / "run") == losses(unprofiled)
+    assert losses(tmp_path) == losses(unprofiled)
 
 
 @pytest.mark.ci
 def test_profile_of_four_devices_is_a_trace_of_each(tmp_path, capsys):
     # Step 4 saves, and step 5 evaluates: both lie between profiled steps.
-    assert run(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2") == 0
+    run_here(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2")
     folder = tmp_path / "run" / "profile" / "steps_4_to_6"
     assert "collectives, exposed" in check_table((folder / "table.txt").read_text())
     events = json.loads(gzip.decompress((folder / "perfetto.json.gz").read_bytes()))["traceEvents"]
@@ -131,10 +120,10 @@ def test_profile_that_fails_is_one_line(breaks, tmp_path, unprofiled, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(f"mjax.profiling.recorder.{breaks}", full)
-    assert run(tmp_path, "--profile", "3:5") == 0
+    run_here(tmp_path, "--profile", "3:5")
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the profile")]
     assert said == ["the profile failed ([Errno 28] No space left on device): the run continues"]
-    assert losses(tmp_path / "run") == losses(unprofiled)
+    assert losses(tmp_path) == losses(unprofiled)
     monkeypatch.undo()
     if breaks == "jax.profiler.stop_trace":
         jax.profiler.stop_trace()  # it could not be stopped above
