@@ -120,9 +120,10 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
 def test_other_model_is_refused_by_name_and_shape(checkpoints):
     target = save_all(checkpoints, 200)
     had, wide = target["optimizer"], abstract(state_on(mesh_of(4, 2), width=32))["model"]
+    wider = had["nu"].update(dtype=jnp.float32)
     for changes, message in (
         ({"model": wide}, "model.bias of shape (16,), this config needs (32,)"),
-        ({"optimizer": had | {"nu": had["mu"]}}, "optimizer.nu in float16, this config needs bfloat16"),
+        ({"optimizer": had | {"nu": wider}}, "optimizer.nu in float16, this config needs float32"),
         ({"optimizer": {}}, "optimizer.count of shape (3,), this config has none"),
     ):
         with pytest.raises(UsageError, match=re.escape(f"checkpoint 200 has {message}; use the config.json")):
