@@ -9,31 +9,27 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.compile import compile_step
-from mjax.planner.float8 import (
-    ADA,
-    check_float8,
-    of_weights,
-    transposed,
-)
+from mjax.planner.float8 import ADA, check_float8, of_weights, transposed
 from mjax.planner.kernel_bytes import depending
 from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
-from mjax.planner.roofline import PRODUCTS, roofline
+from mjax.planner.roofline import PRODUCTS
 from mjax.training.trace import Traced, layer_backward, layer_program
+from tests.planner.configs import changed
+from tests.planner.test_waste import compiled
 
 H100 = gpu_named("h100")
 
 
-def config_with(compute="fp8", name="gpt_1b", layers=2, micro_batch=16, recompute="none", model=None, mesh=None):
-    config = load_config(name)
-    return replace(
-        config,
-        model=replace(config.model, layers=layers, hidden_dropout=0.0, attention_dropout=0.0, **(model or {})),
-        mesh=replace(config.mesh, data=1, **(mesh or {})),
-        data=replace(config.data, mock=True),
-        precision=replace(config.precision, compute=compute),
-        train=replace(config.train, global_batch=micro_batch, micro_batch=micro_batch, recompute=recompute),
+def config_with(compute="fp8", layers=2, micro_batch=16, global_batch=None, recompute="none", model=None, mesh=None):
+    samples = {"micro_batch": micro_batch, "global_batch": global_batch or micro_batch}
+    return changed(
+        load_config("gpt_1b"),
+        model={"layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0, **(model or {})},
+        mesh={"data": 1, **(mesh or {})},
+        data={"mock": True},
+        precision={"compute": compute},
+        train={"recompute": recompute, **samples},
     )
 
 
@@ -107,11 +103,6 @@ def test_float8_matmul_has_its_own_rate():
 # --- Compiled ---------------------------------------------------------------------------------------------------------
 
 
-def compiled(config, devices=1):
-    found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
-    return found, roofline(found.text, H100, devices, config.precision.compute)
-
-
 def products_of_layers(text):
     """The target of each product outside the head."""
     lines = re.findall(r'custom_call_target="(__cublas[^"]*)".*op_name="([^"]*)"', text)
@@ -133,9 +124,8 @@ def test_compiled_layers_multiply_in_float8():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_zero_1_gathers_weights_in_float8(recompute):
     """And all products of the layers are in float8, those that are computed again too."""
-    config = config_with(micro_batch=4, recompute=recompute)
-    train = replace(config.train, global_batch=32)
-    found, _ = compiled(replace(config, mesh=replace(config.mesh, data=8, zero=1), train=train), 8)
+    config = config_with(micro_batch=4, global_batch=32, recompute=recompute, mesh={"data": 8, "zero": 1})
+    found, _ = compiled(config)
     gathers = [each.dtype for each in found.program.collectives if each.operation == "all-gather"]
     assert gathers.count("float8_e4m3fn") == 4 * config.model.layers  # layer by layer
     assert set(products_of_layers(found.text)) == {"__cublas$lt$matmul$f8"}

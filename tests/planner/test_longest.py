@@ -1,7 +1,7 @@
 """The longest sequence that fits on a number of GPUs."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB, gpu_named
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
-from mjax.planner.memory import HEADROOM
+from mjax.planner.memory import HEADROOM, Memory
 from tests.small import small_config
 
 _, OVER, WITHOUT = WAYS
@@ -24,16 +24,10 @@ def small():
     return replace(config, model=model)
 
 
-@dataclass(frozen=True)
-class Bytes:
-    total: float
-    host: float = 0.0
-
-
 def memory_of(config):
     """Of a model whose weights are shared by all ranks, and its tokens by those of `context` and `model`."""
     tokens = config.train.micro_batch * config.model.sequence / (config.mesh.context * config.mesh.model)
-    return Bytes(GIB / config.mesh.devices + 8192 * tokens)
+    return Memory(GIB / config.mesh.devices, 0.0, 0.0, 8192 * tokens)
 
 
 # --- The search -------------------------------------------------------------------------------------------------------
@@ -57,7 +51,7 @@ def test_longest_sequence_fits_and_next_does_not():
 
 def test_host_memory_limits_longest_sequence():
     def with_host(config):
-        return Bytes(memory_of(config).total, 100_000.0 * config.model.sequence / config.mesh.devices)
+        return replace(memory_of(config), host=100_000.0 * config.model.sequence / config.mesh.devices)
 
     config, memory = longest(small(), 4, WAYS[0], 8, with_host, 3 * GIB, 1 * GIB)
     assert config.train.recompute == "offload"
@@ -92,6 +86,6 @@ def test_plan_longest_prints_and_draws(tmp_path: Path, capsys):
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    monkeypatch.setattr("mjax.planner.longest.predictions", lambda *_: (lambda _: Bytes(1e15), None))
+    monkeypatch.setattr("mjax.planner.longest.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None, None)

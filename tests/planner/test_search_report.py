@@ -1,63 +1,34 @@
 """What the search prints and hands over, from made-up memory and time."""
 
 import json
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import pytest
 
 from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
+from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
 from mjax.planner.search_report import Question, report
+from mjax.planner.step_time import StepTime
 
 
-@dataclass(frozen=True)
-class Bytes:
-    parameters: float
-    activations: float
-    host: float = 0.0
-    moment: ClassVar[str] = "backward"
-
-    @property
-    def total(self):
-        return self.parameters + self.activations
-
-
-@dataclass(frozen=True)
-class Seconds:
-    matmul: float
-    model: float
-    bubble: float
-    error: float = 0.05
-    model_tflops: float = 400.0
-    mfu: float | None = 0.4
-    caveats: tuple = ()
-
-    @property
-    def parts(self):
-        return {"matmul": self.matmul, "model": self.model, "bubble": self.bubble}
-
-    @property
-    def total(self):
-        return sum(self.parts.values())
-
-    @property
-    def mean(self):
-        """Of a run whose batch grows."""
-        return 0.9 * self.total
+def seconds_of(matmul, model=0.0, bubble=0.0):
+    """Of a run whose batch grows."""
+    parts = {"matmul": matmul, "model": model, "bubble": bubble}
+    return StepTime(parts, 400.0, 0.4, 0.05, 0.9 * sum(parts.values()))
 
 
 def memory_of(config):
     held = {"none": 60, "selective": 30, "full": 3, "offload": 0}[config.train.recompute] * config.train.micro_batch
-    return Bytes(160 * GIB / (config.mesh.pipe * config.mesh.model), GIB * held / config.mesh.model)
+    return Memory(160 * GIB / (config.mesh.pipe * config.mesh.model), 0.0, 0.0, GIB * held / config.mesh.model)
 
 
 def time_of(config):
     mesh = config.mesh
     products = {"none": 3.0, "selective": 3.06, "full": 4.0, "offload": 4.2}[config.train.recompute]
     bubble = products * (mesh.pipe - 1) / config.micro_batches / mesh.chunks
-    return Seconds(products, 5.12 * mesh.model * mesh.data / mesh.devices, bubble)
+    return seconds_of(products, 5.12 * mesh.model * mesh.data / mesh.devices, bubble)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +63,7 @@ def test_report_shows_fastest_cost_and_plain_values(found):
 
 def test_tight_candidate_comes_with_a_warning(found):
     other, _ = found.too_big[0]
-    fast = Candidate(other, Bytes(0, 0.98 * found.capacity), Seconds(0.1, 0, 0))
+    fast = Candidate(other, Memory(0.98 * found.capacity, 0.0, 0.0), seconds_of(0.1))
     words = report(replace(found, tight=[fast]), question(), 1.5).text
     assert "not ranked, because it leaves 2.0% of the memory free and the prediction may be off by 5%: pipe " in words
     assert "warning: no way" not in words

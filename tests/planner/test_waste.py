@@ -4,7 +4,7 @@ What compiles needs the CUDA wheels, as in test_compile.py. Products are cuBLAS'
 """
 
 import re
-from dataclasses import replace
+from functools import cache
 
 import jax
 import pytest
@@ -16,50 +16,34 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
 from mjax.planner.time import predict_time
 from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
+from tests.planner.configs import changed
 from tests.traced import equations, traced_step
 
 H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
 
 
-def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, **mesh):
+def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, data=1, micro_batches=1, **mesh):
     """Its width, and the micro-batch of one GPU."""
-    config = load_config("gpt_1b")
-    data, ranks, micro_batches = mesh.pop("data", 1), mesh.get("model", 1), mesh.pop("micro_batches", 1)
-    return replace(
-        config,
-        model=replace(config.model, layers=layers, hidden_dropout=0.0, attention_dropout=0.0),
-        mesh=replace(config.mesh, data=data, **mesh),
-        data=replace(config.data, mock=True),
-        train=replace(
-            config.train,
-            global_batch=data * micro_batch * micro_batches,
-            micro_batch=micro_batch,
-            recompute=recompute,
-            unroll=unroll,
-            streams=streams,
-        ),
-    ), data * ranks
+    samples = {"micro_batch": micro_batch, "global_batch": data * micro_batch * micro_batches}
+    return changed(
+        load_config("gpt_1b"),
+        model={"layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        mesh={"data": data, **mesh},
+        data={"mock": True},
+        train={"recompute": recompute, "unroll": unroll, "streams": streams, **samples},
+    )
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """Steps by what they are, compiled once."""
-    done = {}
-
-    def step(name, *arguments, **options):
-        if name not in done:
-            config, devices = gpt_1b(*arguments, **options)
-            done[name] = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False}), devices
-        found, devices = done[name]
-        return found, roofline(found.text, H100, devices)
-
-    return step
+@cache
+def compiled(config):
+    found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
+    return found, roofline(found.text, H100, config.mesh.devices, config.precision.compute)
 
 
 @pytest.mark.compiler
-def test_without_a_loop_no_stack_is_copied(compiled):
-    (loop, in_loop), (written_out, apart) = compiled("loop", 3, "off"), compiled("layers", 3)
+def test_without_a_loop_no_stack_is_copied():
+    (loop, in_loop), (written_out, apart) = compiled(gpt_1b(3, "off")), compiled(gpt_1b(3))
     assert (loop.unrolled, written_out.unrolled) == (False, True)
     assert in_loop.copied_stacks > 3 * 10 or NEWER  # from jax 0.11 on products read and write stacks in place
     assert apart.copied_stacks == 0
@@ -71,8 +55,8 @@ def test_without_a_loop_no_stack_is_copied(compiled):
 
 
 @pytest.mark.compiler
-def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
-    found, _ = compiled("split", 2, recompute="selective", micro_batch=16, model=4, sequence_parallel=True)
+def test_backward_sum_over_ranks_overlaps_a_matmul():
+    found, _ = compiled(gpt_1b(2, recompute="selective", model=4, sequence_parallel=True))
     sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
     assert len(sums) >= 4
     assert {c.overlap for c in sums} == {"products"}
@@ -80,13 +64,13 @@ def test_backward_sum_over_ranks_overlaps_a_matmul(compiled):
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (3, "none")])
-def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
+def test_without_a_loop_zero_overlaps_layers(zero, recompute):
     """By itself XLA would join the sums of all layers, and keep what the gradients are computed from for them."""
     shown = {}
     for unroll in ("off", "on"):
-        how = {"data": 16, "zero": zero, "recompute": recompute, "micro_batch": 8}
-        found, shown[unroll] = compiled(f"{how}, {unroll}", 12, unroll, **how)
-        predicted = predict_memory(gpt_1b(12, unroll, **how)[0]).total
+        config = gpt_1b(12, unroll, data=16, zero=zero, recompute=recompute, micro_batch=8)
+        found, shown[unroll] = compiled(config)
+        predicted = predict_memory(config).total
         logits = 2 * 8 * 1024 * 50304 * (unroll == "off")  # once more; in the table their product is Triton's
         assert 0.95 * (found.memory.total - logits) < predicted
     # The embedding is gathered before the first layer, and its gradient comes after the last.
@@ -97,15 +81,14 @@ def test_without_a_loop_zero_overlaps_layers(compiled, zero, recompute):
 @pytest.mark.parametrize(("zero", "held"), [(1, 2), (3, 1)], ids=str)
 def test_layer_waits_for_shards_of_next(zero, held):
     """And with ZeRO-1 for its own: the six weights of a layer that `model` would split, and the stream."""
-    _, step = traced_step(gpt_1b(2, "on", data=16, zero=zero)[0])
+    _, step = traced_step(gpt_1b(2, "on", data=16, zero=zero))
     assert max(len(barrier.invars) for barrier in equations(step, "optimization_barrier")) == 6 * held + 1
 
 
 @pytest.mark.compiler
-def test_last_micro_batch_hides_its_sums(compiled):
-    how = {"data": 16, "zero": 1, "micro_batch": 4, "micro_batches": 3}
-    found, table = compiled("several micro-batches", 12, "on", **how)
-    config, _ = gpt_1b(12, "on", **how)
+def test_last_micro_batch_hides_its_sums():
+    config = gpt_1b(12, "on", data=16, zero=1, micro_batch=4, micro_batches=3)
+    found, table = compiled(config)
     # The embedding and all gathers have nothing beside them.
     assert table.rows[COLLECTIVES].seconds < 0.5 * table.collectives
     assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
@@ -119,12 +102,11 @@ def test_loss_in_chunks_writes_no_whole_logits():
     """It costs one more product of the output layer, and saves what a plan says."""
     memory, flops, predicted = [], [], []
     for chunks in (1, 8):
-        config, _ = gpt_1b(12, "on", "selective")
-        config = replace(config, train=replace(config.train, loss_chunks=chunks))
-        found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
+        config = changed(gpt_1b(12, "on", "selective"), train={"loss_chunks": chunks})
+        found, table = compiled(config)
         memory.append(found.memory.total)
         predicted.append(predict_memory(config).total)
-        flops.append(roofline(found.text, H100, 1).rows[PRODUCTS].flops)
+        flops.append(table.rows[PRODUCTS].flops)
     model, tokens = config.model, 16 * config.model.sequence
     assert not re.search(rf"\[(?:\d+,)?{tokens},{model.padded_vocabulary}\]", found.text)
     assert flops[1] - flops[0] == pytest.approx(2 * tokens * model.hidden * model.padded_vocabulary)
@@ -149,17 +131,14 @@ def test_loss_in_chunks_writes_no_whole_logits():
     ],
 )
 def test_layers_are_unrolled_where_step_fits(usable, layers, mesh, unroll):
-    config, _ = gpt_1b(layers, micro_batch=8)
-    config = replace(config, mesh=replace(config.mesh, **mesh))
+    config = changed(gpt_1b(layers, micro_batch=8), mesh=mesh)
     assert with_unrolling(config, usable).train.unroll == unroll
     for asked in ("off", "on"):
-        told = replace(config, train=replace(config.train, unroll=asked))
-        assert with_unrolling(told, usable).train.unroll == asked
+        assert with_unrolling(changed(config, train={"unroll": asked}), usable).train.unroll == asked
 
 
 def test_host_memory_needs_loop_and_streams_none():
-    config, _ = gpt_1b(40, micro_batch=8)
-    offload = replace(config, train=replace(config.train, recompute="offload"))
+    config = gpt_1b(40, micro_batch=8)
+    offload = changed(config, train={"recompute": "offload"})
     assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
-    two, _ = gpt_1b(2, streams=2, model=2)
-    assert with_unrolling(two, None).train.unroll == "on"
+    assert with_unrolling(gpt_1b(2, streams=2, model=2), None).train.unroll == "on"
