@@ -31,7 +31,7 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("wrong", "sentence"),
     [
         ({"format": "other"}, "is not a calibration of this version of mjax; write one with: python benchmarks"),
         ({"matmul": 40.0}, r"matmul is 40.0; it must be above 0 and at most 1.2; write one with: python benchmarks"),
@@ -39,23 +39,15 @@ def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
         ({"gpu": "h1000"}, "gpu 'h1000' is not known; mjax/hardware.py describes how to add it"),
         ({"devices": [0, 8]}, r"devices is \[0, 8\]; give the smallest and the largest, both above 0"),
         ({"speed": 1.0}, "unknown field speed"),
+        ("{", "is not JSON"),
+        (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul"),
     ],
     ids=str,
 )
-def test_wrong_value_is_rejected(tmp_path, change, sentence):
+def test_wrong_calibration_is_rejected(tmp_path, wrong, sentence):
+    """`test_plan.py` has a file that does not exist."""
     file = tmp_path / "rates.json"
     write_calibration(H100, file)
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | change))
+    file.write_text(wrong if isinstance(wrong, str) else json.dumps(json.loads(file.read_text()) | wrong))
     with pytest.raises(UsageError, match=sentence):
         read_calibration(file)
-
-
-def test_wrong_file_is_rejected(tmp_path):
-    file = tmp_path / "rates.json"
-    with pytest.raises(UsageError, match="does not exist"):
-        read_calibration(file)
-    for text, sentence in (("{", "is not JSON"), (json.dumps({"format": FORMAT, "gpu": "h100"}), "there is no matmul")):
-        file.write_text(text)
-        with pytest.raises(UsageError, match=sentence):
-            read_calibration(file)

@@ -2,7 +2,6 @@
 traced step of 8.3 billion parameters. Letters as everywhere: b, s, h, l, v, and p ranks of `model`."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -11,16 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.published import whole_rows
-from mjax.config import load_config
-from mjax.parallel import scopes
+from mjax.config import MeshConfig, load_config
+from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, schedule_of
 from mjax.planner import comms
-from mjax.planner.comms import (
-    OPERATIONS,
-    Ledger,
-    read_collectives,
-)
+from mjax.planner.comms import OPERATIONS, Ledger, read_collectives
+from tests.planner.configs import changed
 from tests.small import small_config
 from tests.traced import traced_step
 
@@ -33,8 +29,7 @@ ledger = cache(comms.ledger)  # several tests read the same one
 
 def gpt_8b(mesh=None, **train):
     """Without sequence parallelism, unless `mesh` has it."""
-    config = whole_rows(load_config("gpt_8b"))
-    return replace(config, mesh=replace(config.mesh, **(mesh or {})), train=replace(config.train, **train))
+    return changed(whole_rows(load_config("gpt_8b")), mesh=mesh or {}, train=train)
 
 
 def summed(found):
@@ -64,12 +59,11 @@ def test_tensor_parallelism_sends_four_or_five_all_reduces(recompute, micro_batc
     rows = {
         ("embedding forward", "all-reduce"): (m, 2 * tokens * H),
         ("layer forward", "all-reduce"): (2 * L * m, 2 * tokens * H),
-        ("layer recomputation", "all-reduce"): (L * m, 2 * tokens * H),
         ("layer backward", "all-reduce"): (2 * L * m, 2 * tokens * H),
         ("head backward", "all-reduce"): (m, 2 * tokens * H),
     }
-    if recompute != "full":  # the sum of attention alone: nobody needs that of the MLP again
-        del rows["layer recomputation", "all-reduce"]
+    if recompute == "full":  # the sum of attention alone: nobody needs that of the MLP again
+        rows["layer recomputation", "all-reduce"] = L * m, 2 * tokens * H
     found = summed(ledger(gpt_8b(recompute=recompute, micro_batch=micro_batch)).over("model"))
     cross_entropy = found.pop(("head forward", "all-reduce"))  # maximum; sum of exponentials and the label's logit
     assert cross_entropy == (2 * m, m * on_a_ring("all-reduce", p, 3 * 4 * tokens))
@@ -199,27 +193,17 @@ def test_pipeline_runs_its_table(schedule, chunks):
 # --- The reader -------------------------------------------------------------------------------------------------------
 
 
-def traced(function, mesh=None):
-    mesh = abstract_mesh(replace(load_config("gpt_8b").mesh, **(mesh or {"data": 2, "model": 4})))
-    inside = jax.shard_map(function, mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=True)
-    return jax.jit(inside).trace(jax.ShapeDtypeStruct((8, 3), jnp.bfloat16)).jaxpr
-
-
-def send(x):
-    from mjax.parallel import mappings
-
-    return mappings.vary(mappings.leave(x), frozenset({"model"}))
-
-
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
-        return jax.lax.while_loop(lambda x: x.sum() > 0, send, x)
+        return jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.leave(x), {"model"}), x)
 
+    mesh = abstract_mesh(MeshConfig(data=2, model=4))
+    inside = jax.shard_map(loop, mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=True)
     with pytest.raises(ValueError, match="in a loop of unknown length"):
-        read_collectives(traced(loop))
+        read_collectives(jax.jit(inside).trace(jnp.ones((8, 3))).jaxpr)
     monkeypatch.delitem(OPERATIONS, "psum_invariant")
     with pytest.raises(ValueError, match=r"does not know what psum_invariant sends over \('model',\)"):
-        read_collectives(traced(send))
+        read_collectives(traced_step(small_config(1, 2))[1])
 
 
 @pytest.mark.ci

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,15 @@ from mjax.config import available_configs, load_config
 from mjax.errors import UsageError
 from mjax.planner import config_file
 from mjax.planner.config_file import check_new, write_config
+from tests.planner.configs import changed
 
 
 def test_quotes_and_line_ends_survive(tmp_path):
-    config = load_config("gpt_demo")
-    config = replace(
-        config,
-        data=replace(config.data, path=("it's\\here", "0.5", 'a "b"', "é\n\t"), eod=0),
-        log=replace(config.log, prompt='"""', wandb=None),
-        optimizer=replace(config.optimizer, learning_rate=1 / 3, epsilon=1e-300, warmup_steps=0),
+    config = changed(
+        load_config("gpt_demo"),
+        data={"path": ("it's\\here", "0.5", 'a "b"', "é\n\t"), "eod": 0},
+        log={"prompt": '"""', "wandb": None},
+        optimizer={"learning_rate": 1 / 3, "epsilon": 1e-300, "warmup_steps": 0},
     )
     file = tmp_path / "written.py"
     write_config(config, file, 'Quotes """ and \\ backslashes\n\nas they come.')

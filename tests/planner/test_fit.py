@@ -1,7 +1,7 @@
 """What does not fit into the memory of a GPU is refused before it is compiled, with what would fit."""
 
-from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -16,6 +16,7 @@ from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory
 from mjax.validation import validate
 from tests.conftest import ROOT
+from tests.planner.configs import changed
 
 TINY = ["train", "--config", str(ROOT / "tests" / "tiny_config.py")]
 SIXTEEN = ["--mesh.data", "8", "--mesh.model", "2", "--train.micro-batch", "1"]  # the simulated devices of this process
@@ -40,7 +41,7 @@ def test_proposals_fit_run_and_differ(monkeypatch, name, gib):
     for change in changes:
         assert predict_memory(change.config) == change.memory
         assert change.memory.total <= (1 - HEADROOM) * gib * GIB
-        validate(replace(change.config, data=replace(change.config.data, mock=True)))
+        validate(changed(change.config, data={"mock": True}))
         assert (change.config.train.global_batch, change.config.model) == (config.train.global_batch, config.model)
         assert cli.main(["plan", "--config", name, *change.flags.split()]) == 0
     assert seen == [change.config for change in changes]
@@ -48,7 +49,7 @@ def test_proposals_fit_run_and_differ(monkeypatch, name, gib):
     assert not any(a < b for a in words for b in words)
 
 
-def test_refusal_and_warning_have_numbers(monkeypatch):
+def test_refusal_and_warning_have_numbers():
     config, gpu = load_config("gpt_8b"), "NVIDIA H100 80GB HBM3"
     total = predict_memory(config).total
     with pytest.raises(UsageError) as refused:
@@ -86,37 +87,28 @@ def test_xla_gets_share_of_memory(monkeypatch):
     ids=["too large", "forced", "fits", "other devices"],
 )
 def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, flags, code, words):
-    begun = []
-
-    def train(*_, **__):
-        begun.append(True)
-        return SimpleNamespace(exit_code=0)
-
+    train = Mock(return_value=SimpleNamespace(exit_code=0))
     monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
     monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
     monkeypatch.setattr("mjax.training.loop.train", train)
     assert cli.main([*TINY, *flags, "--runs", str(tmp_path)]) == code
     shown = capsys.readouterr()
     assert words in shown.err + shown.out
-    assert len(begun) == (code == 0)
+    assert train.call_count == (code == 0)
     if code:
         assert not list(tmp_path.iterdir())
 
 
 def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     devices = jax.device_count()
-    config = load_config("gpt_345m")
-    config = replace(
-        config, model=replace(config.model, attention_dropout=0.0), mesh=replace(config.mesh, data=devices)
-    )
+    config = changed(load_config("gpt_345m"), model={"attention_dropout": 0.0}, mesh={"data": devices})
     monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total / 0.94, "a GPU"))
     check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
     with pytest.raises(UsageError, match="gpt_345m needs"):
         check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
 
-    train = replace(config.train, recompute="offload", micro_batch=8, global_batch=8 * devices)
-    config = replace(config, train=train)
+    config = changed(config, train={"recompute": "offload", "micro_batch": 8, "global_batch": 8 * devices})
     memory = predict_memory(config)
     monkeypatch.setattr(fit, "memory_of", lambda device: (2 * memory.total, "NVIDIA V100"))
     monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from mjax.planner.memory import _in_flight, predict_memory
 from mjax.planner.memory_section import memory_section
 from mjax.planner.weights import held_by
 from tests.conftest import ROOT
+from tests.planner.configs import changed
 
 H100 = gpu_named("h100")
 COMPILED = json.loads((ROOT / "tests" / "planner" / "compiled_memory.json").read_text())
@@ -38,20 +40,6 @@ def config_of(row):
     return from_dict(values)
 
 
-def error(row):
-    return predict_memory(config_of(row)).total / row["total"] - 1
-
-
-def rows_by_kind(rows):
-    """Their errors, by what decides how exact a prediction is."""
-    kinds = {"dense": [], "mixture": [], "over context": []}
-    for row in rows:
-        config = config_of(row)
-        kind = "mixture" if config.model.parted_experts() else "dense"
-        kinds["over context" if config.mesh.context > 1 else kind].append(error(row))
-    return kinds
-
-
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=name, marks=() if name in OFTEN else pytest.mark.ci) for name, row in ROWS.items()]
 )
@@ -70,9 +58,14 @@ def test_memory_is_within_five_percent_of_xla(row):
 @pytest.mark.parametrize("names", [OFTEN, pytest.param(ROWS, marks=pytest.mark.ci)], ids=["often", "all"])
 def test_memory_is_off_by_one_percent_on_average(names):
     """2.5 for mixtures, 3 for sequences over context."""
-    errors = rows_by_kind([ROWS[name] for name in names])
-    for found, limit in zip(errors.values(), (0.01, 0.025, 0.03), strict=True):
-        assert sum(map(abs, found)) / len(found) < limit
+    limits, errors = {"dense": 0.01, "mixture": 0.025, "over context": 0.03}, defaultdict(list)
+    for row in map(ROWS.get, names):
+        config = config_of(row)
+        kind = "mixture" if config.model.parted_experts() else "dense"
+        error = abs(predict_memory(config).total / row["total"] - 1)
+        errors["over context" if config.mesh.context > 1 else kind].append(error)
+    assert errors.keys() == limits.keys()
+    assert all(sum(found) / len(found) < limits[kind] for kind, found in errors.items())
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
@@ -81,21 +74,18 @@ def test_activations_in_flight_are_slots_of_schedule(name):
     for stages, chunks in ((2, 1), (3, 2), (4, 1), (4, 3)):
         for micro_batches in (stages, 5 * stages, *((1, 2 * stages + 1) if chunks == 1 else ())):
             schedule = build_schedule(name, stages, micro_batches, chunks)
-            mesh = replace(config.mesh, pipe=stages, data=1, schedule=name, chunks=chunks)
-            train = replace(config.train, micro_batch=1, global_batch=micro_batches)
-            expected = schedule.residual_slots, schedule.pending_slots
-            assert _in_flight(replace(config, mesh=mesh, train=train)) == expected
+            mesh = {"pipe": stages, "data": 1, "schedule": name, "chunks": chunks}
+            run = changed(config, mesh=mesh, train={"micro_batch": 1, "global_batch": micro_batches})
+            assert _in_flight(run) == (schedule.residual_slots, schedule.pending_slots)
 
 
 def test_without_a_loop_logits_and_gradient_exist_both():
     """Compiled without a loop gpt_1b, 12 layers, took the logits of a micro-batch once more than in a loop."""
     config = load_config("gpt_1b")
-    model = replace(config.model.without_dropout(), layers=2)
-    config = replace(
-        config, model=model, mesh=replace(config.mesh, data=1), train=replace(config.train, global_batch=8)
-    )
+    config = replace(config, model=replace(config.model.without_dropout(), layers=2))
     loop, apart = (
-        predict_memory(replace(config, train=replace(config.train, unroll=unroll))) for unroll in ("off", "on")
+        predict_memory(changed(config, mesh={"data": 1}, train={"global_batch": 8, "unroll": unroll}))
+        for unroll in ("off", "on")
     )
     assert (loop.moment, apart.moment) == ("head", "head")
     assert apart.logits == 2 * loop.logits == 2 * 2 * 8 * 1024 * 50304
@@ -103,8 +93,7 @@ def test_without_a_loop_logits_and_gradient_exist_both():
 
 def test_batch_is_split_over_replicas():
     config = load_config("gpt_8b")
-    batches = (replace(config, train=replace(config.train, global_batch=64 * 8 * n)) for n in (2, 4))
-    few, many = map(predict_memory, batches)
+    few, many = (predict_memory(changed(config, train={"global_batch": 64 * 8 * n})) for n in (2, 4))
     assert many.workspace - few.workspace == 2 * 8 * 1024 * 2 * 4  # tokens and labels
 
 
@@ -125,13 +114,8 @@ def test_plan_tells_host_memory_of_a_server():
 
 
 def test_chunks_are_proposed_where_logits_are_peak():
-    config = load_config("llama32_1b")
-    config = replace(
-        config,
-        model=replace(config.model, layers=8),
-        mesh=replace(config.mesh, data=1, zero=0),
-        train=replace(config.train, global_batch=2, micro_batch=2, recompute="selective", unroll="on"),
-    )
+    train = {"global_batch": 2, "micro_batch": 2, "recompute": "selective", "unroll": "on"}
+    config = changed(load_config("llama32_1b"), model={"layers": 8}, mesh={"data": 1, "zero": 0}, train=train)
     memory = predict_memory(config)
     assert memory.moment == "head"
     (chunked,) = with_loss_chunks(config, memory)

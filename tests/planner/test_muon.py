@@ -15,11 +15,8 @@ from mjax.planner.time import predict_time
 from mjax.planner.weights import held_by, matrices_of
 from mjax.state.layout import lay_out
 from mjax.training import muon as training
+from tests.planner.configs import changed
 from tests.small import small_config
-
-
-def with_muon(config, **changes):
-    return replace(config, optimizer=replace(config.optimizer, name="muon"), **changes)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +30,8 @@ def with_muon(config, **changes):
     ids=str,
 )
 def test_matrices_and_collectives_are_those_of_step(mesh):
-    config = with_muon(small_config(compute="bf16", layers=4, global_batch=24), mesh=MeshConfig(**mesh))
+    config = small_config(compute="bf16", layers=4, global_batch=24)
+    config = changed(config, mesh=mesh, optimizer={"name": "muon"})
     layout = training.matrices_of(lay_out(config, abstract_mesh(config.mesh)), config.mesh)
     planned = matrices_of(config.model, config.mesh)
     assert [(each.count, each.size, each.moves) for each in planned] == [
@@ -58,12 +56,10 @@ def test_iteration_has_fifteen_products_on_smaller_dim():
 
 
 def test_matrix_has_one_moment_and_its_own_time():
-    adam = load_config("gpt_1b")
-    adam = replace(adam, mesh=MeshConfig(data=8, model=2))
-    ours, gpu = with_muon(adam), gpu_named("h100")
+    adam = replace(load_config("gpt_1b"), mesh=MeshConfig(data=8, model=2))
+    ours, gpu = changed(adam, optimizer={"name": "muon"}), gpu_named("h100")
     held, with_two, with_one = held_by(adam.model, adam.mesh), predict_memory(adam), predict_memory(ours)
-    hidden, layers = adam.model.hidden, adam.model.layers
-    assert held.matrices == 12 * hidden**2 * layers / 2
+    assert held.matrices == 12 * adam.model.hidden**2 * adam.model.layers / 2
     assert with_two.optimizer - with_one.optimizer == 4 * held.matrices
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}

@@ -14,11 +14,6 @@ from tests.conftest import ROOT
 GPT_8B = ["--config", "gpt_8b", "--mesh.data", "1", "--train.micro-batch", "1", "--train.global-batch", "8"]
 
 
-def plan(capsys, *flags):
-    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", *flags]) == 0
-    return capsys.readouterr().out
-
-
 def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     files = [tmp_path / name for name in ("communication.png", "memory.png")]
     argv = ["plan", "--config", "gpt_8b", "--mesh.no-sequence-parallel", "--train.recompute", "none", "--gpu", "a100"]
@@ -42,7 +37,8 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     ],
 )
 def test_plan_has_numbers_of_schedule(capsys, flags, expected):
-    printed = json.loads(plan(capsys, "--json", *flags))["schedule"]
+    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--json", *flags]) == 0
+    printed = json.loads(capsys.readouterr().out)["schedule"]
     assert {name: printed[name] for name in expected} == expected
 
 

@@ -1,7 +1,6 @@
 """`mjax plan --gpu … --devices …` as a person runs it, and the published runs asked for anew."""
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,22 +16,18 @@ from mjax.planner.search_command import SearchArguments, run_search
 from mjax.planner.time import predict_time
 from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.planner.configs import changed
 
 TINY = ["--config", str(ROOT / "tests" / "tiny_config.py")]
 SEARCH = ["plan", *TINY, "--gpu", "h100", "--devices", "2"]
 A100 = gpu_named("a100")
 
 
-def published(name):
-    """A row of arXiv 2104.04473, table 1, as it was run: its mesh, without sequence parallelism, and fp16."""
-    config = whole_rows(load_config(name))
-    return replace(config, precision=replace(config.precision, compute="fp16", loss_scale=8192.0))
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt_1_7b", "gpt_39b", "gpt_145b"])
 def test_search_finds_meshes_like_the_papers(name):
-    config = published(name)
+    """Rows of arXiv 2104.04473, table 1, as they were run: without sequence parallelism, and in fp16."""
+    config = changed(whole_rows(load_config(name)), precision={"compute": "fp16", "loss_scale": 8192.0})
     time_of, keep = partial(predict_time, gpu=A100), ["mesh.zero", "mesh.sequence_parallel", "mesh.schedule"]
     capacity = A100.usable_bytes
     found = search(config, config.mesh.devices, predict_memory, time_of, capacity, [*keep, "train.recompute"])
@@ -75,22 +70,16 @@ def test_written_config_trains(tmp_path, fewer_devices, capsys):
     assert "already exists and is not overwritten" in capsys.readouterr().err
 
 
-def narrowed(config, keep):
-    """The section of a search."""
-    return run_search(SearchArguments(devices=256, keep=keep, top=1000), "small", config, gpu_named("h200"))[1]
-
-
 @pytest.mark.ci
 def test_ramp_up_ranks_by_days_and_narrows():
-    config = load_config("gpt_175b")  # from 16 to 1,536 sequences
-    config = replace(
-        config,
-        model=replace(config.model, attention_dropout=0.0),
-        mesh=replace(config.mesh, zero=1, sequence_parallel=True),
-        train=replace(config.train, recompute="selective"),
+    config = changed(
+        load_config("gpt_175b"),  # from 16 to 1,536 sequences
+        model={"attention_dropout": 0.0},
+        mesh={"zero": 1, "sequence_parallel": True},
+        train={"recompute": "selective"},
     )
     keep = ("mesh.zero", "mesh.schedule", "mesh.sequence_parallel", "train.recompute")
-    section = narrowed(config, keep)
+    _, section = run_search(SearchArguments(devices=256, keep=keep, top=1000), "small", config, gpu_named("h200"))
     names = ("seconds", "days", "seconds_at_global_batch")
     seconds, days, whole = ([each[name] for each in section.values["best"]] for name in names)
     rounded = [float(f"{each:.4g}") for each in seconds]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import replace
 
 import jax
 import pytest
@@ -15,6 +14,8 @@ from mjax.parallel.zero import is_layer, layer_dims
 from mjax.planner.weights import Held, held_by
 from mjax.state.layout import lay_out
 from mjax.training.muon import matrices_of
+from tests.planner.configs import changed
+from tests.products import one_in
 
 
 def counted(config):
@@ -41,13 +42,10 @@ def counted(config):
     return found
 
 
-def one_of_each_family():
-    """The tier `ci` has all configs."""
-    often = ("gpt_8b", "bert_4b", "bloom_176b", "llama3_8b", "qwen3_30b_a3b", "gpt_1b")
-    return [pytest.param(name, marks=() if name in often else pytest.mark.ci) for name in available_configs()]
+OFTEN = ("gpt_8b", "bert_4b", "bloom_176b", "llama3_8b", "qwen3_30b_a3b", "gpt_1b")  # one of each family
 
 
-@pytest.mark.parametrize("name", one_of_each_family())
+@pytest.mark.parametrize("name", [*OFTEN, *one_in(1, sorted({*available_configs()} - {*OFTEN}), pytest.mark.ci)])
 def test_held_weights_are_those_of_layout(name):
     config = load_config(name)
     assert counted(config) == vars(held_by(config.model, config.mesh))
@@ -64,8 +62,6 @@ def test_held_weights_are_those_of_layout(name):
     ids=str,
 )
 def test_held_weights_follow_every_kind_of_sharding(name, mesh):
-    config = load_config(name)
-    model = replace(config.model, layers=8)
-    mesh = replace(config.mesh, **{"pipe": 1, "model": 1, "sequence_parallel": False, **mesh})
-    config = replace(config, model=model, mesh=mesh)
+    mesh = {"pipe": 1, "model": 1, "sequence_parallel": False, **mesh}
+    config = changed(load_config(name), model={"layers": 8}, mesh=mesh)
     assert counted(config) == vars(held_by(config.model, config.mesh))
