@@ -5,8 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,15 +24,8 @@ ONE_OF_EACH = [
 
 def doctor(*flags, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    environment |= variables
-    return subprocess.run(
-        [sys.executable, "-m", "mjax", "doctor", *flags],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "mjax", "doctor", *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.ci
@@ -82,57 +74,35 @@ def test_missing_package_of_command_line_is_named(tmp_path):
 
 def test_later_checks_run_without_wrong_flags(monkeypatch):
     """A wrong flag in XLA_FLAGS would end every child."""
-    environments = []
-
-    def run_in_child(names, settings, environment, *_, **__):
-        environments.append(environment["XLA_FLAGS"])
-        return iter(())
-
+    run_in_child = Mock(return_value=())
     monkeypatch.setenv("XLA_FLAGS", "--wrong")
     monkeypatch.setattr(command.flags, "check_flags", lambda *_: ([], {"XLA_FLAGS": "repaired"}))
     monkeypatch.setattr(command, "run_in_child", run_in_child)
-    arguments = command.DoctorArguments(json=True)
-    list(command.examine(None, arguments, Report(shown=False)))
-    assert environments == ["repaired"] * 2
+    list(command.examine(None, command.DoctorArguments(json=True), Report(shown=False)))
+    assert [call.args[2]["XLA_FLAGS"] for call in run_in_child.call_args_list] == ["repaired"] * 2
 
 
-# A doctor whose one check sleeps in a child, which writes its number into a file. It says when it waits for the child:
-# a signal between the start of the child and this moment leaves the child alone.
+# A doctor whose one check sleeps in a child, which holds a pipe. It says when it waits for the child: a signal between
+# the start of the child and this moment leaves the child alone.
 ASLEEP = """
 import os, sys
 from mjax.commands import doctor as command
 from mjax.doctor.child import run_in_child
-child = (sys.executable, "-c", "import os, time; print(os.getpid(), file=open(%r, 'w'), flush=True); time.sleep(600)")
+code = "import time; pipe = open(%r, 'w', 1); print('here', file=pipe); time.sleep(60); print('survived', file=pipe)"
 waits = lambda name: print("waits", flush=True)
-command.examine = lambda *_: run_in_child(("sleep",), {}, os.environ, 600, waits, command=child)
+command.examine = lambda *_: run_in_child(("sleep",), {}, os.environ, 600, waits, (sys.executable, "-c", code))
 command.doctor(command.DoctorArguments(json=True))
 """
 
 
 def test_terminated_doctor_ends_its_child(tmp_path):
-    file, command = tmp_path / "child", [sys.executable, "-c"]
-    process = subprocess.Popen([*command, ASLEEP % str(file)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "waits\n"
-        _wait(lambda: file.exists() and file.read_text().endswith("\n"))
-        child = int(file.read_text())
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", ASLEEP % str(pipe)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "waits\n"
+    with pipe.open() as held:
+        assert held.readline() == "here\n"
         process.terminate()
-        assert process.wait(300) == 128 + signal.SIGTERM
-        _wait(lambda: not _alive(child))
-    finally:
-        process.kill()
-
-
-def _wait(until):
-    end = time.monotonic() + 300
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def _alive(number):
-    """A process that ended and for which nobody has waited yet is not."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        assert held.read() == ""
+    assert process.wait(300) == 128 + signal.SIGTERM

@@ -15,12 +15,6 @@ EIGHT = Driver("580.65.06", (H100,) * 8, (80 * GIB,) * 8, (0.0,) * 8)
 TWO = Driver("580", (H100, T400))
 
 
-def sees(monkeypatch, platform, *kinds):
-    found = [SimpleNamespace(platform=platform, device_kind=kind) for kind in kinds]
-    monkeypatch.setattr(devices.jax, "local_devices", lambda: found)
-    return found
-
-
 @pytest.mark.parametrize(
     ("kinds", "driver", "cuda", "environment", "status", "words"),
     [
@@ -34,7 +28,8 @@ def sees(monkeypatch, platform, *kinds):
     ],
 )
 def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, environment, status, words):
-    sees(monkeypatch, "cpu" if kinds[0] == "cpu" else "gpu", *kinds)
+    found = [SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind) for kind in kinds]
+    monkeypatch.setattr(devices.jax, "local_devices", lambda: found)
     (finding,) = check_devices(driver, cuda, ["Unable to load cuPTI"], environment)
     assert finding.status == status
     assert words in finding.found

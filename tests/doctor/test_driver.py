@@ -1,6 +1,7 @@
 """The driver and what hides GPUs, on machines that are made up."""
 
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,15 +18,11 @@ def machine(folder, driver=None, gpus=0):
         file = folder / "proc/driver/nvidia/version"
         file.parent.mkdir(parents=True)
         file.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
-    for index in range(gpus):
+    for index, kind in [*((gpu, "0x030200") for gpu in range(gpus)), (99, "0x068000")]:  # NVIDIA's NVSwitch is no GPU
         device = folder / f"sys/bus/pci/devices/0000:{index:02}:00.0"
         device.mkdir(parents=True)
         (device / "vendor").write_text("0x10de\n")
-        (device / "class").write_text("0x030200\n")
-    bridge = folder / "sys/bus/pci/devices/0000:99:00.0"  # NVIDIA's NVSwitch is no GPU
-    bridge.mkdir(parents=True)
-    (bridge / "vendor").write_text("0x10de\n")
-    (bridge / "class").write_text("0x068000\n")
+        (device / "class").write_text(f"{kind}\n")
     return folder
 
 
@@ -43,26 +40,13 @@ def test_driver_is_read_from_nvidia_smi(tmp_path):
 def test_hanging_nvidia_smi_is_killed(tmp_path, monkeypatch):
     """Without waiting for it: a process that hangs in the driver does not end when it is killed."""
 
-    class Hangs:
-        waited = killed = False
-
-        def __init__(self, command, **_):
-            assert command[0] == "nvidia-smi"
-
-        def communicate(self, timeout):
-            raise subprocess.TimeoutExpired("nvidia-smi", timeout)
-
-        def kill(self):
-            Hangs.killed = True
-
-        def wait(self):
-            Hangs.waited = True
-
+    process = Mock()
+    process.communicate.side_effect = subprocess.TimeoutExpired("nvidia-smi", 20)
     monkeypatch.setattr("mjax.doctor.driver.shutil.which", lambda name: name)
-    monkeypatch.setattr(subprocess, "Popen", Hangs)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: process)
     (finding,) = check_driver(read_driver(machine(tmp_path, "580.1", 1)), 13)
     assert (finding.status, finding.found) == (RED, "nvidia-smi gave no answer in 20 s")
-    assert (Hangs.killed, Hangs.waited) == (True, False)
+    assert (process.kill.called, process.wait.called) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -8,32 +8,27 @@ from mjax.doctor.host import check_memory, state_bytes
 from mjax.models.build import count_parameters
 
 
-def machine(folder, total=64, available=60, limit=None, used=0):
-    """A host with so many GiB, in a container with this limit."""
-    (folder / "proc").mkdir()
-    (folder / "proc/meminfo").write_text(f"MemTotal: {total * 2**20} kB\nMemAvailable:  {available * 2**20} kB\n")
-    group(folder, "", limit, used)
-    (folder / "proc/self").mkdir()
-    (folder / "proc/self/cgroup").write_text("0::/\n")
+def machine(folder, groups="0::/\n"):
+    """A host with 64 GiB, 60 of them free, and the control groups of this process."""
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable:  {60 * 2**20} kB\n")
+    (folder / "proc/self/cgroup").write_text(groups)
     return folder
 
 
 def group(folder, path, limit, used, inactive=0):
-    """A control group of version 2 with this limit, in GiB or 'max'; None: there is no controller of memory."""
+    """A control group of version 2 with this limit, in GiB or 'max'."""
     place = folder / "sys/fs/cgroup" / path
     place.mkdir(parents=True, exist_ok=True)
-    if limit is not None:
-        (place / "memory.max").write_text("max\n" if limit == "max" else f"{limit * 2**30}\n")
-        (place / "memory.current").write_text(f"{used * 2**30}\n")
-        (place / "memory.stat").write_text(f"anon 1\ninactive_file {inactive * 2**30}\nactive_file 7\n")
+    (place / "memory.max").write_text("max\n" if limit == "max" else f"{limit * 2**30}\n")
+    (place / "memory.current").write_text(f"{used * 2**30}\n")
+    (place / "memory.stat").write_text(f"anon 1\ninactive_file {inactive * 2**30}\nactive_file 7\n")
 
 
 def test_limit_of_slurm_job_counts(tmp_path):
-    root = machine(tmp_path)
+    root = machine(tmp_path, "1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")  # which has no limit of memory
     group(root, "slurm/job_7", 32, used=20, inactive=8)
     group(root, "slurm/job_7/step_0", "max", used=20)
-    group(root, "slurm/job_7/step_0/task_1", None, used=20)
-    (root / "proc/self/cgroup").write_text("1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")
     (finding,) = check_memory(root=root)
     assert finding.found == "20.0 GiB of 32.0 GiB free, the limit of this container or job"
     group(root, "slurm", 48, used=45)  # its other jobs
@@ -42,8 +37,7 @@ def test_limit_of_slurm_job_counts(tmp_path):
 
 
 def test_limit_of_cgroup_version_1_counts(tmp_path):
-    root = machine(tmp_path)
-    (root / "proc/self/cgroup").write_text("5:cpuset,cpu:/slurm/job_7\n4:memory:/slurm/job_7\n0::/\n")
+    root = machine(tmp_path, "5:cpuset,cpu:/slurm/job_7\n4:memory:/slurm/job_7\n0::/\n")
     for path, limit in (("", 2**63 - 4096), ("slurm/job_7", 24 * 2**30)):
         place = root / "sys/fs/cgroup/memory" / path
         place.mkdir(parents=True)
