@@ -1,6 +1,6 @@
 """Plant the mistakes of planted.toml, one at a time, in a copy of the tree, and see which test catches each.
 
-    python tests/planted.py [--only 3 17]
+    python tests/planted.py [--only 3 17] [--markdown table.md]
 
 A mistake meets the tests that its row names, in `make test` and in CI, then the whole of `make test` and what CI adds,
 until one fails.
@@ -117,10 +117,21 @@ def try_row(row: Planted) -> Outcome:
     return Outcome(None, "", time.monotonic() - begun)
 
 
+def markdown(rows: list[Planted], outcomes: list[Outcome]) -> str:
+    """A table of what caught each mistake."""
+    lines = ["| # | file | what it breaks | caught by | tier | seconds |", "|---|---|---|---|---|---|"]
+    for number, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
+        test = outcome.test.removeprefix("tests/").replace("|", "\\|")
+        cells = (number, f"`{row.file}`", row.breaks, f"`{test}`", outcome.stage, round(outcome.seconds))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="rows of the table, from 0; default: all")
     parser.add_argument("--workers", type=int, default=2, help="mistakes planted at the same time")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table into this file")
     arguments = parser.parse_args()
     rows = planted()
     if arguments.only:
@@ -134,6 +145,8 @@ def main() -> int:
                 f"{len(outcomes):3}/{len(rows)} {outcome.seconds:6.1f} s  {row.file}: {row.breaks}: {caught}",
                 flush=True,
             )
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(rows, outcomes))
     by_test = sum(outcome.stage == "test" for outcome in outcomes)
     by_ci = sum(outcome.stage is not None for outcome in outcomes)
     print(f"{len(rows)} planted, {by_test} caught by make test ({by_test / len(rows):.0%}), {by_ci} by CI")
