@@ -130,15 +130,6 @@ def test_other_model_is_refused_by_name_and_shape(checkpoints):
             checkpoints.restore(target | changes)
 
 
-def test_layers_are_restored_into_chunks_of_a_pipeline(checkpoints):
-    def blocks(*shape):
-        values = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-        return {"model": {"blocks": {"up": jax.device_put(values, NamedSharding(mesh_of(4, 2), P()))}}}
-
-    checkpoints.save(1, blocks(4, 3))
-    assert_same_bits(checkpoints.restore(abstract(blocks(2, 2, 3)))[1], blocks(2, 2, 3))
-
-
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 

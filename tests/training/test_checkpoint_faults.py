@@ -18,7 +18,7 @@ from mjax.state import manifest as manifests
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import has_checkpoint
 from tests.training.saved import data_file, entries, save_all, save_large, small_disk
-from tests.training.test_what_fails_beside_training import error_of
+from tests.training.test_what_fails_beside_training import error_of, fail_with
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def fails(checkpoints, number):
 def test_save_not_kept_by_disk_fails(checkpoints, notices, monkeypatch, number):
     target = save_large(checkpoints, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(error_of(number)))
+        patch.setattr(os, "fsync", fail_with(error_of(number)))
         fails(checkpoints, number)
     assert not any("checkpoint 2 saved" in line for line in notices)
     assert checkpoints.restore(target)[0] == 1
@@ -119,30 +119,21 @@ def test_manifest_without_a_step_opens(checkpoints):
 # --- What cannot be read, and what is never removed -------------------------------------------------------------------
 
 
-def fail_reading(monkeypatch, folder, times):
-    """Reading the data file of a checkpoint fails that often; returns how often it was tried."""
-    file, opened, tried = data_file(folder), Path.open, []
-
-    def open_(path, *arguments, **options):
-        if path == file and len(tried) < times:
-            tried.append(path)
-            raise error_of(errno.EIO)
-        return opened(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", open_)
-    return tried
-
-
 def test_unreadable_checkpoint_is_kept(checkpoints, notices, monkeypatch):
     target = save_large(checkpoints, 30, 60)
+    file, opened, fails = data_file(checkpoints.folder / "60"), Path.open, [error_of(errno.EIO)]
+
+    def open_(path, *arguments, **options):
+        if path == file and fails:
+            raise fails.pop()
+        return opened(path, *arguments, **options)
+
     with monkeypatch.context() as patch:
-        fail_reading(patch, checkpoints.folder / "60", 1)
+        patch.setattr(Path, "open", open_)
         assert checkpoints.restore(target)[0] == 60  # by a second attempt
         assert "failed, attempt 1 of 3: Input/output error" in notices[-1]
-    with monkeypatch.context() as patch:
-        tried = fail_reading(patch, checkpoints.folder / "60", 100)
+        fails += [error_of(errno.EIO)] * 3
         assert checkpoints.restore(target)[0] == 30
-        assert len(tried) == 3
     assert "checkpoint 60 is unreadable: model" in notices[-1]
     assert notices[-1].endswith("cannot be read: Input/output error; using 30")
     save_large(checkpoints, 70, 80, 90)

@@ -74,33 +74,22 @@ def test_gradients_are_those_of_one_device(case, in_float8):
 # --- In bf16 ----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def trained(compute):
-    """A program and its state after three steps, and their losses."""
-    program = program_of(small_config(1, 2, 4, compute=compute, dropout=0.0))
-    state, losses = initial_state(program), []
-    for step in range(3):
-        state, metrics = program.train_step(state, program.on_devices(batch_of(small_config(), seed=step)))
-        losses.append(float(metrics.loss))
-    return program, state, np.array(losses)
-
-
 @pytest.mark.ci
-def test_losses_are_near_those_of_bf16_and_evaluation_equal():
-    (narrow, state, losses), (wide, _, expected) = trained("fp8"), trained("bf16")
-    np.testing.assert_allclose(losses, expected, rtol=2e-3)
-    assert np.abs(losses - expected).max() > 1e-5
-    batch = narrow.on_devices(batch_of(small_config(), seed=9))
-    assert float(narrow.eval_step(state.model, batch).loss) == float(wide.eval_step(state.model, batch).loss)
-
-
-@pytest.mark.ci
-def test_step_is_skipped_when_not_finite():
-    program, state, _ = trained("fp8")
-    state = jax.tree.map(jnp.copy, state)
+def test_step_is_near_bf16_evaluates_alike_and_is_skipped():
+    """Skipped when a weight is not finite, which no float8 number could show."""
+    batch, found = batch_of(small_config(), seed=9), {}
+    for compute in ("bf16", "fp8"):
+        program = program_of(small_config(1, 2, 4, compute=compute, dropout=0.0))
+        state, placed = initial_state(program), program.on_devices(batch)
+        evaluated = float(program.eval_step(state.model, placed).loss)
+        state, metrics = program.train_step(state, placed)
+        found[compute] = np.array([float(metrics.loss), float(metrics.grad_norm)])
+        assert found.setdefault("evaluated", evaluated) == evaluated
+    apart = np.abs(found["fp8"] / found["bf16"] - 1)
+    assert (apart > 1e-6).all()
+    assert (apart < [2e-3, 5e-2]).all()
     state.model.blocks.mlp.up.kernel[...] = state.model.blocks.mlp.up.kernel[...].at[0, 3, 5].set(jnp.inf)
-    batch = program.on_devices(batch_of(small_config(), seed=9))
-    assert bool(program.train_step(state, batch)[1].skipped)
+    assert bool(program.train_step(state, program.on_devices(batch))[1].skipped)
 
 
 # --- What is kept and sent --------------------------------------------------------------------------------------------

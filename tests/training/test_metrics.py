@@ -1,7 +1,6 @@
 """What a run records and shows: FLOPs, MFU, metrics.jsonl, the curve, the line."""
 
 import contextlib
-import io
 import json
 import math
 from dataclasses import replace
@@ -9,11 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from mjax.config import load_config
 from mjax.training import metrics
-from mjax.training.display import Display
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, read_metrics
 from mjax.training.pictures import draw_experts, draw_loss
@@ -148,19 +145,3 @@ def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):
             clock.monotonic = lambda now=now: now
             log.draw(last=now == 120.0)
     assert drawn == [100.0, 111.0, 120.0]
-
-
-# --- The screen -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("width", "shown"), [(140, (True, True)), (40, (True, False)), (24, (False, False))])
-def test_line_fits_the_terminal(width, shown):
-    """Step and time left are in it at any width, and less important figures go first."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    with Display(300_000, console).begin(0) as display:
-        display.show(record(3, loss=8.7, mfu=0.5))
-    text = console.file.getvalue()
-    line = text[text.rindex("step 3/300000") :].splitlines()[0].rstrip()
-    assert line.endswith("--:--")
-    assert ("loss 8.7000" in line, "MFU 50.0%" in line) == shown
-    assert len(line) <= width

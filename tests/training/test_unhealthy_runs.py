@@ -25,10 +25,6 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def moment(value):
-    return lambda state: poisoned(state, "mu.blocks.mlp.up.kernel", value)
-
-
 def loss_scale(value):
     """Infinity: steps whose gradients are not finite, from weights and moments that are; 1: the end of them."""
     return lambda state: replace(state, loss_scale=replace(state.loss_scale, scale=jnp.float32(value)))
@@ -121,7 +117,7 @@ def test_skipped_steps_name_the_gradient_and_end_the_run(launcher, capfd):
     ],
 )
 def test_broken_moment_ends_the_run_and_is_not_saved(launcher, capfd, value, step, found):
-    launcher.poisons = {step: moment(value)}
+    launcher.poisons = {step: lambda state: poisoned(state, "mu.blocks.mlp.up.kernel", value)}
     assert launcher() == 3
     error = capfd.readouterr().err
     broken = "weights or moments are not finite, or above 1e20 (blocks.mlp.up.kernel of layer 2 first, 1 of 28)"

@@ -45,24 +45,18 @@ def test_processes_get_the_answer_of_the_first():
 # --- Death, silence and errors ----------------------------------------------------------------------------------------
 
 
-def test_closed_connection_is_a_named_death(capfd):
+@pytest.mark.parametrize("dying", [0, 2])
+def test_closed_connection_is_a_named_death(dying, capfd):
+    others = {0, 1, 2} - {dying}
     with Run() as run:
         run.arranged(*[(12, STEP)] * 3)
-        run.all[2]._line.connection.shutdown(2)
-        run.wait_for(lambda: run.left.keys() >= {0, 1})
-    assert capfd.readouterr().err.count(f"{name(run, 2)} died, last heard of at step 12; what") == 2
-    assert (run.left[0], run.left[1]) == (1, 1)
-
-
-def test_death_of_process_0_is_named(capfd):
-    with Run() as run:
-        run.all[0].at(5)
-        run.wait_for(lambda: all(one._first.step == 5 for one in run.all[1:]))
-        run.all[0]._end = lambda sentence: None  # it says nothing any more
-        for line, _ in list(run.all[0]._peers.values()):
+        run.wait_for(lambda: all(one._first.step == 12 for one in run.all[1:]))
+        run.all[0]._end = run.all[0]._end if dying else lambda sentence: None  # it says nothing any more
+        for line in [run.all[2]._line] if dying else [line for line, _ in list(run.all[0]._peers.values())]:
             line.connection.shutdown(2)
-        run.wait_for(lambda: run.left.keys() >= {1, 2})
-    assert capfd.readouterr().err.count(f"{name(run, 0)} died, last heard of at step 5") == 2
+        run.wait_for(lambda: run.left.keys() >= others)
+    assert capfd.readouterr().err.count(f"{name(run, dying)} died, last heard of at step 12") == 2
+    assert {run.left[index] for index in others} == {1}
 
 
 def test_silence_is_announced_then_ends_the_run(capfd):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,10 +30,7 @@ FULL = error_of(errno.ENOSPC)
 
 
 def fail_with(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
+    return Mock(side_effect=error)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
