@@ -1,6 +1,7 @@
 """The kernel that is used is run, and a wrong one is found by NumPy."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -53,10 +54,8 @@ def test_wrong_kernel_is_red(monkeypatch, chosen, name, change, model):
 
 
 def test_kernel_that_does_not_run_is_red(monkeypatch):
-    def resolve(*_):
-        raise UsageError("cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla")
-
-    monkeypatch.setattr(kernel_trial, "resolve_attention", resolve)
+    error = UsageError("cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory); use xla")
+    monkeypatch.setattr(kernel_trial, "resolve_attention", Mock(side_effect=error))
     (finding,) = check_attention()
     assert (finding.status, finding.found) == (RED, "cudnn does not run here (RESOURCE_EXHAUSTED: Out of memory)")
     assert finding.advice.startswith("nvidia-smi shows which process holds")

@@ -55,11 +55,19 @@ def test_hanging_check_is_killed(tmp_path, monkeypatch):
         os.kill(int((tmp_path / "number").read_text()), 0)
 
 
-def test_aborting_check_is_red_with_last_words():
-    findings = run("a", "abort", "b")
-    assert statuses(findings) == [("a", GREEN), ("abort", RED), ("b", GREEN)]
-    assert "was ended by SIGABRT" in findings[1].found
-    assert findings[1].found.endswith("the chip is gone")
+@pytest.mark.parametrize(
+    ("lost", "how", "last"),
+    [
+        ("abort", "was ended by SIGABRT", "the chip is gone"),
+        ("half", "ended with exit code 4: RESOURCE_EXHAUSTED", "allocate 8 bytes"),  # of an answer
+    ],
+)
+def test_lost_check_is_red_with_last_words(lost, how, last):
+    findings = run("a", lost, "b")
+    assert statuses(findings) == [("a", GREEN), (lost, RED), ("b", GREEN)]
+    assert how in findings[1].found
+    assert findings[1].found.endswith(last)
+    assert findings[1].advice.startswith("nvidia-smi shows which process holds") == (lost == "half")
 
 
 def test_checks_stop_at_red_foundation():
@@ -68,10 +76,3 @@ def test_checks_stop_at_red_foundation():
     assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("not checked", YELLOW)]
     mixed = run("mixed", "a", foundation="mixed")
     assert statuses(mixed) == [("mixed", RED), ("mixed", GREEN), ("not checked", YELLOW)]
-
-
-def test_half_an_answer_is_red():
-    findings = run("half", "b")
-    assert statuses(findings) == [("half", RED), ("b", GREEN)]
-    assert "ended with exit code 4: RESOURCE_EXHAUSTED" in findings[0].found
-    assert findings[0].advice.startswith("nvidia-smi shows which process holds")

@@ -8,16 +8,11 @@ from mjax.doctor.software import check_jax, check_packages, check_python
 
 
 def pretend(monkeypatch, **versions):
-    """Have these packages installed too, or not at all where the version is None."""
-    found = packages.installed() | {name.replace("_", "-"): version for name, version in versions.items()}
+    """Have these packages installed too, or not at all where the version is None, and no other plugin for CUDA."""
+    found = {name: version for name, version in packages.installed().items() if not name.startswith("jax-cuda")}
+    found |= {name.replace("_", "-"): version for name, version in versions.items()}
     found = {name: version for name, version in found.items() if version is not None}
     monkeypatch.setattr(packages, "installed", lambda: found)
-
-
-def pretend_cuda(monkeypatch, **versions):
-    """The same, and none else of jax's plugins for CUDA."""
-    plugins = [name.replace("-", "_") for name in packages.installed() if name.startswith("jax-cuda")]
-    pretend(monkeypatch, **dict.fromkeys(plugins) | versions)
 
 
 @pytest.mark.parametrize(("version", "status"), [((3, 10, 4), RED), ((3, 13, 0), GREEN), ((3, 14, 0), YELLOW)])
@@ -69,5 +64,5 @@ JAX, JAXLIB = packages.installed()["jax"], packages.installed()["jaxlib"]
     ids=["old jaxlib", "no jaxlib", "half a plugin", "old plugin", "two builds"],
 )
 def test_jax_and_its_parts_must_fit(monkeypatch, versions, status):
-    pretend_cuda(monkeypatch, **versions)
+    pretend(monkeypatch, **versions)
     assert check_jax()[0].status == status

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections import namedtuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,10 +33,7 @@ def test_absent_folder_is_not_made(tmp_path):
     ids=["read-only", "full"],
 )
 def test_failing_disk_is_red(tmp_path, monkeypatch, module, name, code, advice):
-    def fail(*_, **__):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(module, name, Mock(side_effect=OSError(code, os.strerror(code))))
     (finding,) = check_storage(tmp_path)
     assert finding.status == RED
     assert finding.advice.startswith(advice)

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,13 +19,10 @@ def test_calibration_comes_back_from_file(tmp_path):
 
 
 def test_interrupted_write_leaves_old_calibration(tmp_path, monkeypatch):
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
     file = tmp_path / "rates.json"
     write_calibration(H100, file)
     for name in ("replace", "rename"):
-        monkeypatch.setattr(os, name, killed)
+        monkeypatch.setattr(os, name, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_calibration(MEGATRON_V100, file)
     assert read_calibration(file) == H100

@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mjax.config import available_configs, load_config
 from mjax.errors import UsageError
 from mjax.planner import config_file
-from mjax.planner.config_file import check_new, write_config
+from mjax.planner.config_file import write_config
 from tests.planner.configs import changed
 
 
@@ -48,12 +47,3 @@ def test_written_configs_are_read_back_and_formatted(tmp_path):
     assert "model=GPTConfig(layers=72, hidden=3072, heads=32),\n" in source  # only what differs from the defaults
     command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "120", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
-
-
-def test_absent_folder_or_other_name_is_rejected(tmp_path):
-    for file, message in (
-        (tmp_path / "no" / "such.py", "there is no folder"),
-        (Path("plan.json"), "use a name that ends in .py"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            check_new(file)

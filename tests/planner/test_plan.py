@@ -81,6 +81,8 @@ REFUSALS = {
     "--price 2": "--price is for the search; add --devices, such as --devices 8",
     "--devices 8 --gpu v100": "no bf16 peak is known for v100",
     "--devices 8 --gpu h100 --keep mesh.zeros": "did you mean 'mesh.zero'?",
+    "--devices 8 --gpu h100 --write no/such.py": "there is no folder",
+    "--devices 8 --gpu h100 --write plan.json": "use a name that ends in .py",
     # The budget
     "--gpu h100 --days 3": "--days is for the search; add --devices",
     "--gpu h100 --devices 8 --family gpt": "--family gpt is for a budget of time; add --days",

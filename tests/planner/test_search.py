@@ -14,7 +14,7 @@ from mjax.model_config import as_kind
 from mjax.planner.loss_chunks import CHUNKS
 from mjax.planner.memory import Memory
 from mjax.planner.search import alternatives, candidates, search
-from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
+from mjax.planner.search_command import check_searchable, enough_devices, narrowed, refuse_too_big, with_batch
 from mjax.planner.step_time import StepTime
 from mjax.validation import validate
 from tests.planner.configs import changed
@@ -216,6 +216,19 @@ def test_another_batch_keeps_samples_of_run():
     assert 0 <= samples[0] - samples[1] < 4096
     with pytest.raises(UsageError, match=r"does not reach --train\.global-batch 2050 in whole increments"):
         with_batch(bloom, 2050)
+
+
+def test_ramp_up_tells_what_it_leaves_out():
+    config = changed(SMALL, train={"batch_rampup": (4, 2, 20)})
+
+    def seconds(config):
+        return seconds_of(1 / (config.mesh.data * config.train.micro_batch))
+
+    found = search(config, 4, lambda _: bytes_of(1), seconds, 2)
+    assert found.ranked[0].time.total == 1 / 2
+    left_out, text = narrowed(found, config, lambda _: bytes_of(1), seconds)
+    assert (left_out["unit"], left_out["seconds"], left_out["needs"]) == (2, 1 / 8, 8)
+    assert "at the whole batch, -75.0%" in text
 
 
 @pytest.mark.parametrize(
