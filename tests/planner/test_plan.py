@@ -28,18 +28,11 @@ def test_plan_prints_and_draws_its_sections(capsys, tmp_path):
     assert "error bar  ±35% of the measured time, so " in printed
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], {"ticks": 14, "bubble": 3 / 8, "in_flight": [7, 5, 3, 1]}),
-        (["--mesh.chunks", "2"], {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "in_flight": [11, 9, 7, 5]}),
-        (["--mesh.schedule", "zb-h1"], {"ticks": 27, "bubble": 3 / 24, "in_flight": [4, 3, 2, 1]}),
-    ],
-)
-def test_plan_has_numbers_of_schedule(capsys, flags, expected):
-    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--json", *flags]) == 0
+def test_plan_has_numbers_of_schedule(capsys):
+    assert cli.main(["plan", *GPT_8B, "--mesh.pipe", "4", "--mesh.chunks", "2", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)["schedule"]
-    assert {name: printed[name] for name in expected} == expected
+    expected = {"chunks": 2, "ticks": 26, "bubble": 3 / 16, "in_flight": [11, 9, 7, 5]}
+    assert expected.items() <= printed.items()
 
 
 @pytest.mark.ci

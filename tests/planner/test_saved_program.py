@@ -45,12 +45,9 @@ def test_saved_step_computes_same_bits(tmp_path):
         ("weight", [4, 3], "float32"),
         ("x", [8, 4], "float32"),
     ]
-    random = np.random.default_rng(0)
-    values = [random.normal(size=leaf["shape"]).astype(np.float32) for leaf in saved.manifest["arguments"]]
-    placed = [
-        jax.device_put(value, leaf.sharding)
-        for value, leaf in zip(values, jax.tree.leaves((program.abstract_state, program.abstract_batch)), strict=True)
-    ]
+    leaves = jax.tree.leaves((program.abstract_state, program.abstract_batch))
+    values = (np.random.default_rng(0).normal(size=leaf.shape).astype(np.float32) for leaf in leaves)
+    placed = [jax.device_put(value, leaf.sharding) for value, leaf in zip(values, leaves, strict=True)]
     found = jax.jit(saved.step.call)(*placed)
     expected = program.train_step({"weight": placed[0]}, {"x": placed[1]})
     for a, b in zip(found, jax.tree.leaves(expected), strict=True):

@@ -266,15 +266,6 @@ OPEN = replace(H100_RATES, node=1.0, collective=0.0)
 NOTHING_HIDDEN = replace(MJAX, overlap=Overlap(backward=0.0))
 
 
-def sent_over(config):
-    """Bytes that a device sends, by the first axis of the collectives of the traced step, on the stage that sends
-    most."""
-    sent = Counter()
-    for record in ledger(config).records:
-        sent[record.axes[0]] += record.sent
-    return {axis: found.max() for axis, found in sent.items()}
-
-
 @pytest.mark.parametrize(
     ("mesh", "train", "compute"),
     one_in(
@@ -297,12 +288,14 @@ def test_bytes_on_wire_are_those_of_trace(mesh, train, compute):
         mesh={"data": 8, **mesh},
         train={"global_batch": 64, "micro_batch": 8, **train},
     )
-    sent = sent_over(config)
+    sent = Counter()  # by the first axis of the collectives of the traced step; by stage
+    for record in ledger(config).records:
+        sent[record.axes[0]] += record.sent
     parts = predict_time(config, BYTE_A_SECOND, OPEN, NOTHING_HIDDEN).parts
-    assert parts["model"] == pytest.approx(sent["model"], rel=1e-3)
+    assert parts["model"] == pytest.approx(sent["model"].max(), rel=1e-3)
     # The gradients of biases and LayerNorms, which with sequence parallelism cross `model` too, are left out there.
     left_out = 4e-3 if config.mesh.sequence_parallel else 1e-3 if compute == "fp8" else 1e-4  # and in fp8 gathers
-    assert parts["data"] == pytest.approx(sent["data"], rel=left_out)
+    assert parts["data"] == pytest.approx(sent["data"].max(), rel=left_out)
 
 
 def test_stages_send_a_message_each_way_per_chunk():

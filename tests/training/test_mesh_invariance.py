@@ -77,22 +77,12 @@ def test_broken_weight_of_a_pipeline_is_named(interleaved):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"data": 2, "model": 4},
-        {"data": 8},
-        {"data": 2, "model": 4, "sequence_parallel": True},
-        {"pipe": 4, "model": 2, "schedule": "zb-h1", "sequence_parallel": True},
-    ],
-    ids=str,
-)
-def test_mesh_has_weights_and_losses_of_one_device(mesh, one_device):
-    run = Run(**mesh).begin()
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "model": 4}, {"pipe": 4, "schedule": "zb-h1"}], ids=str)
+def test_mesh_begins_as_one_device(mesh, one_device):
+    """`test_step_equals_reference.py` has the gradients of every mesh, and the next test losses."""
+    weights = Run(**mesh).begin().weights
     for name, value in one_device[0].items():
-        np.testing.assert_array_equal(value, run.weights[name], err_msg=name)
-    np.testing.assert_allclose(run.take(range(6)), one_device[1], rtol=1e-5)
-    assert run.evaluate() == pytest.approx(one_device[2], rel=1e-5)
+        np.testing.assert_array_equal(value, weights[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
