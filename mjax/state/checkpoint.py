@@ -221,7 +221,7 @@ class Checkpoints:
             try:
                 read_manifest(self.folder / str(step), self.on_notice)
             except Unusable as error:  # it was renamed, or is being copied here
-                self._unusable[step] = error.word
+                self._unusable[step] = f"{error.word}-while-training"  # not one to set aside
                 self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
         sound = self._sound()
         stay = {newest, *sound[-self.keep_last :]}

@@ -103,6 +103,8 @@ def test_renamed_checkpoint_is_neither_used_nor_removed(checkpoints, notices):
     save_large(checkpoints, 90)
     assert checkpoints.steps() == [45, 60, 90, 1000]
     assert "checkpoint 45 is damaged, so it is not counted and stays: manifest.json is missing" in notices[-1]
+    save_all(checkpoints, 150)  # nor is it renamed while it is copied
+    assert "45" in entries(checkpoints)
 
 
 def test_manifest_without_a_step_opens(checkpoints):
