@@ -14,6 +14,7 @@ import itertools
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -158,11 +159,19 @@ UNITS = {
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
-    """The dataclass `cls` from the command line; `--help` and values of the wrong type end the process, as in tyro.
+    """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
+
+    A class with more flags than a screen has lines says which are `usual`, by topic, and gives `examples`; its --help
+    shows these, and --help-all every flag.
 
     Raises:
       UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
     """
+    if "--help-all" in argv:
+        argv = ["--help"]
+    elif {"-h", "--help"} & set(argv) and hasattr(cls, "usual"):
+        print(_short_help(cls, default, prog))
+        raise SystemExit(0)
     if {"-h", "--help"} & set(argv):
         _join_lines_of_help(cls, default)
     else:
@@ -311,6 +320,51 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
         return f"; type {either(said)}" + (f" ({note})" if note else "")
     close = suggestion(name, sorted(known)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
+
+
+# --- Help in short ----------------------------------------------------------------------------------------------------
+
+
+def _short_help(cls: type, default: object, prog: str) -> str:
+    """The usual flags of a command by topic, each in a sentence with its default, and examples."""
+    _join_lines_of_help(cls, default)
+    known = {flag: about for flag, *about in _described(cls, cls() if default is None else default)}
+    lines = [f"usage: {prog} [flags]", "", inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]]
+    for topic, flags in cls.usual.items():
+        lines += ["", f"{topic}:"]
+        for flag in flags:
+            kind, value, text = known[flag]
+            typed = f"  --{flag} {_placeholder(kind)}".rstrip()
+            value = " ".join(value) if isinstance(value, tuple) else value
+            sentence = text.partition(". ")[0].rstrip(".") + ("" if value in (None, False, "") else f" [{value}]")
+            if len(typed) > 35:
+                lines.append(typed)
+                typed = ""
+            lines += textwrap.wrap(sentence, 110, initial_indent=f"{typed:<36} ", subsequent_indent=" " * 37)
+    lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
+    return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
+
+
+def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Flag, kind, default and text of every field of `cls` that is a flag."""
+    for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+        value = getattr(default, name, None)
+        if dataclasses.is_dataclass(kind):
+            inner = kind if value is None else type(value)
+            yield from _described(inner, value, f"{prefix}{flag}." if flag else prefix)
+        elif tyro.conf.Fixed not in marks:
+            aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            for one in (prefix + flag, *aliases):
+                yield one, kind, value, field.metadata.get("help", "")
+
+
+def _placeholder(kind: Any) -> str:
+    options = [option for option in _options(kind) if option is not type(None)]
+    if kind is bool:
+        return ""
+    if get_origin(options[0]) is Literal:
+        return "|".join(map(str, get_args(options[0])))
+    return {int: "N", float: "X"}.get(options[0], "PATH" if options[0] is Path else "TEXT")
 
 
 # --- Help -------------------------------------------------------------------------------------------------------------

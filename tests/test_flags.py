@@ -101,6 +101,21 @@ def test_command_has_help(command, capsys, monkeypatch):
         assert "--" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
+    said = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([command, flag])
+        assert stop.value.code == 0
+        said[flag] = capsys.readouterr().out
+    assert said["--help"].count("\n") < 70
+    assert f"mjax {command} --config gpt_8b --gpu" in said["--help"] or "mjax train --run runs/first" in said["--help"]
+    assert "--help-all" in said["--help"]
+    train = [flag for flag in flags_of(TrainArguments, TrainArguments()) if "." in flag]
+    assert command == "plan" or not [flag for flag in train if f"--{flag}" not in said["--help-all"]]
+
+
 def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     hidden = []
     monkeypatch.setattr("mjax.launch.leave_accelerators_alone", lambda: hidden.append(True))

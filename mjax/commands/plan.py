@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -66,6 +66,26 @@ class PlanArguments:
     """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
     longest_figure: Path | None = None
     """With --longest: plot it into this file: .png, .pdf or .svg."""
+    usual: ClassVar = {
+        "what to plan": (
+            "config",
+            "run",
+            "gpu",
+            "mesh.data",
+            "mesh.model",
+            "mesh.pipe",
+            "mesh.zero",
+            "train.recompute",
+        ),
+        "what to find": ("devices", "days", "longest", "devices-per-node", "network"),
+        "how": ("compile", "calibration", "json", "memory-figure", "communication-figure", "schedule-figure"),
+    }
+    examples: ClassVar = (
+        "mjax plan --config gpt_8b --gpu h100                      # does it fit, how fast does it go",
+        "mjax plan --config gpt_8b --gpu h100 --devices 512        # which mesh is fastest",
+        "mjax plan --gpu h100 --devices 64 --days 30               # the largest model that this budget trains",
+    )
+
     search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
     json: bool = False
     """Print one JSON object instead of tables."""

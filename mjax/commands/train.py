@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -58,6 +58,19 @@ class TrainArguments:
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
     writes a trace into RUN/profile (docs/runs.md)."""
+    usual: ClassVar = {
+        "the run": ("config", "name", "run", "init", "step"),
+        "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),
+        "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
+        "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
+        "what is kept": ("checkpoint.interval", "train.eval-interval"),
+    }
+    examples: ClassVar = (
+        "mjax train --config gpt_demo --data.path data/corpus --name first --train.steps 500",
+        "mjax train --run runs/first --train.steps 1000            # and longer",
+        "mjax train --config gpt_demo --data.mock --simulate 4 --mesh.data 2 --mesh.model 2",
+    )
+
     distributed: Distributed = field(default_factory=Distributed)
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
