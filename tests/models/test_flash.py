@@ -89,11 +89,11 @@ def test_flash_on_mesh_equals_xla_on_one_device(name, heads, rank, kernel):
 
 
 def gpt_1b(attention):
-    """Two layers, written out, with dropout of the probabilities."""
+    """Two layers on one GPU, written out, with dropout of the probabilities."""
     config = load_config("gpt_1b")
     model = replace(config.model, layers=2, hidden_dropout=0.0, attention_dropout=0.1, attention=attention)
     train = replace(config.train, global_batch=8, micro_batch=8, recompute="none", unroll="on")
-    return replace(config, model=model, train=train, data=replace(config.data, mock=True))
+    return replace(config, model=model, train=train, mesh=MeshConfig(), data=replace(config.data, mock=True))
 
 
 def test_plan_counts_no_scores_of_flash():
