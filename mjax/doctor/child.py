@@ -68,11 +68,11 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
         found = f"cannot start a process for the check: {error.strerror or error}"
         yield names[0], [Finding(names[0], RED, found, "ulimit -a; free memory, or end processes")]
         return
-    lines: queue.Queue[bytes] = queue.Queue()
-    said: deque[bytes] = deque(maxlen=LAST_WORDS)
-    _forward(child.stdout, lines.put)
-    listener = _forward(child.stderr, said.append)
     try:
+        lines: queue.Queue[bytes] = queue.Queue()
+        said: deque[bytes] = deque(maxlen=LAST_WORDS)
+        _forward(child.stdout, lines.put)
+        listener = _forward(child.stderr, said.append)
         for name in names:
             begin(name)
             try:
