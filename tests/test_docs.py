@@ -4,11 +4,14 @@ A ```python block is run after those above it on its page; the ```output block t
 an mjax command in a ```bash block the flags exist, and the config can run.
 """
 
+import ast
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from dataclasses import replace
 
 import pytest
@@ -121,3 +124,26 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
         monkeypatch.setattr(tyro, "cli", parse_and_stop)
         with pytest.raises(_Parsed):
             cli.main([command, *argv])
+
+
+def code_lines(file):
+    """Lines with code: neither blank, nor comment, nor docstring."""
+    text, docstrings = file.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
+        match getattr(node, "body", None):
+            case [ast.Expr(ast.Constant(str())) as docstring, *_]:
+                docstrings.update(range(docstring.lineno, docstring.end_lineno + 1))
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in silent]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings)
+
+
+def test_readme_counts_the_lines_of_the_core():
+    said = int(re.search(r"([\d,]+) lines of code", PAGES["README.md"])[1].replace(",", ""))
+    core = [*(ROOT / "mjax" / "parallel").rglob("*.py"), *(ROOT / "mjax" / "models").rglob("*.py")]
+    assert sum(map(code_lines, [*core, ROOT / "mjax" / "training" / "step.py"])) == pytest.approx(said, abs=50)
+
+
+def test_documentation_lists_its_pages():
+    pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\((\w[\w-]*\.md)\)", PAGES["docs/README.md"]))
