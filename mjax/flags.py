@@ -191,19 +191,9 @@ def flags_of(cls: type, default: object = None) -> Iterator[str]:
     return (name for name, _ in _kinds_of(cls, default))
 
 
-def _kinds_of(cls: type, default: object = None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names of the flags of `cls`, and the types of their values.
-
-    A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
-    """
-    for name, flag, kind, marks in fields_of(cls):
-        if dataclasses.is_dataclass(kind):
-            held = getattr(default, name, None)
-            kind = kind if held is None else type(held)
-            yield from _kinds_of(kind, held, f"{prefix}{flag}." if flag else prefix)
-        elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
-            names = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            yield from ((name, kind) for name in (prefix + flag, *names))
+def _kinds_of(cls: type, default: object = None) -> Iterator[tuple[str, Any]]:
+    """Names of the flags of `cls`, and the types of their values."""
+    return ((flag, kind) for flag, kind, *_ in _described(cls, default))
 
 
 # --- Flags that are not there, and values of flags that take none ----------------------------------------------------
@@ -346,13 +336,16 @@ def _short_help(cls: type, default: object, prog: str) -> str:
 
 
 def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Flag, kind, default and text of every field of `cls` that is a flag."""
+    """Flag, kind, default and text of every field of `cls` that is a flag.
+
+    A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
+    """
     for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
         value = getattr(default, name, None)
         if dataclasses.is_dataclass(kind):
             inner = kind if value is None else type(value)
             yield from _described(inner, value, f"{prefix}{flag}." if flag else prefix)
-        elif tyro.conf.Fixed not in marks:
+        elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             for one in (prefix + flag, *aliases):
                 yield one, kind, value, field.metadata.get("help", "")

@@ -206,11 +206,8 @@ class Generator:
         positions = self.config.model.sequence
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         limits = np.minimum(lengths + min(sampling.tokens, positions), positions).astype(np.int32)
-        padded = np.zeros((len(prompts), self._width(lengths.max())), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            row[: len(prompt)] = prompt
         request = {
-            "prompts": padded,
+            "prompts": self._padded(prompts),
             "lengths": lengths,
             "limits": limits,
             "eod": np.atleast_1d(np.asarray(eod, np.int32)),
@@ -241,15 +238,19 @@ class Generator:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        padded = np.zeros((len(texts), self._width(max(map(len, texts)))), np.int32)  # behind a text no token sees it
-        for row, text in zip(padded, texts, strict=True):
-            row[: len(text)] = text
-        found = np.asarray(self._all_logits(model, padded)).astype(np.float32)
+        found = np.asarray(self._all_logits(model, self._padded(texts))).astype(np.float32)
         return [each[: len(text), : self.config.model.vocabulary] for each, text in zip(found, texts, strict=True)]
 
     def _hear(self, positions: Array, tokens: Array, grows: Array) -> None:
         for index, (position, token, more) in enumerate(zip(positions, tokens, grows, strict=True)):
             self._listener(index, int(position), int(token) if more else None)
+
+    def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Texts in rows of one width, with zeros behind them, which no token sees."""
+        rows = np.zeros((len(texts), self._width(max(map(len, texts)))), np.int32)
+        for row, text in zip(rows, texts, strict=True):
+            row[: len(text)] = text
+        return rows
 
     def _width(self, needed: int) -> int:
         """`needed` rounded up to a power of two from 16 on, and to what the mesh and the kernel of attention divide;

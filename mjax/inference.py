@@ -14,9 +14,9 @@ from mjax.errors import UsageError
 from mjax.json_files import read_json
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
+from mjax.state.arrays import named
 from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
@@ -63,10 +63,7 @@ class OpenRun:
         Raises:
           UsageError: its weights have other names or shapes.
         """
-        ours, theirs = (
-            {leaf_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-            for model in (self.weights, target)
-        )
+        ours, theirs = ({name: leaf.shape for name, leaf in named(model).items()} for model in (self.weights, target))
         if differ := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
             name = differ[0]
             raise UsageError(
