@@ -32,6 +32,7 @@ class Family:
       renamed: (expression, replacement) that turn names of old versions into those of `names`.
       described_by: source of the expected shapes, for messages.
       padded: whether the files have more rows than tokens.
+      spelled: takes a name of `names`, gives the name in the files, for messages.
       model_type: in config.json, like everything below.
       generates: whether it generates text, and so has a generation_config.json.
       fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
@@ -62,6 +63,7 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
     padded: bool = False
+    spelled: Callable[[str], str] = str
 
     model_type: str = ""
     generates: bool = False

@@ -198,8 +198,8 @@ def find_tensors(
         place = expected.get(copied.get(known, known))
         if place is None:
             raise UsageError(
-                f"{source} has a tensor {name}, which is not part of {family.model} with {model.layers} layers; "
-                f"convert the model it was made for, or restore {family.described_by}"
+                f"{source} has a tensor {family.spelled(name)}, which is not part of {family.model} with "
+                f"{model.layers} layers; convert the model it was made for, or restore {family.described_by}"
             )
         if kind.dtype not in FLOATS:
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
@@ -207,15 +207,16 @@ def find_tensors(
             raise UsageError(f"{source} has both {name} and {found[known]}; remove the one that is not the model's")
         if known not in copied and not _fits(family, kind, place):
             raise UsageError(
-                f"{source}: {name} has shape {kind.shape}, and {family.described_by} asks for {place.shape}; "
-                "restore one of the two"
+                f"{source}: {family.spelled(name)} has shape {kind.shape}, and {family.described_by} asks for "
+                f"{place.shape}; restore one of the two"
             )
         found[known] = name
     absent = absent_heads(family, model, {copied.get(known, known) for known in found})
     copies = {copy: found.pop(copy) for copy in copied if copy in found}
     missing = [name for name in expected if name not in found]
     if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
-        raise UsageError(f"{source} lacks the tensor {_and_more(lost)}; download the model again")
+        named = _and_more(list(dict.fromkeys(map(family.spelled, lost))))
+        raise UsageError(f"{source} lacks the tensor {named}; download the model again")
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
         raise UsageError(

@@ -127,6 +127,27 @@ def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):
     assert "iteration is 6, and 5 in" in capsys.readouterr().err
 
 
+ROTARY = {
+    name: tensor for name, tensor in share(draw(SMALL), SMALL, 3.0, nested=False).items() if "position" not in name
+}
+T5 = {f"{trunk}.layers.0.mlp.linear_fc1.weight": np.ones((4, 4)) for trunk in ("encoder", "decoder")}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (ROTARY, "neither args nor embedding.position_embeddings.weight: its positions are rotary or missing"),
+        (T5 | {"lm_head.bias": np.ones(4)}, "holds an encoder and a decoder, as of T5, which mjax does not support"),
+        ({f"language_model.{name}": tensor for name, tensor in T5.items()}, "an encoder and a decoder, as of T5"),
+    ],
+    ids=["rotary without args", "T5", "T5 of 2020"],
+)
+def test_unreadable_architecture_is_refused_by_name(model, words, write_rank, tmp_path, capsys):
+    write_rank(tmp_path / "in", "00", model=model)
+    assert convert(tmp_path, "--heads", "4") == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("ranks", "padded", "flags", "vocabulary", "words"),
     [

@@ -176,7 +176,7 @@ FC1, FC2 = (f"{LAYER}.experts.local_experts.{which}.weight" for which in ("2.lin
     ("change", "words"),
     [
         (lambda pair: pair[1].pop(f"{LAYER}.router.weight"), f"only one holds {LAYER}.router.weight"),
-        (lambda pair: pair[1].pop(FC2), "lacks the tensor model.layers.1.mlp.experts.3.down_proj.weight"),
+        (lambda pair: pair[1].pop(FC2), "lacks the tensor decoder.layers.1.mlp.experts.3.linear_fc2.weight"),
         (lambda pair: pair[0].update({FC1: np.zeros((2 * F, H))}), f"two expert ranks hold {LAYER}.experts.2."),
     ],
     ids=["a tensor of one rank only", "an expert less", "an expert twice"],

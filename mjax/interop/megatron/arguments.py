@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.names import EMBEDDING, TRUNKS
+from mjax.interop.megatron.names import EMBEDDING, POSITIONS, TRUNKS
 from mjax.interop.megatron.pickles import StandIn
 from mjax.interop.tensor_files import Tensors
 from mjax.model_config import ModelConfig, config_class
@@ -72,8 +72,13 @@ def model_config(
     """
     said = {} if arguments is None else arguments
     check_known(said, source)
+    if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
+        raise UsageError(
+            f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "
+            "heads and the base of rotary ones; save it again with Megatron, which stores args"
+        )
     shapes = shapes_of(tensors, TRUNKS[kind], source)
-    shapes["max_position_embeddings"] = _extent(tensors, "embedding.position_embeddings.weight", 0, source)
+    shapes["max_position_embeddings"] = _extent(tensors, POSITIONS, 0, source)
     for name, known in shapes.items():
         if said.get(name, known) not in (None, known):
             raise UsageError(
@@ -136,8 +141,8 @@ def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     shape = tensors.kinds[name].shape if name in tensors.kinds else ()
     if len(shape) != 2:
         raise UsageError(
-            f"{source} lacks the matrix {name}, so it is not a model of Megatron with learned or rotary "
-            "positions; convert another model, or copy the whole checkpoint"
+            f"{source} lacks the matrix {name}, without which mjax reads no model of Megatron; "
+            "copy the whole checkpoint, or convert another model"
         )
     return shape[dim]
 

@@ -134,7 +134,7 @@ def _open_ranks(folder: Path) -> Checkpoint:
     shares = {
         (chunk, *at): _weights(content.get(chunk), files[at]) for chunk in chunks for at, content in contents.items()
     }
-    kind = _architecture(arguments, [name for share in shares.values() for name in share])
+    kind = _architecture(arguments, [name for share in shares.values() for name in share], folder)
     current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
     pieces = [
         [
@@ -206,7 +206,17 @@ def _weights(model: Any, file: Path) -> Share:
     return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
 
 
-def _architecture(arguments: dict[str, Any] | None, names: list[str]) -> Literal["gpt", "bert", "decoder"]:
+def _architecture(
+    arguments: dict[str, Any] | None, names: list[str], folder: Path
+) -> Literal["gpt", "bert", "decoder"]:
+    trunks = {
+        found[1] for name in names if (found := re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name))
+    }
+    if len(trunks) > 1:
+        raise UsageError(
+            f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; "
+            "convert a GPT, BERT, Llama or mixture of experts"
+        )
     kind = kind_of(names)
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
 
@@ -237,7 +247,7 @@ def _open_distributed(folder: Path) -> Checkpoint:
     stored = {name: tensor for name, tensor in read_metadata(folder / ".metadata").items() if is_weight(name)}
     common = load(folder / "common.pt")
     arguments = _arguments(common, folder)
-    kind = _architecture(arguments, list(stored))
+    kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
     # Whatever wrote it had the order of version 2, which it need not say.
     version = _version(common.get("checkpoint_version", 3.0), folder)

@@ -31,19 +31,6 @@ from mjax.interop.tensor_files import Kind, Tensors
 from mjax.llama_config import LlamaConfig
 from mjax.mixture_config import MixtureConfig
 
-DECODER = replace(
-    LLAMA, model="Megatron's decoder", prefix="", described_by="the rest of the checkpoint", padded=True, ignored="(?!)"
-)
-SHARED = f"{LAYER}.mlp.shared_experts"
-MIXTURE = replace(
-    DECODER,
-    model="Megatron's mixture of experts",
-    names={
-        **QWEN3_MOE.names,
-        "blocks.mlp.shared.up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
-        "blocks.mlp.shared.down": f"{SHARED}.down_proj",
-    },
-)
 ONLY_DECODER: dict[str, Any] = {name: value for name, value in ONLY.items() if name != "num_experts"} | {
     "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "normalization": "RMSNorm",
     "swiglu": True, "add_bias_linear": False, "qk_layernorm": True, "group_query_attention": True,
@@ -70,6 +57,33 @@ IN_LAYER = {
 }
 QKV = "self_attention.linear_qkv"
 MLP = r"(mlp|mlp\.experts\.\d+|mlp\.shared_experts)\.linear_fc"
+
+
+def megatron_name(name: str) -> str:
+    """Return Megatron's name of a tensor of a Llama, such as decoder.layers.1.mlp.linear_fc1.weight."""
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
+        layer, module, what = found.groups()
+        module = {ours: theirs for theirs, ours in IN_LAYER.items()}.get(module, module)
+        module = re.sub(r"^self_attn\.[qkv]_proj$", QKV, module)
+        module = re.sub(r"\.(gate|up)_proj$", ".linear_fc1", re.sub(r"\.down_proj$", ".linear_fc2", module))
+        return f"decoder.layers.{layer}.{module}.{what}"
+    return {ours: theirs for theirs, ours in NAMES.items()}.get(name, name)
+
+
+DECODER = replace(
+    LLAMA, model="Megatron's decoder", prefix="", described_by="the rest of the checkpoint", padded=True,
+    ignored="(?!)", spelled=megatron_name,
+)  # fmt: skip
+SHARED = f"{LAYER}.mlp.shared_experts"
+MIXTURE = replace(
+    DECODER,
+    model="Megatron's mixture of experts",
+    names={
+        **QWEN3_MOE.names,
+        "blocks.mlp.shared.up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "blocks.mlp.shared.down": f"{SHARED}.down_proj",
+    },
+)
 
 
 def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:

@@ -87,7 +87,7 @@ def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0
 
 TRUNKS = {"gpt": "decoder", "bert": "encoder", "decoder": "decoder"}
 """Prefixes of the current names of layers."""
-EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
 VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
 """Tensors with one row per token of the padded vocabulary."""
