@@ -9,13 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.published import Run, table_1, table_5, v100_scaling
+from mjax.figures import INK, SOFT_INK, save
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, Calibration
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 
 # Okabe and Ito's palette, as in the other figures.
-BLUE, ORANGE, GREEN, INK, SOFT_INK = "#0072B2", "#E69F00", "#009E73", "#222222", "#666666"
+BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 
 
 def draw_scaling(file: Path | BinaryIO) -> None:
@@ -25,7 +26,7 @@ def draw_scaling(file: Path | BinaryIO) -> None:
     (arXiv 1909.08053, figure 5); and every published step time over its prediction, with those of arXiv 2205.05198,
     table 5, to which the same two rates are fitted.
     """
-    figure = Figure(figsize=(13.5, 4.3), dpi=120, layout="constrained")
+    figure = Figure(figsize=(14.5, 4.6), dpi=120, layout="constrained")
     speed, scaling, all_runs = figure.subplots(1, 3)
     _speed(speed)
     _scaling(scaling)
@@ -36,7 +37,7 @@ def draw_scaling(file: Path | BinaryIO) -> None:
         axes.grid(axis="y", color="#E5E5E5")
         axes.set_axisbelow(True)
         axes.legend(frameon=False, loc="lower right" if axes is speed else "lower left")
-    figure.savefig(file, format=None if isinstance(file, Path) else "png")
+    save(figure, file)
 
 
 def _speed(axes: Axes) -> None:
@@ -46,9 +47,14 @@ def _speed(axes: Axes) -> None:
     axes.plot(gpus, _tflops(runs, None), "o", color=ORANGE, label="published")
     for run, x, y in list(zip(runs, gpus, _tflops(runs, None), strict=True))[::3]:
         size = f"{count_parameters(run.config.model) / 1e9:,.0f}B"
-        axes.annotate(size, (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=7, color=SOFT_INK)
-    axes.set(xscale="log", ylim=(0, 180), xlabel="A100s", ylabel="TFLOP/s a GPU, recomputation counted")
-    axes.set_title("2104.04473, table 1", loc="left", color=INK)
+        axes.annotate(size, (x, y), (0, -14), textcoords="offset points", ha="center", fontsize=7, color=SOFT_INK)
+    axes.set(
+        xscale="log",
+        ylim=(0, 180),
+        xlabel="number of A100s; grey: parameters",
+        ylabel="TFLOP/s per GPU, recomputation counted",
+    )
+    axes.set_title("Speed on A100s (2104.04473, table 1)", loc="left", color=INK)
     axes.set_xticks(gpus[::3], [f"{count:,}" for count in gpus[::3]])
     axes.minorticks_off()
 
@@ -57,7 +63,7 @@ def _scaling(axes: Axes) -> None:
     runs = [run for run in v100_scaling() if run.source.endswith("figure 5")]
     for colour, shape, chosen, name in (
         (BLUE, "o", runs[::2], "model"),
-        (GREEN, "s", runs[1::2], "model × 64 replicas"),
+        (GREEN, "s", runs[1::2], "model × data 64"),
     ):
         ranks = [run.config.mesh.model for run in chosen]
         for calibration, style in ((MEGATRON_V100, "-"), (None, shape)):
@@ -65,26 +71,32 @@ def _scaling(axes: Axes) -> None:
             what = "predicted" if calibration else "published"
             axes.plot(ranks, percent, style, color=colour, label=f"{name}, {what}")
     axes.set(
-        xscale="log", ylim=(0, 110), xlabel="ranks of model, 1.2B to 8.3B parameters", ylabel="% of one V100's speed"
+        xscale="log",
+        ylim=(0, 110),
+        xlabel="ranks of model, for 1.2B to 8.3B parameters",
+        ylabel="speed per GPU, % of one V100",
     )
-    axes.set_title("1909.08053, figure 5", loc="left", color=INK)
+    axes.set_title("Weak scaling on V100s (1909.08053, figure 5)", loc="left", color=INK)
     axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
     axes.minorticks_off()
 
 
 def _all_runs(axes: Axes) -> None:
     for colour, shape, runs, calibration, name in (
-        (ORANGE, "o", table_1(), MEGATRON_A100, "A100s, table 1: two rates fitted"),
+        (ORANGE, "o", table_1(), MEGATRON_A100, "A100s, 2104.04473: two rates fitted"),
         (BLUE, "s", v100_scaling(), MEGATRON_V100, "V100s: two rates fitted"),
-        (GREEN, "D", table_5(), MEGATRON_A100, "2205.05198, table 5: the same two"),
+        (GREEN, "D", table_5(), MEGATRON_A100, "A100s, 2205.05198: the same two rates"),
     ):
         times = [run.seconds for run in runs]
         ratio = [seconds / _seconds(run, calibration) for seconds, run in zip(times, runs, strict=True)]
         axes.plot(times, ratio, shape, color=colour, label=name, markersize=5)
     axes.axhspan(0.9, 1.1, color="#F0F0F0", zorder=0)
     axes.axhline(1.0, color=SOFT_INK, linewidth=0.8)
-    axes.set(xscale="log", ylim=(0.5, 1.3), xlabel="published seconds of a step", ylabel="published / predicted")
-    axes.set_title("32 published runs (grey: within 10%)", loc="left", color=INK)
+    axes.set(
+        xscale="log", ylim=(0.5, 1.3), xlabel="published step time, seconds", ylabel="published / predicted step time"
+    )
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_title("All 32 published runs (band: within 10%)", loc="left", color=INK)
 
 
 def _tflops(runs: list[Run] | tuple[Run, ...], calibration: Calibration | None) -> list[float]:

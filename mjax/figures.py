@@ -1,4 +1,4 @@
-"""What all pictures have in common: two inks, and a file that exists completely or not at all."""
+"""What all pictures have in common: inks, a heading, a margin, and a file that exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -8,17 +8,34 @@ from typing import TYPE_CHECKING, BinaryIO
 from mjax.data.atomic import put
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, SOFT_INK = "#222222", "#666666"
+MARGIN = 0.12  # inches around each plot
+
+
+def add_heading(axes: Axes, title: str, about: str = "") -> None:
+    """Write a bold title above `axes`, and between both the lines of `about`."""
+    lines = len(about.splitlines())
+    axes.set_title(
+        title, loc="left", size=12, weight="bold", color=INK, pad=18 + 11 * lines if lines else 10, parse_math=False
+    )
+    axes.annotate(
+        about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
+        parse_math=False,  # a name may contain dollars
+    )  # fmt: skip
 
 
 def save(figure: Figure, file: Path | BinaryIO) -> None:
     """Write a picture under a temporary name, then under its own, so that no reader sees half of it.
 
     Args:
+      figure: gets a margin, if its layout is constrained.
       file: .png, .pdf or .svg; replaced if it exists. Or what a PNG is written to, such as a `BytesIO` in a notebook.
     """
+    if (layout := figure.get_layout_engine()) is not None:
+        layout.set(w_pad=MARGIN, h_pad=MARGIN)
     if not isinstance(file, Path):
         figure.savefig(file)
         return

@@ -35,21 +35,26 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
         2 if apart else 1, 1, squeeze=False, sharex=True, height_ratios=(2, 1) if apart else None
     )[:, 0]
     for number, (name, values) in enumerate(measured.items()):
-        colour, width = COLOURS[number % len(COLOURS)], 1.2 + 4.5 * (len(measured) - 1 - number) / len(measured)
-        averaged = smoothed(list(values.values()))
         # Where curves coincide, each shows at the sides of the next.
-        axes.plot(values.keys(), averaged, color=colour, linewidth=width, label=f"{name}, {averaged[-1]:.4f}")
-        axes.plot(values.keys(), values.values(), color=colour, alpha=0.25, linewidth=0.7)
+        colour, wider = COLOURS[number % len(COLOURS)], (len(measured) - 1 - number) / len(measured)
+        averaged = smoothed(list(values.values()))
+        label = f"{name}, last {averaged[-1]:.4f}"
+        axes.plot(values.keys(), averaged, color=colour, linewidth=1.2 + 6 * wider, label=label)
+        axes.plot(values.keys(), values.values(), color=colour, alpha=0.25, linewidth=0.7, zorder=1)
         validation = [(record[x], record["val_loss"]) for record in runs[name] if record.get("val_loss") is not None]
         if validation:
-            axes.plot(*zip(*validation, strict=True), "o", color=colour, markersize=4)
+            axes.plot(*zip(*validation, strict=True), "o", color=colour, markersize=4 + 6 * wider)
         if below and name != first:
             distance = [values[at] - reference[at] for at in common[name]]
             below[0].plot(common[name], distance, color=colour, linewidth=1)
-    axes.set(ylabel="loss (nats per token)", title="training (lines) and validation (dots)")
+    axes.set(
+        ylabel="loss (nats per token)", title="Loss in training (lines: averaged; thin: raw) and validation (dots)"
+    )
     if below:
         below[0].axhline(0, color=COLOURS[0], linewidth=1)
-        below[0].set_ylabel(f"loss − that of {first}", parse_math=False)  # a name may contain dollars
+        below[0].set_title(f"Training loss minus the loss of {first}", parse_math=False)  # a name may contain dollars
+        below[0].set_ylabel("nats per token")
+        below[0].ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
     (*_, last) = (axes, *below)
     last.set(xlabel=x)
     for panel in (axes, *below):

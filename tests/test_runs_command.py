@@ -81,6 +81,8 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
         "mesh.data": {"base": 1, "fast": 1, "short": 2},
         "optimizer.learning_rate": {"base": 0.01, "fast": 0.02, "short": 0.01},
     }
+    labels = runs_command.curve_labels({"one": TINY, "two": replace(TINY, mesh=replace(TINY.mesh, model=2))})
+    assert list(labels.values()) == ["data 1 × model 1 (one)", "data 1 × model 2 (two)"]
     assert (runs / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["runs", "compare", "base", "fast", "--figure", "two.svg"]) == 0
     assert "1 settings differ; curves in two.svg" in capsys.readouterr().out

@@ -339,7 +339,7 @@ def _memory(planned: _Planned) -> Section:
     """Bytes on each device, by kind."""
     from mjax.planner.memory_section import memory_section
 
-    return memory_section(planned.config, planned.gpu, planned.arguments.memory_figure)
+    return memory_section(planned.config, planned.gpu, planned.arguments.memory_figure, planned.arguments.config)
 
 
 def _communication(planned: _Planned) -> Section:

@@ -31,6 +31,7 @@ from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
 from mjax.model_config import kind_of
 from mjax.models.build import count_parameters
+from mjax.parallel.axes import in_words
 from mjax.runs_figure import draw_runs
 from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
@@ -233,7 +234,9 @@ def compare_runs(arguments: CompareArguments) -> int:
     common = min(of_run[-1]["step"] for of_run in records.values())
     results = {name: results_of(configs[name], records[name], common) for name in names}
     settings = _settings(configs)
-    draw_runs(records, figure, by_tokens=len({_batch(config) for config in configs.values()}) > 1)
+    labels = curve_labels(configs)
+    curves = {labels[name]: of_run for name, of_run in records.items()}
+    draw_runs(curves, figure, by_tokens=len({_batch(config) for config in configs.values()}) > 1)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
         return 0
@@ -276,6 +279,13 @@ def results_of(config: Config, records: list[dict[str, Any]], common: int) -> di
         "tokens/s": speeds[len(speeds) // 2],
         "skipped steps": sum(bool(record.get("skipped")) for record in records),
     }
+
+
+def curve_labels(configs: dict[str, Config]) -> dict[str, str]:
+    """Return the label of each run's curve: its name, and before it the mesh if the runs have several."""
+    meshes = {name: in_words(config.mesh) for name, config in configs.items()}
+    several = len(set(meshes.values())) > 1
+    return {name: f"{mesh} ({name})" if several else name for name, mesh in meshes.items()}
 
 
 def _batch(config: Config) -> tuple[Any, ...]:

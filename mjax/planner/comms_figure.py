@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mjax.figures import INK, SOFT_INK, save
+from mjax.figures import INK, SOFT_INK, add_heading, save
 from mjax.parallel import scopes
 from mjax.planner.comms import Ledger, axes_name, human_bytes
 
@@ -56,7 +56,7 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
             bars.barh(row, size / scale, left=left, height=0.62, linewidth=border, **_style(part, phase))
             left += size / scale
             if size > 5e-4 * longest:  # a third of a pixel
-                shown[part, phase] = " ".join(filter(None, (part or "elsewhere", phase)))
+                shown[part, phase] = _in_words(part, phase)
         bars.text(left + 0.01 * longest / scale, row, human_bytes(sent[axes]), va="center", color=INK, size=10)
     bars.set_yticks(range(len(drawn)), [axes_name(axes) for axes in drawn], size=11)
     bars.set(ylim=(len(drawn) - 0.4, -0.6), xlim=(0, 1.16 * longest / scale))
@@ -64,10 +64,8 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
     bars.tick_params(axis="y", length=0)
     bars.spines[["top", "right", "left"]].set_visible(False)
     few = [f"{axes_name(axes)} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
-    title = f"Communication of a step{' of ' * bool(name)}{name}"
-    bars.set_title(title, loc="left", size=13, weight="bold", color=INK, parse_math=False, pad=24 if few else 10)
-    if few:
-        bars.text(0, 1.03, f"not drawn: {', '.join(few)}", transform=bars.transAxes, size=9, color=SOFT_INK)
+    about = f"too small to draw: {', '.join(few)}" if few else ""
+    add_heading(bars, f"Communication of a step{' of ' * bool(name)}{name}", about)
     handles = [Patch(**_style(*key)) for key in shown]
     figure.legend(handles, list(shown.values()), loc="outside lower left", ncols=4, frameon=False, labelcolor=INK)
     save(figure, file)
@@ -86,6 +84,12 @@ def pieces(ledger: Ledger) -> dict[tuple[str, str], float]:
     return {key: sizes[key] for key in ordered if sizes[key]}
 
 
+def _in_words(part: str, phase: str) -> str:
+    if part == scopes.WEIGHTS and not phase:
+        return "weights, at the start of the step"
+    return ", ".join(filter(None, (part or "elsewhere", phase)))
+
+
 def _style(part: str, phase: str) -> dict:
-    hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]  # at the start of the step, not in a layer
+    hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]
     return {"facecolor": COLOURS[part], "hatch": hatch, "edgecolor": "white"}

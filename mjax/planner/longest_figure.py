@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mjax.figures import INK, SOFT_INK, save
+from mjax.figures import SOFT_INK, add_heading, save
 
-# Okabe and Ito's palette, distinguishable with colour blindness; each way has a marker of its own, too. Labels stand
-# above the first line, to the left of the second, and below the last.
+# Okabe and Ito's palette, distinguishable with colour blindness; each way has a separate marker, too. Labels stand to
+# the left of the first two lines, and below the last.
 STYLES = (
-    ("#0072B2", "o", (0, 7), "center"),
+    ("#0072B2", "o", (-3, 5), "right"),
     ("#009E73", "s", (-6, 3), "right"),
-    ("#888888", "^", (0, -15), "center"),
+    ("#666666", "^", (0, -15), "center"),
 )
 
 
@@ -43,15 +43,15 @@ def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, nam
                 color=colour,
             )
     plot.set_xscale("log", base=2)
-    plot.set_yscale("log", base=2)
+    plot.set_yscale("log")
     plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    plot.yaxis.set_major_locator(LogLocator(base=4))
-    plot.yaxis.set_minor_locator(NullLocator())
+    plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    plot.yaxis.set_minor_formatter(NullFormatter())
     plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(int(value))))
     plot.margins(x=0.1, y=0.12)
-    plot.set_xlabel(f"{gpu} GPUs", color=SOFT_INK)
-    plot.set_title(f"Longest sequence of {name} that fits", loc="left", size=13, weight="bold", color=INK)
-    plot.set_ylabel("positions", color=SOFT_INK)
+    add_heading(plot, f"Longest sequence of {name} that fits into memory")
+    plot.set_xlabel(f"number of {gpu.upper()} GPUs", color=SOFT_INK)
+    plot.set_ylabel("positions in a sequence (k: thousand, M: million)", color=SOFT_INK)
     plot.grid(axis="y", alpha=0.3)
     plot.spines[["top", "right"]].set_visible(False)
     plot.legend(frameon=False, loc="upper left")
@@ -59,8 +59,8 @@ def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, nam
 
 
 def in_short(positions: int) -> str:
-    """A number of positions: 131,072 → 128k, 1,572,864 → 1.5M."""
-    for unit, word in ((2**20, "M"), (2**10, "k")):
+    """Return a number of positions with three digits: 131,072 → 131k, 1,572,864 → 1.57M."""
+    for unit, word in ((1e6, "M"), (1e3, "k")):
         if positions >= unit:
             return f"{positions / unit:.3g}{word}"
     return str(positions)

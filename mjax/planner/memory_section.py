@@ -24,7 +24,7 @@ WHEN = {
 }
 
 
-def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None = None) -> Section:
+def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None = None, name: str = "") -> Section:
     """The section of a plan.
 
     Args:
@@ -97,7 +97,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     if figure is not None:
         from mjax.planner.memory_figure import draw_memory
 
-        draw_memory(config, figure, gpu)
+        draw_memory(config, figure, gpu, name)
         rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
 

@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from mjax.figures import INK, SOFT_INK, save
+from mjax.figures import INK, add_heading, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
 FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
@@ -59,7 +59,8 @@ def draw_positions(
     beside.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    _finish(figure, axes, file, "Loss by position", about)
+    add_heading(axes, "Loss by position", about)
+    save(figure, file)
 
 
 def draw_needle(
@@ -107,14 +108,5 @@ def draw_needle(
     bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
     bar.set_label("numbers found")
     bar.outline.set_visible(False)
-    _finish(figure, axes, file, "Needle in a haystack: numbers found", about)
-
-
-def _finish(figure: Figure, axes: Any, file: Path, title: str, about: str) -> None:
-    """The title, two lines below it, and the file."""
-    axes.set_title(title, loc="left", size=12, weight="bold", color=INK, pad=40)
-    axes.annotate(
-        about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
-        parse_math=False,  # a name may contain dollars
-    )  # fmt: skip
+    add_heading(axes, "Needle in a haystack: numbers found", about)
     save(figure, file)

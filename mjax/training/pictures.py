@@ -24,6 +24,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     order.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
     records = list(records)
     bert = any("order_accuracy" in record for record in records)
@@ -31,7 +32,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
     _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
-    axes.set_title(title, parse_math=False)  # a name may contain dollars
+    axes.set_title(f"{title}: masked tokens" if bert else title, parse_math=False)  # a name may contain dollars
     entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
@@ -44,9 +45,12 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     for order in beside:
         _draw_curves(order, records, "order_accuracy", "{:.1%}")
         order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")
-        order.set(xlabel="step", ylabel="share of pairs whose order is found", title="sentence order")
+        order.set(xlabel="step", ylabel="share of pairs whose order is found")
+        order.set_title(f"{title}: sentence order", parse_math=False)
+        order.yaxis.set_major_formatter(PercentFormatter(1, 0))
     for panel in (axes, *beside):
         panel.grid(alpha=0.25)
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False)
     save(figure, file)
@@ -109,10 +113,12 @@ def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str
         steps, values = zip(*training, strict=True)
         averaged = smoothed(values)
         axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8)
-        axes.plot(steps, averaged, color="tab:blue", linewidth=1.8, label=f"training, {form.format(averaged[-1])}")
+        last = form.format(averaged[-1])
+        axes.plot(steps, averaged, color="tab:blue", linewidth=1.8, label=f"training, last {last}")
     if validation := curve(f"val_{name}"):
         steps, values = zip(*validation, strict=True)
-        axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, {form.format(values[-1])}")
+        last = form.format(values[-1])
+        axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, last {last}")
 
 
 def smoothed(values: Sequence[float]) -> Sequence[float]:

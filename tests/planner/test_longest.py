@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from mjax import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB, gpu_named
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
+from mjax.planner.longest_figure import draw_longest
 from mjax.planner.memory import HEADROOM, Memory
 from tests.small import small_config
 
@@ -89,3 +91,11 @@ def test_impossible_longest_is_rejected(monkeypatch):
     monkeypatch.setattr("mjax.planner.longest.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None, None)
+
+
+def test_figure_labels_agree_with_table(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
+    draw_longest({"over context": [(32, 693_248), (64, 9_863_168)]}, tmp_path / "longest.png", "llama", "h100")
+    labels = [text.get_text() for text in drawn[0].axes[0].texts]
+    assert {"693k", "9.86M"} <= set(labels)
