@@ -2,14 +2,17 @@
 
 The models are a ladder: those of the config scaled in width and depth, or the published ones of a family. Each rung is
 trained on `tokens_per_parameter` tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section
-3.4), and its fastest mesh is searched as with --devices alone. The time of a rung grows with its size, so the largest
-that stays within the days is found by bisection. Parameters, FLOPs, memory and time are those of the traced program.
+3.4). The time of a rung grows with its size; the largest that stays within the days is looked for where the speed of
+the last one tried puts it. The fastest ways to run the first are searched as with --devices alone, and the others are
+tried in these ways; where none fits, they are searched too. Parameters, FLOPs, memory and time are those of the traced
+program.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -21,13 +24,14 @@ from mjax.hardware import GIB, Gpu
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration
-from mjax.planner.search import Candidate, Found, candidates
-from mjax.planner.search_command import check_searchable, find, with_batch
+from mjax.planner.search import SEARCHED, Candidate, Found, candidates, rank, search, value_of, with_values
+from mjax.planner.search_command import check_searchable, find, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to, table
 from mjax.resolve import shorter_warmup
 from mjax.training.flops import model_flops
 
+STRAIGHT = 5  # trials after which halves are taken
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
 Search = Callable[[Config], Found]
 
@@ -157,10 +161,31 @@ def run_budget(
     possible = possible_rungs(rungs, devices, keep)
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
 
-    best, tried = largest(possible, arguments, gpu, lambda each: find(each, devices, gpu, calibration, keep), say)
+    best, tried = largest(possible, arguments, gpu, _Ways(devices, gpu, calibration, keep), say)
     base = base if arguments.family is None else load_config(best.rung.base)
     called = f"{best.rung.base} at {in_units(best.parameters)} parameters"
     return called, best.config, budget_section(best, tried, base, arguments, gpu)
+
+
+class _Ways:
+    """A search of rungs one after the other, each in the ways that were the fastest of the first."""
+
+    def __init__(self, devices: int, gpu: Gpu, calibration: Calibration, keep: Collection[str]):
+        self.devices, self.gpu, self.calibration, self.keep = devices, gpu, calibration, keep
+        self.fastest: list[dict[str, Any]] = []
+
+    def __call__(self, config: Config) -> Found:
+        """At least the fastest way to run `config`, if any fits."""
+        memory_of, time_of = predictions(self.gpu, self.calibration)
+        capacity, host = self.gpu.usable_bytes, self.gpu.host_bytes
+        known = (with_values(config, each) for each in self.fastest)
+        found = [search(each, self.devices, memory_of, time_of, capacity, SEARCHED, host=host) for each in known]
+        roomy = sorted((each for ways in found for each in ways.roomy), key=rank)
+        if roomy:
+            return Found(self.devices, capacity, roomy, [], [])
+        whole = find(config, self.devices, self.gpu, self.calibration, self.keep, within=1.0)
+        self.fastest = [{name: value_of(each.config, name) for name in SEARCHED} for each in whole.ranked[:10]]
+        return whole
 
 
 # --- The largest ------------------------------------------------------------------------------------------------------
@@ -188,10 +213,17 @@ def largest(
         say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
         return trial.days <= arguments.days
 
+    seconds, peak = arguments.days * 86_400, gpu.peak_tflops.get(rungs[0].config.precision.compute, math.inf) * 1e12
+    # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
+    fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
     low, high = -1, len(rungs)  # the largest known to be within, and the smallest known not to be
     while high - low > 1:
-        middle = (low + high) // 2
+        nearest = bisect_right(rungs, fitting, key=lambda rung: count_parameters(rung.config.model)) - 1
+        middle = (low + high) // 2 if len(tried) > STRAIGHT else min(max(nearest, low + 1), high - 1)
         low, high = (middle, high) if within(middle) else (low, middle)
+        trial = tried[middle]
+        days = trial.days if trial.best is not None else 2 * trial.days_at_peak
+        fitting = trial.parameters * math.sqrt(arguments.days / days)
     if low < 0:
         smallest = tried[0]
         raise UsageError(

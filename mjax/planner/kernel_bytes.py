@@ -89,6 +89,18 @@ def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) 
     return Kernels(*passes, kept)
 
 
+def at_least(of: trace.Traced, kernel: str, recompute: str, samples: int) -> Kernels:
+    """What `of_micro_batch` finds at least, from the trace of a whole sample: ranks of `model` and `context` have a
+    part of each of its arrays."""
+    whole, ranks = of.of_sample(), of.ranks * of.context
+
+    def part(moved: Moved) -> Moved:
+        return moved._replace(bytes=moved.bytes / ranks, scores=moved.scores / ranks, weights=0.0, agreed=())
+
+    *passes, kept = of_micro_batch(whole, kernel, recompute, samples)
+    return Kernels(*map(part, passes), kept / ranks)
+
+
 @lru_cache(maxsize=1024)
 def activations(of: trace.Traced) -> float:
     """Elements of the activation functions in a layer's forward pass."""

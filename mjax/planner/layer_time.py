@@ -41,10 +41,12 @@ class Common:
       kernel: of attention; `flash`: whether it writes no scores.
       kinds: of layers, as in `trace.kinds_of`.
       stream: elements of a micro-batch's stream on all ranks of `model`.
+      exact: whether memory-bound kernels are those of each mesh; else what they move at least counts.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software):
+    def __init__(self, config: Config, rates: Rates, software: Software, exact: bool = True):
         self.config, self.rates, self.software = config, rates, software
+        self.exact = exact
         model, mesh = config.model, config.mesh
         # What two streams hide was read from programs within a server; between servers it is what one stream hides.
         beyond = mesh.model > rates.gpu.gpus_per_node
@@ -282,7 +284,8 @@ class LayerTime:
     def traced(self) -> Kernels:
         """What the traced kernels move for a micro-batch."""
         kernel = "cudnn" if self.run.flash else "xla"
-        return kernel_bytes.of_micro_batch(self.of, kernel, self.config.train.recompute, self.samples)
+        find = kernel_bytes.of_micro_batch if self.run.exact else kernel_bytes.at_least
+        return find(self.of, kernel, self.config.train.recompute, self.samples)
 
     @cached_property
     def _kernels(self) -> tuple[float, float]:

@@ -115,7 +115,17 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
     Raises:
       UsageError: `model.attention` is cudnn, which does not support the config.
     """
-    sizes = _Sizes(config, attention_on_gpu(config, capability))
+    return _peak(config, attention_on_gpu(config, capability), _of_sample)
+
+
+def least_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
+    """The memory of a step at least: no part is more than `predict_memory` says. It comes from the trace of a whole
+    sample, of which ranks of `model` and `context` have a part."""
+    return _peak(config, attention_on_gpu(config, capability), _part_of_sample)
+
+
+def _peak(config: Config, kernel: str, of_sample: SampleOf) -> Memory:
+    sizes = _Sizes(config, kernel, of_sample)
     points = [_head(sizes), _backward(sizes), _reduction(sizes)]
     if config.optimizer.name == "muon":
         points.append(_update(sizes))
@@ -143,14 +153,14 @@ class _Sizes:
       heads: other residuals of the head, and their gradients.
     """
 
-    def __init__(self, config: Config, kernel: str):
+    def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
         mesh, recompute = config.mesh, config.train.recompute
         self.config, self.held = config, held_by(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         kinds, samples = trace.kinds_of(config), config.train.micro_batch
         of_kinds = [
-            _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute))) for _, of in kinds
+            _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute))) for _, of in kinds
         ]
         self.layers = [
             _Kind(
@@ -276,6 +286,15 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         logits=width * head.logits,
         heads=sum(besides) + max(besides, default=0),
     )
+
+
+SampleOf = Callable[[trace.Traced, str, str], _Sample]
+
+
+@lru_cache(maxsize=1024)
+def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
+    """What `_of_sample` finds at least."""
+    return _Sample(*(each / (of.ranks * of.context) for each in _of_sample(of.of_sample(), kernel, recompute)))
 
 
 def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:

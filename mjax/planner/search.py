@@ -17,9 +17,11 @@ Of settings that do the same, only the simplest is a candidate: no schedule and 
 sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`. The schedule gpipe is left
 out: it has the bubble of 1f1b and at least its memory.
 
-The memory of every candidate is predicted; one that lacks memory where the logits are the peak is tried with the loss
-in chunks too. Those that do not fit are dropped, and the others ranked by the predicted time of the whole run: with a
-batch ramp-up, its small batches count too. No rule says what goes where: that `model` stays within a server and
+Candidates are taken in the order of what they take at least, in bytes and seconds (`Bounds`), which is known before
+their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
+predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Those that do not
+fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small batches
+count too. No rule says what goes where: that `model` stays within a server and
 pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
@@ -29,10 +31,14 @@ candidates that leave less than HEADROOM of the memory free are ranked only if n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
@@ -56,6 +62,10 @@ ZERO = (0, 1, 3)
 STREAMS = (1, 2)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+
+WITHIN = 1.1
+"""What takes longer than so many times the fastest is counted, not ranked."""
 
 SERVER = 8
 """Ranks of `expert` and `model` together, at most: they communicate in every layer."""
@@ -169,8 +179,10 @@ class Found:
       capacity: bytes of a device for the program.
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit, with their bytes.
+      too_big: those that do not fit, with bytes that they take at least.
       without_host: number of those that fit but need more host memory than there is.
+      slower: those that were not predicted, since they take longer than `WITHIN` times the fastest; in the order of
+        what they take at least.
     """
 
     devices: int
@@ -179,6 +191,7 @@ class Found:
     tight: list[Candidate]
     too_big: list[tuple[Config, float]]
     without_host: int = 0
+    slower: tuple[Config, ...] = ()
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -188,11 +201,27 @@ class Found:
     @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.without_host
+        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.without_host + len(self.slower)
 
     def free(self, candidate: Candidate) -> float:
         """The fraction of the memory that a candidate leaves free."""
         return free_share(candidate.memory.total, self.capacity)
+
+
+class Bounds(NamedTuple):
+    """What a config takes at least, found without a trace for each mesh.
+
+    Attributes:
+      seconds: as mean over the run, the same for candidates that differ in `UNBOUND` alone; nearer to the truth, after
+        a trace of the layer on its mesh, if the second argument is true.
+      memory: on the fullest device.
+    """
+
+    seconds: Callable[[Config, bool], float]
+    memory: MemoryOf
+
+
+UNBOUND = ("mesh.schedule", "mesh.chunks", "mesh.zero", "train.loss_chunks")
 
 
 def search(
@@ -202,10 +231,14 @@ def search(
     time_of: TimeOf,
     capacity: float,
     keep: Collection[str] = (),
-    progress: Callable[[list[Config]], Iterable[Config]] = iter,
+    progress: Progress = lambda total: nullcontext(lambda done: None),
     host: float | None = None,
+    bounds: Bounds | None = None,
+    top: int = 10,
+    within: float = WITHIN,
 ) -> Found:
-    """Try every candidate and rank those that fit.
+    """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `within` times the
+    fastest.
 
     Args:
       config: valid except for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
@@ -214,15 +247,23 @@ def search(
       time_of: seconds of its step, and their mean over the run; called only for candidates that fit.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
-      progress: passes the candidates through, and may show progress.
+      progress: opened with the number of candidates; what it yields is called with how many were done since.
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
+      bounds: by default nothing is known before, and every candidate is predicted.
+      top, within: see above.
     """
-    roomy, tight, too_big, without_host = [], [], [], 0
-    for candidate in progress(list(candidates(config, devices, keep))):
+    roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
+    every = list(candidates(config, devices, keep))
+
+    def in_chunks(candidate: Config, memory: Memory) -> list[Config]:
+        """The candidate with the loss in chunks, if it lacks memory."""
+        lacks = free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep
+        return with_loss_chunks(candidate, memory) if lacks else []
+
+    def predict(candidate: Config) -> None:
+        nonlocal without_host
         memory = memory_of(candidate)
-        tried = [(candidate, memory)]
-        if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
-            tried += [(each, memory_of(each)) for each in with_loss_chunks(candidate, memory)]
+        tried = [(candidate, memory), *((each, memory_of(each)) for each in in_chunks(candidate, memory))]
         for each, memory in tried:
             if memory.total > capacity:
                 too_big.append((each, memory.total))
@@ -232,7 +273,45 @@ def search(
                 continue
             fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
             fitting.append(Candidate(each, memory, time_of(each)))
-    return Found(devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, without_host)
+            if fitting is roomy:
+                insort(fastest, roomy[-1].time.mean)
+
+    def limit() -> float:
+        """Seconds above which nothing is ranked."""
+        return max(within * fastest[0], 1.001 * fastest[top - 1]) if len(fastest) >= top else math.inf
+
+    with progress(len(every)) as advance:
+        waiting = [(0.0, 0, True, every)] if bounds is None else _groups(every, bounds)
+        while waiting:
+            least, number, traced, group = heappop(waiting)
+            left = []
+            if least > limit():
+                slower += group
+            elif traced:
+                for candidate in group:
+                    predict(candidate)
+            else:
+                for candidate in group:
+                    memory = bounds.memory(candidate)
+                    sizes = [memory.total, *(bounds.memory(each).total for each in in_chunks(candidate, memory))]
+                    too_big.append((candidate, min(sizes))) if min(sizes) > capacity else left.append(candidate)
+            if left:
+                heappush(waiting, (bounds.seconds(left[0], True), number, True, left))
+            advance(len(group) - len(left))
+    roomy, tight = sorted(roomy, key=rank), sorted(tight, key=rank)
+    return Found(devices, capacity, roomy, tight, too_big, without_host, tuple(slower))
+
+
+def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool, list[Config]]]:
+    """A heap of candidates that take the same at least: the seconds, a number of its own, whether these come from a
+    traced layer, and the candidates."""
+    alike = defaultdict(list)
+    for each in every:
+        alike[tuple(value_of(each, name) for name in SEARCHED if name not in UNBOUND)].append(each)
+    groups = enumerate(alike.values())
+    waiting = [(bounds.seconds(group[0], False), number, False, group) for number, group in groups]
+    heapify(waiting)
+    return waiting
 
 
 def rank(candidate: Candidate) -> tuple:
@@ -240,13 +319,14 @@ def rank(candidate: Candidate) -> tuple:
     return float(f"{candidate.time.mean:.4g}"), complexity(candidate.config)
 
 
-def complexity(config: Config) -> tuple[int, ...]:
+def complexity(config: Config) -> tuple:
     """Smaller is simpler; the most important fields for a reader of the config come first."""
     mesh, train = config.mesh, config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     recompute = RECOMPUTE.index(train.recompute)
     first = mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero
-    return *first, recompute, mesh.sequence_parallel, train.streams, train.micro_batch, train.loss_chunks
+    last = train.micro_batch, train.loss_chunks, mesh.expert, mesh.context_attention
+    return *first, recompute, mesh.sequence_parallel, train.streams, *last
 
 
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
@@ -260,8 +340,9 @@ class Alternative:
       field: dotted name, one of `SEARCHED`.
       best: its value in the best candidate.
       value: its value here.
-      candidate: the candidate, or None if everything with another value is too big, or leaves too little free.
-      least: bytes of the smallest of those, if there is no candidate.
+      candidate: the candidate, or None if everything with another value is slower than what is ranked, too big, or
+        leaves too little free.
+      least: bytes of the smallest of those, if there is no candidate and none is slower.
     """
 
     field: str
@@ -297,6 +378,10 @@ def alternatives(found: Found) -> list[Alternative]:
         other = next((each for each in found.ranked if value_of(each.config, name) != value), None)
         if other is not None:
             listed.append(Alternative(name, value, value_of(other.config, name), other, None))
+            continue
+        slower = next((each for each in found.slower if value_of(each, name) != value), None)
+        if slower is not None:
+            listed.append(Alternative(name, value, value_of(slower, name), None, None))
             continue
         others = [(each.config, each.memory.total) for each in found.tight] if found.roomy else []
         sizes = [(size, value_of(each, name)) for each, size in others + found.too_big if value_of(each, name) != value]

@@ -5,9 +5,11 @@ Each refusal of a number of GPUs names one that works.
 
 from __future__ import annotations
 
+import math
 import textwrap
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,9 +21,10 @@ from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.config_file import WIDTH
-from mjax.planner.memory import HEADROOM, free_share, predict_memory
+from mjax.planner.memory import HEADROOM, free_share, least_memory, predict_memory
 from mjax.planner.search import (
     SEARCHED,
+    Bounds,
     Found,
     MemoryOf,
     TimeOf,
@@ -36,7 +39,7 @@ from mjax.planner.search import (
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.search_report import LeftOut, Question, cost, report, tight_warning
 from mjax.planner.section import Section, good_to
-from mjax.planner.time import predict_time
+from mjax.planner.time import LeastTime, predict_time
 from mjax.planner.time_section import run_tokens
 from mjax.validation import validate
 
@@ -80,7 +83,7 @@ def run_search(
     memory_of, time_of = predictions(gpu, calibration)
 
     began = time.perf_counter()
-    found = find(config, devices, gpu, calibration, keep)
+    found = find(config, devices, gpu, calibration, keep, top=arguments.top)
     seconds = time.perf_counter() - began
     refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
 
@@ -91,9 +94,16 @@ def run_search(
     return best, section, _about(found, question)
 
 
-def find(config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()) -> Found:
-    """All ways to run `config` on this many GPUs; with a progress bar on a terminal."""
-    return search(config, devices, *predictions(gpu, calibration), gpu.usable_bytes, keep, _showing, gpu.host_bytes)
+def find(
+    config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = (), **ranked: float
+) -> Found:
+    """The fastest ways to run `config` on this many GPUs, with a progress bar on a terminal; `ranked` as for `search`:
+    `top`, `within`."""
+    bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=gpu.compute_capability))
+    memory_of, time_of = predictions(gpu, calibration)
+    return search(
+        config, devices, memory_of, time_of, gpu.usable_bytes, keep, _showing, gpu.host_bytes, bounds, **ranked
+    )
 
 
 def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
@@ -104,20 +114,23 @@ def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, Ti
     )
 
 
-def _showing(every: list[Config]) -> Iterator[Config]:
-    """The candidates one by one; on a terminal with a progress bar after the first second."""
+@contextmanager
+def _showing(total: int) -> Iterator[Callable[[int], None]]:
+    """On a terminal a progress bar, after the first second."""
     from mjax.progress import progress
 
-    began = time.perf_counter()
-    for done, candidate in enumerate(every):
-        if time.perf_counter() - began > 1:
-            with progress("searching", len(every), transient=True) as advance:
-                advance(done)
-                for later in every[done:]:
-                    yield later
-                    advance(1)
-            return
-        yield candidate
+    began, before, show = time.perf_counter(), 0, None
+
+    def advance(done: int) -> None:
+        nonlocal before, show
+        before += done
+        if show is None and time.perf_counter() - began > 1:
+            show, done = bar.enter_context(progress("searching", total, transient=True)), before
+        if show is not None:
+            show(done)
+
+    with ExitStack() as bar:
+        yield advance
 
 
 def _about(found: Found, question: Question) -> str:
@@ -200,13 +213,23 @@ def refuse_too_big(
             f"all {found.tried:,} ways to run {name} on {found.devices} × {gpu} need more host memory than there is; "
             "leave out --keep train.recompute"
         )
-    nearest, least = min(found.too_big, key=lambda pair: pair[1])
+    nearest, least = _smallest(found.too_big, memory_of)
     enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
     raise UsageError(
         f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
         f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {found.capacity / GIB:.1f}; {advice}"
     )
+
+
+def _smallest(too_big: list[tuple[Config, float]], memory_of: MemoryOf) -> tuple[Config, float]:
+    """The candidate that takes least, and its bytes; each comes with what it takes at least."""
+    nearest, least = too_big[0][0], math.inf
+    for candidate, at_least in sorted(too_big, key=lambda pair: pair[1]):
+        if at_least >= least:
+            break
+        nearest, least = min((nearest, least), (candidate, memory_of(candidate).total), key=lambda pair: pair[1])
+    return nearest, least
 
 
 def enough_devices(

@@ -9,8 +9,20 @@ from typing import Any
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.planner.memory import HEADROOM
-from mjax.planner.search import SEARCHED, Alternative, Candidate, Found, TimeOf, alternatives, describe, value_of, word
+from mjax.planner.search import (
+    SEARCHED,
+    WITHIN,
+    Alternative,
+    Candidate,
+    Found,
+    TimeOf,
+    alternatives,
+    describe,
+    value_of,
+    word,
+)
 from mjax.planner.section import Section, good_to, table
+from mjax.planner.step_time import StepTime
 from mjax.planner.time_section import run_tokens
 
 
@@ -76,6 +88,7 @@ def report(
             "too_big": len(found.too_big),
             "tight": len(found.tight),
             "without_host": found.without_host,
+            "slower": len(found.slower),
             "seconds": seconds,
             "best": [_values(*each) for each in zip(shown, costs, strict=True)],
             "alternatives": [_alternative_values(each) for each in others],
@@ -87,7 +100,9 @@ def report(
             f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for {found.capacity / GIB:.1f} GiB, "
             f"{len(found.tight):,} leave less than {HEADROOM:.0%} of it free, "
             + (f"{found.without_host:,} need more host memory than there is, " if found.without_host else "")
-            + f"{len(found.roomy):,} fit ({seconds:.1f} s)",
+            + f"{len(found.roomy):,} fit"
+            + (f", and {len(found.slower):,} take {WITHIN - 1:.0%} longer or more" if found.slower else "")
+            + f" ({seconds:.1f} s)",
             "",
             *_table(found, shown, costs, question.price),
             "",
@@ -172,19 +187,21 @@ def _reasons(found: Found, others: list[Alternative]) -> list[str]:
         lines += [f"1 before 2: {faster_by(best, found.ranked[1])}", ""]
     rows = []
     for other in others:
-        if other.candidate is None:
+        if other.candidate is None and other.least is None:
+            verdict = f"more than {WITHIN - 1:.0%} slower"
+        elif other.candidate is None:
             what = "nothing fits" if other.least > found.capacity else f"nothing leaves {HEADROOM:.0%} free"
             verdict = f"{what}: {other.least / GIB:.1f} GiB at least"
         else:
-            verdict = _beside(other.candidate, best)
+            verdict = _beside(other.candidate.time, best.time)
         with_it = ", ".join(other.others(best.config))
         rows.append([other.field, word(other.best), word(other.value), verdict, with_it])
     return lines + table(["what a choice is worth", "best", "else", "the fastest so", "which also has"], rows, left=5)
 
 
-def _beside(candidate: Candidate, best: Candidate) -> str:
+def _beside(time: StepTime, best: StepTime) -> str:
     """The seconds per step of a candidate, and the difference from the best one."""
-    return f"{candidate.time.mean:.3g} s, {candidate.time.mean / best.time.mean - 1:+.1%}"
+    return f"{time.mean:.3g} s, {time.mean / best.mean - 1:+.1%}"
 
 
 def faster_by(first: Candidate, second: Candidate) -> str:
@@ -214,14 +231,15 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
             f"the best takes {best.time.total:.3g} s"
         )
     if config.mesh.devices == found.devices:
-        lines.append(f"the config's own mesh, {describe(config)}: {_own_verdict(found, config)}")
+        verdict = _own_verdict(found, config, question.time_of)
+        lines.append(f"the config's own mesh, {describe(config)}: {verdict}")
     if warning := tight_warning(found):
         lines.append(warning)
     elif found.tight and found.tight[0].time.mean < best.time.mean:
         fast = found.tight[0]
         lines.append(
             f"not ranked, because it leaves {found.free(fast):.1%} of the memory free and the prediction may be off by "
-            f"{HEADROOM:.0%}: {describe(fast.config)}, {_beside(fast, best)}"
+            f"{HEADROOM:.0%}: {describe(fast.config)}, {_beside(fast.time, best.time)}"
         )
     without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
     if question.kernel_of(best.config) != question.kernel_of(without):
@@ -244,15 +262,17 @@ def tight_warning(found: Found) -> str:
     )
 
 
-def _own_verdict(found: Found, config: Config) -> str:
+def _own_verdict(found: Found, config: Config, time_of: TimeOf) -> str:
     best, rank = found.ranked[0], _own_rank(found, config)
     if rank is not None:
-        return f"{_beside(found.ranked[rank - 1], best)}, rank {rank:,}"
+        return f"{_beside(found.ranked[rank - 1].time, best.time)}, rank {rank:,}"
     for tight in found.tight:
         if _is_own(tight.config, config):
-            return f"{_beside(tight, best)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
+            return f"{_beside(tight.time, best.time)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
     sizes = [size for each, size in found.too_big if _is_own(each, config)]
-    return f"{sizes[0] / GIB:.1f} GiB, which is too big" if sizes else "is not among those that were tried"
+    for slower in filter(lambda each: _is_own(each, config), found.slower):
+        return f"{_beside(time_of(slower), best.time)}, not ranked"
+    return f"{sizes[0] / GIB:.1f} GiB at least, which is too big" if sizes else "is not among those that were tried"
 
 
 def _own_rank(found: Found, config: Config) -> int | None:

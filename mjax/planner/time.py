@@ -37,9 +37,10 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 
-from mjax.config import Config
+from mjax.config import Config, MeshConfig, TrainConfig
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import MODEL, copies
@@ -95,6 +96,46 @@ def predict_time(
     return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, mean, caveats)
 
 
+class LeastTime:
+    """Seconds that a step takes at least, as mean over the run: never more than `predict_time` says.
+
+    It counts the products, attention and collectives of the layers and the head. These depend on few fields, so each is
+    computed once for thousands of configs; what a pipeline, ZeRO and the update add is left out.
+    """
+
+    def __init__(self, gpu: Gpu, calibration: Calibration | None = None):
+        self.gpu, self.calibration = gpu, calibration or default_calibration(gpu)
+        self._parts = lru_cache(maxsize=None)(self._parts_of)
+
+    def __call__(self, config: Config, exact: bool = False) -> float:
+        """Seconds of a config; if `exact`, its layers' memory-bound kernels are those of its mesh, which is traced."""
+        mesh, train = config.mesh, config.train
+        alone = MeshConfig(
+            data=mesh.expert,
+            model=mesh.model,
+            expert=mesh.expert,
+            context=mesh.context,
+            context_attention=mesh.context_attention,
+            sequence_parallel=mesh.sequence_parallel,
+        )
+        portion = TrainConfig(
+            global_batch=mesh.expert * train.micro_batch,
+            micro_batch=train.micro_batch,
+            recompute="full" if train.recompute == "offload" else train.recompute,
+            streams=train.streams,
+            unroll="on",  # without what a loop copies
+        )
+        layers, head, sums = self._parts(replace(config, mesh=alone, train=portion), exact)
+        each = layers / mesh.pipe + head + sums / (1 if mesh.pipe == 1 else 2)
+        return mean_over_run(config, lambda m: {"": m * each}, config.micro_batches * each)
+
+    def _parts_of(self, config: Config, exact: bool) -> tuple[float, float, float]:
+        """Of a micro-batch without a pipeline: all layers, the head, and its collectives."""
+        rates = Rates(self.gpu, self.calibration, config.precision.compute)
+        step = _Step(config, rates, MJAX, exact=exact)
+        return sum(sum(each.values()) for each in step.passes), step.head(), step.head_sums()
+
+
 class _Step(Common):
     """The work of one device in a step, part by part; every method returns seconds.
 
@@ -102,8 +143,8 @@ class _Step(Common):
       layers: of a stage, and one of them, for each kind.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False):
-        super().__init__(config, rates, software)
+    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False, exact: bool = True):
+        super().__init__(config, rates, software, exact)
         self.end, self.held = trace.head(self.kinds[0][1]), held_by(config.model, config.mesh)
         self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
 

@@ -39,7 +39,7 @@ from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.zero import gather_weights
-from mjax.state.layout import lay_out
+from mjax.state.layout import Layout, lay_out
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.forward import Forward
 from mjax.training.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
@@ -157,6 +157,10 @@ class Traced:
         compute, split = config.precision.compute, mesh.splits_tokens
         return cls(model, config.data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
 
+    def of_sample(self) -> Traced:
+        """The same on one rank of `model` and `context`, which has the sample as a whole."""
+        return replace(self, ranks=1, context=1, across=None, sequence_parallel=False)
+
     @property
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
@@ -164,9 +168,10 @@ class Traced:
         return sequence // (self.context if self.across == "gather" else 1), sequence
 
     def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
-        """A config for its samples on one rank; `grouped` stands in for the products of experts."""
+        """A config for its samples on one rank, with this kernel of attention or the stand-in of the fused ones;
+        `grouped` stands in for the products of experts."""
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
-        model = replace(self.model, attention=FLASH_STAND_IN if kernel in FUSED else kernel)
+        model = replace(self.model, attention=kernel)
         return Config(
             model=replace(model, grouped=grouped) if isinstance(model, MixtureConfig) else model,
             mesh=MeshConfig(
@@ -210,17 +215,19 @@ def kinds_of(config: Config) -> list[tuple[int, Traced]]:
     return [(layers, replace(of, kind=kind)) for kind, layers in layers_of_kinds(model).items()]
 
 
-@lru_cache(maxsize=1024)
 def layer_forward(of: Traced) -> Layer:
     """The forward pass of a layer.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
     compute = "bf16" if of.compute == "fp8" else of.compute
-    of = replace(of, sequence_parallel=False, compute=compute)
-    return _trace(of, of.config(), _forward)
+    return _layer_forward(replace(of, sequence_parallel=False, compute=compute))
 
 
 @lru_cache(maxsize=1024)
+def _layer_forward(of: Traced) -> Layer:
+    return _trace(of, of.config(), _forward)
+
+
 def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
     """The backward pass of a layer, including recomputation.
 
@@ -228,13 +235,21 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
       kernel: of attention: `xla`, or a fused one, replaced by a stand-in.
       recompute: as `train.recompute`.
     """
-    return _trace(of, of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
+    return _layer_backward(of, FLASH_STAND_IN if kernel in FUSED else kernel, recompute)
 
 
 @lru_cache(maxsize=1024)
+def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
+    return _trace(of, of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
+
+
 def head(of: Traced) -> Head:
     """What follows the last layer."""
-    of = replace(of, kind=None)
+    return _head_of(replace(of, kind=None, across=None))
+
+
+@lru_cache(maxsize=1024)
+def _head_of(of: Traced) -> Head:
     return _trace(of, of.config(), _head)
 
 
@@ -258,10 +273,16 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
-        layout = lay_out(config, mesh)
+        layout = _layout(replace(config, train=replace(config.train, recompute="none")))
         specs = layout.specs, batch_specs(arrays, config.model.sequence)
         jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
     return found[0]
+
+
+@lru_cache(maxsize=256)
+def _layout(config: Config) -> Layout:
+    """Of the weights: the same for every recomputation."""
+    return lay_out(config, abstract_mesh(config.mesh))
 
 
 @lru_cache(maxsize=1024)
