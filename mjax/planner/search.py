@@ -236,6 +236,7 @@ def search(
     bounds: Bounds | None = None,
     top: int = 10,
     within: float = WITHIN,
+    among: Collection[Config] | None = None,
 ) -> Found:
     """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `within` times the
     fastest.
@@ -251,9 +252,10 @@ def search(
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
       bounds: by default nothing is known before, and every candidate is predicted.
       top, within: see above.
+      among: of candidates; by default all.
     """
     roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
-    every = list(candidates(config, devices, keep))
+    every = list(candidates(config, devices, keep) if among is None else among)
 
     def in_chunks(candidate: Config, memory: Memory) -> list[Config]:
         """The candidate with the loss in chunks, if it lacks memory."""
@@ -340,9 +342,8 @@ class Alternative:
       field: dotted name, one of `SEARCHED`.
       best: its value in the best candidate.
       value: its value here.
-      candidate: the candidate, or None if everything with another value is slower than what is ranked, too big, or
-        leaves too little free.
-      least: bytes of the smallest of those, if there is no candidate and none is slower.
+      candidate: the candidate, or None if everything with another value is too big, or leaves too little free.
+      least: bytes of the smallest of those, if there is no candidate.
     """
 
     field: str
@@ -359,29 +360,25 @@ class Alternative:
         return [f"{short(name)} {word(value)}" for name, value in pairs if value != value_of(best, name)]
 
 
-def alternatives(found: Found) -> list[Alternative]:
-    """For each field, what the best candidate would lose with another value of it, with all others searched again.
-
-    Fields with the same value in every candidate are left out, and those that follow from others: `data` is what `pipe`
-    and `model` leave, and without a pipeline there are no schedule and no chunks, and without `context` no attention
-    over it.
-    """
-    best = found.ranked[0]
-    follow = {"mesh.data"} if best.config.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
-    if best.config.mesh.context == 1:
+def compared(best: Config) -> list[str]:
+    """Fields of which it is told what a choice is worth. Not those that follow from others: `data` is what `pipe` and
+    `model` leave, and without a pipeline there are no schedule and no chunks, and without `context` no attention over
+    it."""
+    follow = {"mesh.data"} if best.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
+    if best.mesh.context == 1:
         follow.add("mesh.context_attention")
-    listed = []
-    for name in SEARCHED:
-        if name in follow:
-            continue
+    return [name for name in SEARCHED if name not in follow]
+
+
+def alternatives(found: Found) -> list[Alternative]:
+    """For each field of `compared`, what the best candidate would lose with another value of it, with all others
+    searched again; fields with the same value in every candidate are left out."""
+    best, listed = found.ranked[0], []
+    for name in compared(best.config):
         value = value_of(best.config, name)
         other = next((each for each in found.ranked if value_of(each.config, name) != value), None)
         if other is not None:
             listed.append(Alternative(name, value, value_of(other.config, name), other, None))
-            continue
-        slower = next((each for each in found.slower if value_of(each, name) != value), None)
-        if slower is not None:
-            listed.append(Alternative(name, value, value_of(slower, name), None, None))
             continue
         others = [(each.config, each.memory.total) for each in found.tight] if found.roomy else []
         sizes = [(size, value_of(each, name)) for each, size in others + found.too_big if value_of(each, name) != value]

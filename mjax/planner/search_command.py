@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, DataConfig, MeshConfig, suggestion
@@ -30,8 +31,10 @@ from mjax.planner.search import (
     TimeOf,
     batch_unit,
     candidates,
+    compared,
     describe,
     divisors,
+    rank,
     search,
     value_of,
     with_values,
@@ -84,8 +87,9 @@ def run_search(
 
     began = time.perf_counter()
     found = find(config, devices, gpu, calibration, keep, top=arguments.top)
-    seconds = time.perf_counter() - began
     refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
+    found = with_alternatives(found, config, gpu, calibration, keep)
+    seconds = time.perf_counter() - began
 
     question = Question(name, config, gpu, arguments.price, arguments.top, time_of, kernel_of)
     best, file = found.ranked[0].config, arguments.write
@@ -95,15 +99,38 @@ def run_search(
 
 
 def find(
-    config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = (), **ranked: float
+    config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = (), **ranked: Any
 ) -> Found:
     """The fastest ways to run `config` on this many GPUs, with a progress bar on a terminal; `ranked` as for `search`:
-    `top`, `within`."""
+    `top`, `within`, `among`."""
     bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=gpu.compute_capability))
     memory_of, time_of = predictions(gpu, calibration)
     return search(
         config, devices, memory_of, time_of, gpu.usable_bytes, keep, _showing, gpu.host_bytes, bounds, **ranked
     )
+
+
+def with_alternatives(
+    found: Found, config: Config, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()
+) -> Found:
+    """`found` with the fastest candidate that has another value, of each field of which all that are ranked have the
+    same."""
+    best = found.ranked[0].config
+    for name in compared(best):
+        value = value_of(best, name)
+        others = [each for each in found.slower if value_of(each, name) != value]
+        if others and all(value_of(each.config, name) == value for each in found.ranked):
+            also = find(config, found.devices, gpu, calibration, keep, top=1, within=1.0, among=others)
+            tried = set(others).difference(also.slower)
+            found = replace(
+                found,
+                roomy=sorted(found.roomy + also.roomy, key=rank),
+                tight=sorted(found.tight + also.tight, key=rank),
+                too_big=found.too_big + also.too_big,
+                without_host=found.without_host + also.without_host,
+                slower=tuple(each for each in found.slower if each not in tried),
+            )
+    return found
 
 
 def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:

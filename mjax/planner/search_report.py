@@ -187,9 +187,7 @@ def _reasons(found: Found, others: list[Alternative]) -> list[str]:
         lines += [f"1 before 2: {faster_by(best, found.ranked[1])}", ""]
     rows = []
     for other in others:
-        if other.candidate is None and other.least is None:
-            verdict = f"more than {WITHIN - 1:.0%} slower"
-        elif other.candidate is None:
+        if other.candidate is None:
             what = "nothing fits" if other.least > found.capacity else f"nothing leaves {HEADROOM:.0%} free"
             verdict = f"{what}: {other.least / GIB:.1f} GiB at least"
         else:
