@@ -310,7 +310,7 @@ def continue_texts(
     Raises:
       UsageError: as in `Generator.generate`.
     """
-    encoded = [list(tokenizer.encode(prompt)) for prompt in prompts]
+    encoded = [tokenizer.prompt(prompt) for prompt in prompts]
     return continue_ids(generator, model, tokenizer.decode, prompts, encoded, sampling, tokenizer.eod)
 
 
@@ -410,7 +410,7 @@ def continuations_of(
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    encoded = [list(library.encode(prompt)) for prompt in repeated]
+    encoded = [library.prompt(prompt) for prompt in repeated]
     ends = ends_of_text(opened.folder, library.eod, tokenizer)
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
@@ -473,7 +473,8 @@ def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     tokenizer = tokenizer_from_folder(data.tokenizer)
     prompt = log.prompt
     if prompt is None:
-        prompt = tokenizer.decode((data.validation or data.training).at(0)["tokens"][0, :8].tolist())
+        tokens = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
+        prompt = tokenizer.decode(tokens[tokens[0] == tokenizer.bos :])
     sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
     display.say("")
     print_samples(

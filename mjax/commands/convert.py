@@ -163,6 +163,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, LibraryTokenizer):
         print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
+    if tokenizer is not None and tokenizer.bos is not None:
+        print(f"texts begin with id {tokenizer.bos}, as in transformers")
     if tokenizer is not None and not carried:
         for name in (GENERATION, TEMPLATE):
             if (source / name).is_file():

@@ -79,7 +79,7 @@ def generate(arguments: GenerateArguments) -> int:
         return _chat(arguments)
     prompts = _prompts(arguments)
     writer = Writer(arguments)
-    encoded = [list(writer.tokenizer.encode(prompt)) for prompt in prompts]
+    encoded = [writer.tokenizer.prompt(prompt) for prompt in prompts]
     writer.write(prompts, encoded, writer.tokenizer.decode, writer.ends, titles=prompts)
     return 0
 

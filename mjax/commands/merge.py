@@ -34,7 +34,7 @@ from mjax.data.metadata import (
 from mjax.errors import UsageError
 from mjax.progress import progress
 
-AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "sentences")  # fields of the metadata
+AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "bos", "sentences")  # fields of the metadata
 ADDED = ("documents", "tokens", "text_bytes", "malformed")
 
 

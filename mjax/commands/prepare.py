@@ -25,7 +25,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -77,6 +77,9 @@ class PrepareArguments(TextArguments):
     """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
+    prepend_bos: Literal["auto", "on", "off"] = "auto"
+    """Whether every document begins with the tokenizer's token for that, such as <s>; auto: as in the run of run:RUN,
+    else not."""
     split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
     """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
     document leaves nothing for validation."""
@@ -118,6 +121,12 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
     making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
     workers = Workers(useful_workers(arguments.workers, corpus.size), Encoder, making)
     tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
+    if arguments.prepend_bos != "auto":
+        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
+        if arguments.prepend_bos == "on" and tokenizer.bos is None:
+            raise UsageError(
+                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
+            )
     encoding_began = time.perf_counter()
     metadata = _write(arguments, corpus, tokenizer, workers)
     now = time.perf_counter()
@@ -204,6 +213,7 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
             vocabulary=tokenizer.vocabulary,
             eod=tokenizer.eod,
             append_eod=arguments.append_eod,
+            bos=tokenizer.bos,
             documents=writer.documents,
             tokens=writer.tokens,
             text_bytes=text_bytes,
@@ -250,6 +260,7 @@ class Encoder:
 
     def __init__(self, arguments: PrepareArguments, key: str, tokenizer: Path):
         self.key, self.append_eod, self.tokenizer = key, arguments.append_eod, tokenizer_from_folder(tokenizer)
+        self.begin = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         self.dtype = token_dtype(self.tokenizer.vocabulary)
         self.splitter = load_splitter(arguments.language) if arguments.split_sentences else None
 
@@ -274,10 +285,10 @@ class Encoder:
         pieces = [split(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
         ids = iter(self.tokenizer.encode_batch([sequence for document in pieces for sequence in document]))
         documents = [[found for _ in document if (found := next(ids))] for document in pieces]
-        if self.append_eod:
-            for document in documents:
-                if document:
-                    document[-1].append(self.tokenizer.eod)
+        for document in filter(None, documents):
+            document[0][:0] = self.begin
+            if self.append_eod:
+                document[-1].append(self.tokenizer.eod)
         return documents
 
 
@@ -318,6 +329,8 @@ def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, 
         yield "sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}"
     yield "tokens", f"{metadata.tokens:,}", f"{metadata.bytes_per_token:.2f} bytes of text each"
     yield "vocabulary", f"{metadata.vocabulary:,}", tokenizer
+    if metadata.bos is not None:
+        yield "begin of document", f"{metadata.bos}", "before each document"
     yield "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
     if metadata.malformed:
         yield "malformed", f"{metadata.malformed:,}", "lines left out"

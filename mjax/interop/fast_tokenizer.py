@@ -60,6 +60,11 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
     """
     library = _built(tokenizer, pairs)
     _check_same(tokenizer, library)
+    if tokenizer.bos is not None:
+        piece = library.id_to_token(tokenizer.bos)
+        library.post_processor = processors.TemplateProcessing(
+            single=[piece, "$A"], special_tokens=[(piece, tokenizer.bos)]
+        )
     return library
 
 

@@ -42,7 +42,8 @@ FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
 
 
 def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
-    """The tokenizer `given` as in `mjax prepare --tokenizer`, or that of a model folder; None: it has none.
+    """The tokenizer `given` as in `mjax prepare --tokenizer`, or that of a model folder, with the token that begins its
+    texts; None: it has none.
 
     Raises:
       UsageError: its files are damaged.
@@ -58,9 +59,20 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
         if all(file.is_file() for file in files):
             _check_kind(kind, folder)
             if kind is HuggingFaceTokenizer:
-                return _find_fast(folder)
-            return kind(*(file.read_bytes() for file in files), *map(str, files))
+                tokenizer = _find_fast(folder)
+            else:
+                tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
+            if kind is not SentencePieceTokenizer or _adds_bos(folder):
+                tokenizer.bos = tokenizer.bos_of_files()
+            return tokenizer
     return None
+
+
+def _adds_bos(folder: Path) -> bool:
+    """Whether `transformers` puts the first token before a text of a sentencepiece model; a tokenizer.json says so
+    itself."""
+    said = folder / "tokenizer_config.json"
+    return not said.is_file() or read_object(said).get("add_bos_token") is not False
 
 
 def _find_fast(folder: Path) -> HuggingFaceTokenizer:
@@ -161,16 +173,17 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
       tokenizer: the tokenizer.
       library: the result of `fast_tokenizer`.
       folder: the model folder.
-      model: the exported model. A GPT's tokenizer adds nothing to a text and matches no special token in it, as in
-        mjax. A BERT's adds [CLS] and [SEP] and matches a written [MASK], as users of BERTs expect.
+      model: the exported model. A GPT's tokenizer adds at most `bos` to a text and matches no special token in it, as
+        in mjax. A BERT's adds [CLS] and [SEP] and matches a written [MASK], as users of BERTs expect.
     """
     pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()
     if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file has that name
-        tokenizer = HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)
+        bos, tokenizer = tokenizer.bos, HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)
+        tokenizer.bos = bos
     tokenizer.save(folder)
     (folder / "tokenizer.json").write_bytes(content)
-    end = library.id_to_token(tokenizer.eod)
+    end, begin = library.id_to_token(tokenizer.eod), library.id_to_token(tokenizer.start)
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.sequence,
@@ -182,5 +195,5 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
         values |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
         values |= {"do_lower_case": tokenizer.lowercase, "tokenize_chinese_chars": True, "strip_accents": None}
     if not pairs:
-        values |= {"bos_token": end, "eos_token": end}
+        values |= {"bos_token": begin, "eos_token": end}
     write_object(folder / "tokenizer_config.json", values)

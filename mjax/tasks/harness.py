@@ -9,8 +9,8 @@ The harness calls three methods of a model:
     generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
 
 So they run on the mesh of training. What the harness leaves to a model follows its own `hf`: a text is encoded together
-with its context and split where the context's tokens end; inputs that are too long are truncated on the left; the
-end-of-document token precedes a text without context; nothing else is added.
+with its context and split where the context's tokens end; inputs that are too long are truncated on the left; the token
+that begins texts precedes each of them, and without one the end of a document a text without context.
 
 This module needs the package lm-eval; `mjax lm-eval` says so if it is missing.
 """
@@ -107,8 +107,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document id, which also precedes a text without context."""
+        """The end-of-document id."""
         return self.text.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that precedes a text without context."""
+        return self.text.start
 
     @property
     def max_length(self) -> int:
@@ -121,8 +126,10 @@ class HarnessModel(TemplateLM):
         return str(self.run.resolve())
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
-        """Ids of the text alone, without special tokens except for those that a chat template spells."""
-        return list(self.text.encode(string) if self._chat is None else self._chat.encode(string))
+        """Ids of the text after the token that begins texts, unless a chat template has spelled it."""
+        ids, bos = list(self.text.encode(string) if self._chat is None else self._chat.encode(string)), self.text.bos
+        begun = bos is None or add_special_tokens is False or (self._chat is not None and ids[:1] == [bos])
+        return ids if begun else [bos, *ids]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """`--apply_chat_template`: the template of the run; None without the flag.
@@ -155,12 +162,12 @@ class HarnessModel(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of each whole text, in nats; every token is predicted, the first one after an end of
-        document."""
+        """Log-likelihood of each whole text, in nats; every token is predicted, the first one after
+        `prefix_token_id`."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            cut = get_rolling_token_windows(tokens, self.eot_token_id, self.max_length, context_len=1)
+            cut = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             found = [(None, *make_disjoint_window(window)) for window in cut]
             windows += found
             owners += [owner] * len(found)
@@ -190,7 +197,7 @@ class HarnessModel(TemplateLM):
         room = self.max_length - sampling.tokens
         size = self.config.train.global_batch
         for chunk in (group[first : first + size] for first in range(0, len(group), size)):
-            prompts = [(self.tok_encode(requests[i].args[0]) or [self.eot_token_id])[-room:] for i in chunk]
+            prompts = [(self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:] for i in chunk]
             filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
             written = self.generator.generate(self.weights, filled, sampling, self.ends)
             for i, prompt, continuation in zip(chunk, prompts, written, strict=False):

@@ -74,12 +74,12 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
             f'{document.source} {what}; lambada needs one passage per line, {{"text": "The cat sat down"}}'
         )
     before = document.text[: document.text.rfind(words[-1])].strip()
-    return tokenizer.encode(before), tokenizer.encode(" " + words[-1])
+    return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
 
 
 def _last_token(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
     """Tokens of the whole passage, the last one separately."""
-    tokens = tokenizer.encode(document.text)
+    tokens = tokenizer.prompt(document.text)
     return tokens[:-1], tokens[-1:]
 
 

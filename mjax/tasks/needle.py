@@ -74,7 +74,7 @@ class _Sample:
 
     @property
     def size(self) -> int:
-        """Tokens besides the filler, the end of document before it included."""
+        """Tokens besides the filler, the id that begins it included."""
         return 1 + len(self.fact) + len(self.question) + len(self.answer)
 
 
@@ -112,7 +112,7 @@ class Needle:
             )
         ends = _sentence_ends(filler, tokenizer)
         self.passes: list[Sequence[Window]] = [
-            [_window(sample, filler, ends, depth, length, options.depths, tokenizer.eod) for sample in samples]
+            [_window(sample, filler, ends, depth, length, options.depths, tokenizer.start) for sample in samples]
             for depth in self.depths
             for length in self.lengths
         ]
@@ -210,7 +210,7 @@ def _sentence_ends(filler: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _window(
-    sample: _Sample, filler: np.ndarray, ends: np.ndarray, depth: float, length: int, depths: int, eod: int
+    sample: _Sample, filler: np.ndarray, ends: np.ndarray, depth: float, length: int, depths: int, start: int
 ) -> Window:
     """A text of exactly `length` tokens, of which those of the answer count."""
     size = length - sample.size
@@ -221,5 +221,5 @@ def _window(
         moved = int(ends[index]) - begin if index >= 0 else 0
         place = moved if moved >= 0 and place - moved <= size / (2 * (depths - 1)) else place
     text = filler[begin : begin + size]
-    parts = [[eod], text[:place], sample.fact, text[place:], sample.question, sample.answer]
+    parts = [[start], text[:place], sample.fact, text[place:], sample.question, sample.answer]
     return Window(np.concatenate(parts).astype(np.int32), len(sample.answer))

@@ -56,7 +56,7 @@ class Perplexity:
         for tokens in documents:
             if len(tokens):
                 self.documents += 1
-                windows += overlapping_windows(np.array([tokenizer.eod, *tokens], np.int32), positions, overlap)
+                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, overlap)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[Window]] = [windows]
@@ -98,7 +98,7 @@ def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]],
 
 
 def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The documents of a dataset, without ends of documents."""
+    """The documents of a dataset, without what begins and ends them."""
     data = IndexedDataset(prefix)
     _check_tokenizer(prefix, tokenizer)
     for first, last in pairwise(data.document_indices.tolist()):
@@ -108,6 +108,8 @@ def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
                 f"{prefix} holds token ids from {tokens.min()} to {tokens.max()} and the run's tokenizer has "
                 f"{tokenizer.vocabulary:,}; use data that were prepared with the tokenizer of the run"
             )
+        if len(tokens) and tokens[0] == tokenizer.bos:
+            tokens = tokens[1:]
         yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
 
 

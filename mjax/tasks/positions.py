@@ -82,7 +82,7 @@ class Positions:
         stretches: list[Window] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
-            found = overlapping_windows(np.array([tokenizer.eod, *tokens], np.int32), self.length, self.length)
+            found = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
             whole = [window for window in found if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))

@@ -111,7 +111,7 @@ class WikiText103:
         """
         self.overlap = check_overlap(OVERLAP if overlap is None else overlap, positions)
         original = _read(Path(data))
-        tokens = np.array(tokenizer.encode(detokenize(original)), np.int32)
+        tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
         self.tokens, self.words = len(tokens), count_words(original)
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")

@@ -11,7 +11,7 @@ import jax
 
 from mjax.config import Config, read_config, save_config
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import DESCRIPTION, same_files
+from mjax.data.tokenizers import DESCRIPTION, same_files, tokenizer_from_folder
 from mjax.state.checkpoint import Checkpoints, restore_weights
 from mjax.state.precision import parameter_type
 from mjax.state.train_state import TrainState
@@ -73,6 +73,12 @@ def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: C
     if tokenizer is None or not tokenizer.is_dir():
         return
     if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
+        bos = [each and tokenizer_from_folder(each).bos for each in (tokenizer, data.tokenizer)]
+        if data.tokenizer is not None and bos[0] is not None and bos[1] is None:
+            say(
+                f"note: texts of {origin.run} begin with id {bos[0]}, and documents of the data do not; prepare them "
+                f"with --tokenizer run:{origin.run} or --prepend-bos on"
+            )
         kept = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))  # which says what ends documents
         shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True, ignore=kept)
     else:

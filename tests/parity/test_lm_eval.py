@@ -6,6 +6,7 @@ holds `<|endoftext|>`, which ends a document for `transformers` and is text for 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,17 +14,22 @@ import numpy as np
 import pytest
 
 from mjax import cli
+from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
+from mjax.streaming import written_after
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder
+from tests.parity.chat_tokenizers import write_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: make test-ci")
 pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 
+import torch  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from mjax.tasks.harness import HarnessModel  # noqa: E402
 
@@ -105,6 +111,55 @@ def test_loglikelihoods_equal_hf_on_export(ours, theirs):
     requests = instances("loglikelihood_rolling", [(text,) for text in LONG])
     found, expected = (model.loglikelihood_rolling(requests, True) for model in (ours, theirs))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-4)
+
+
+@pytest.fixture(scope="module", params=["llama 3", "sentencepiece", "qwen"])
+def with_bos(request, tmp_path_factory):
+    """A model folder with a tokenizer that begins texts, or not, as transformers reads it, and its run."""
+    place = tmp_path_factory.mktemp("bos")
+    (place / "tokenizer").mkdir()
+    vocabulary = write_tokenizer(request.param, "none", place / "tokenizer")
+    config = CONFIG | {"vocab_size": vocabulary, "n_positions": POSITIONS, "n_embd": 24, "n_head": 4}
+    write_folder(place / "from", config, tensors_of(config))
+    shutil.copytree(place / "tokenizer", place / "from", dirs_exist_ok=True)
+    assert cli.main(["convert", "from-hf", str(place / "from"), str(place / "run")]) == 0
+    return place, request.param != "qwen"
+
+
+def test_texts_begin_as_in_transformers(with_bos, capsys):
+    """Whatever begins texts: log-likelihoods and continuations equal hf on the model itself."""
+    place, begins = with_bos
+    ours = HarnessModel(str(place / "run"), compute="fp32", batch_size=3)
+    theirs = HFLM(pretrained=str(place / "from"), dtype="float32", device="cpu", batch_size=2, max_length=POSITIONS)
+    assert (ours.text.bos is not None) == begins
+    assert ours.tok_encode("The fox") == theirs.tok_encode("The fox")
+    for kind, arguments in (("loglikelihood", PAIRS), ("loglikelihood_rolling", [(text,) for text in LONG])):
+        found, expected = (getattr(model, kind)(instances(kind, arguments), True) for model in (ours, theirs))
+        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-6, atol=1e-4)
+    ids = theirs.tok_encode("The fox")
+    tokens = theirs.model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+    expected = written_after(ours.text.decode, ids, tokens[len(ids) :])
+    requests = instances("generate_until", [("The fox", {"until": [], "max_gen_toks": 8})])
+    assert ours.generate_until(requests, True) == [expected]
+    capsys.readouterr()
+    flags = ["--prompt", "The fox", "--temperature", "0", "--tokens", "8", "--json"]
+    assert cli.main(["generate", "--run", str(place / "run"), *flags]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert (written["continuation"], written["prompt_tokens"]) == (expected, len(ids))
+
+
+def test_export_and_data_begin_texts_too(with_bos, tmp_path):
+    place, begins = with_bos
+    assert cli.main(["convert", "to-hf", str(place / "run"), str(tmp_path / "hf")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = AutoTokenizer.from_pretrained(place / "from")("The fox").input_ids
+    assert theirs("The fox").input_ids == ids
+    (tmp_path / "text.txt").write_text("The fox")
+    arguments = ["prepare", str(tmp_path / "text.txt"), "--tokenizer", f"run:{place / 'run'}"]
+    assert cli.main([*arguments, "--output", str(tmp_path / "as the run")]) == 0
+    assert cli.main([*arguments, "--prepend-bos", "off", "--output", str(tmp_path / "without")]) == 0
+    documents = [IndexedDataset(str(tmp_path / name)).get(0).tolist()[:-1] for name in ("as the run", "without")]
+    assert documents == [ids, ids[begins:]]
 
 
 @pytest.mark.parametrize("until", [[" the", "zz"], []])

@@ -11,7 +11,8 @@
     run:RUN                      the tokenizer of a run, such as one that `mjax convert from-hf` wrote
 
 Two laws hold for all of them. No text encodes to the end-of-document id, `eod`, whatever it contains; and `encode` adds
-nothing that is not in the text. A tokenizer is saved as a folder beside the data and copied into the run folder, so
+nothing that is not in the text; `prompt` adds the token that begins texts, where a model was trained with one. A
+tokenizer is saved as a folder beside the data and copied into the run folder, so
 that it is named once, on the command line of `mjax prepare`.
 """
 
@@ -97,6 +98,12 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     tokenizer = SCHEMES[kind].from_contents(contents, names, stated[1])
     if tokenizer.vocabulary > stated[0]:
         tokenizer.leave_out(stated[0])
+    tokenizer.bos = values.get("bos")
+    if tokenizer.bos not in (None, tokenizer.bos_of_files()):
+        raise UsageError(
+            f"{description} says that texts begin with id {tokenizer.bos}, and the files beside it "
+            f"{tokenizer.bos_of_files()}; restore the folder or prepare the data again"
+        )
     if (tokenizer.vocabulary, tokenizer.eod) != stated:
         raise UsageError(
             f"{description} states vocabulary and end of document {stated}, but the files beside it give "

@@ -62,6 +62,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         """From the files of a folder that `save` wrote; the id says which token was chosen."""
         return cls(*contents, *names, eod)
 
+    def bos_of_files(self) -> int | None:
+        """The one token that the post-processor puts before a text."""
+        with_it, alone = (self.library.encode("a", add_special_tokens=added).ids for added in (True, False))
+        before = with_it[: len(with_it) - len(alone)] if with_it[1:] == alone else []
+        return before[0] if before else None
+
     def leave_out(self, rows: int) -> list[str]:
         """As in `Tokenizer`; a model may have fewer rows than its tokenizer has tokens for chats and pictures."""
         added = self.library.get_added_tokens_decoder()

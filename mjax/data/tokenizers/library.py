@@ -41,6 +41,7 @@ class Tokenizer:
       contents: their bytes, in the same order.
       vocabulary: ids run from 0 to vocabulary - 1.
       eod: id that ends a document; no text encodes to it.
+      bos: id that begins every text the model saw, before its tokens; None: there is none.
     """
 
     scheme: ClassVar[str]
@@ -49,6 +50,7 @@ class Tokenizer:
     contents: tuple[bytes, ...] = ()
     vocabulary: int
     eod: int
+    bos: int | None = None
 
     @classmethod
     def from_files(cls, files: str) -> Self:
@@ -75,6 +77,19 @@ class Tokenizer:
           UsageError: the text holds half of a surrogate pair, which is not a character.
         """
         return self.encode_batch([text])[0]
+
+    @property
+    def start(self) -> int:
+        """The id before the first token of a text: `bos`, or the end of the document before it."""
+        return self.eod if self.bos is None else self.bos
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text that a model goes on with: `encode` after `bos`."""
+        return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
+
+    def bos_of_files(self) -> int | None:
+        """The id that `transformers` puts before every text with these files; None: it puts none."""
+        return None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, faster where the library allows; in one thread."""
@@ -109,6 +124,8 @@ class Tokenizer:
         for name, content in files.items():
             (folder / name).write_bytes(content)
         values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod}
+        if self.bos is not None:
+            values["bos"] = self.bos
         values["sha256"] = {name: sha256(content) for name, content in files.items()}
         (folder / DESCRIPTION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

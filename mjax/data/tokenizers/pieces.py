@@ -56,6 +56,10 @@ class SentencePieceTokenizer(Tokenizer):
                 "so text can hold it; use a model trained with it among --control_symbols"
             )
 
+    def bos_of_files(self) -> int | None:
+        """The piece that begins a sentence, if the model has one."""
+        return None if (found := self._processor.bos_id()) < 0 else found
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
         for text in texts:
