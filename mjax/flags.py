@@ -25,6 +25,7 @@ from mjax.errors import UsageError, either, suggestion
 from mjax.model_config import KIND_FLAG, kinds_with
 
 T = TypeVar("T")
+WIDTH_OF_HELP = 110
 
 ELSEWHERE = {
     # --- model
@@ -167,15 +168,11 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     Raises:
       UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
     """
-    if "--help-all" in argv:
-        argv = ["--help"]
-    elif {"-h", "--help"} & set(argv) and hasattr(cls, "usual"):
-        print(_short_help(cls, default, prog))
+    if {"-h", "--help", "--help-all"} & set(argv):
+        short = "--help-all" not in argv and hasattr(cls, "usual")
+        print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    if {"-h", "--help"} & set(argv):
-        _join_lines_of_help(cls, default)
-    else:
-        _check_names(argv, dict(_kinds_of(cls, default)), prog)
+    _check_names(argv, dict(_kinds_of(cls, default)), prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     return parsed
@@ -323,32 +320,73 @@ def _short_help(cls: type, default: object, prog: str) -> str:
     for topic, flags in cls.usual.items():
         lines += ["", f"{topic}:"]
         for flag in flags:
-            kind, value, text = known[flag]
-            typed = f"  --{flag} {_placeholder(kind)}".rstrip()
+            _, value, text, form = known[flag]
             value = " ".join(value) if isinstance(value, tuple) else value
             sentence = text.partition(". ")[0].rstrip(".") + ("" if value in (None, False, "") else f" [{value}]")
-            if len(typed) > 35:
-                lines.append(typed)
-                typed = ""
-            lines += textwrap.wrap(sentence, 110, initial_indent=f"{typed:<36} ", subsequent_indent=" " * 37)
+            lines += _entry(f"--{flag} {form}".rstrip(), sentence)
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
     return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
 
 
-def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Flag, kind, default and text of every field of `cls` that is a flag.
+def _whole_help(cls: type, default: object, prog: str) -> str:
+    """Every flag of a command: what it needs first, then the others by section, each with its default."""
+    _join_lines_of_help(cls, default)
+    sections: dict[str, list[str]] = {"": [], "required": []}
+    named = []
+    for field, (name, _, _, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+        if tyro.conf.Positional in marks:
+            shown = _form(marks) or name.upper()
+            named.append(shown)
+            sections[""] += _entry(shown, field.metadata.get("help", ""))
+    described = itertools.groupby(_described(cls, default), key=lambda each: (each[3] or each[0], each[0].count(".")))
+    for _, group in described:  # a flag and its aliases
+        flags, (kind, *_), (value, *_), (text, *_), (form, *_) = zip(*group, strict=True)
+        section = flags[0].rpartition(".")[0]
+        typed = ", ".join(f"--{flag}" for flag in reversed(flags)) + f" {form}".rstrip()
+        if kind is bool and value is True:
+            typed += f", --{_negative(flags[0])}"
+        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        title = "required" if value is dataclasses.MISSING else section or "flags"
+        without = value in (None, "", dataclasses.MISSING) or kind is bool
+        sections.setdefault(title, []).extend(_entry(typed, text + ("" if without else f" [{value}]")))
+    lines = [f"usage: {' '.join([prog, *named])} [flags]", ""]
+    lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), WIDTH_OF_HELP)
+    for title, entries in sections.items():
+        if entries:
+            lines += ["", *([f"{title}:"] if title else []), *entries]
+    return "\n".join(lines)
+
+
+def _entry(typed: str, text: str) -> list[str]:
+    """A flag and what it does, in two columns; a long one has a line of its own."""
+    before = [f"  {typed}"] if len(typed) > 33 else []
+    typed = "" if before else f"  {typed}"
+    column = " " * 37
+    return before + textwrap.wrap(text, WIDTH_OF_HELP, initial_indent=f"{typed:<36} ", subsequent_indent=column)
+
+
+def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[str, Any, Any, str, str]]:
+    """Flag, kind, default (or `dataclasses.MISSING`), text and form of the value, of every field of `cls` that is a
+    flag.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
     for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
-        value = getattr(default, name, None)
+        value = getattr(default, name, None) if default is not None else field.default
         if dataclasses.is_dataclass(kind):
+            if value is dataclasses.MISSING:
+                value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
             yield from _described(inner, value, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             for one in (prefix + flag, *aliases):
-                yield one, kind, value, field.metadata.get("help", "")
+                yield one, kind, value, field.metadata.get("help", ""), _form(marks) or _placeholder(kind)
+
+
+def _form(marks: Sequence) -> str:
+    """The form of a value, if its field gives one: 'KIND:FILES'."""
+    return next((mark.metavar for mark in marks if getattr(mark, "metavar", None)), "")
 
 
 def _placeholder(kind: Any) -> str:

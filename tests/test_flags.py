@@ -98,7 +98,11 @@ def test_command_has_help(command, capsys, monkeypatch):
         except SystemExit as stop:
             code = stop.code
         assert code == 0
-        assert "--" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "--" in said
+        assert "default: " not in said
+        assert "{None}" not in said
+        assert "required:" not in said or said.index("required:") < said.index("flags:")
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

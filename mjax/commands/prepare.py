@@ -34,7 +34,7 @@ from rich.console import Console
 
 from mjax import __version__
 from mjax.bounds import Bounds, check_bounds
-from mjax.config import DataConfig
+from mjax.config import DataConfig, load_config
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, TextArguments, parse
 from mjax.data.indexed import token_dtype
@@ -55,7 +55,6 @@ from mjax.data.tokenizers.wordpiece import TRAINABLE
 from mjax.data.wikipedia import Wikipedia
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import UsageError
-from mjax.model_config import ModelConfig
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
@@ -309,6 +308,7 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     if metadata.tokenizer in TRAINABLE:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
+    file = f"{run}/config.json" if kind == "run" else config.partition(" ")[0]
     if kind == "run":  # of a model, which the text is for
         config = f"{shlex.quote(f'{run}/config.json')} --init {shlex.quote(run)} --name NEW"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
@@ -316,7 +316,7 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation
         command += f" --data.split {documents - 1},1,0"
     if documents == 1:
-        command = f"for one document, {advice(metadata.tokens, ModelConfig.sequence + 1)}"
+        command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
     if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     console.print(f"\nNext: {command}", markup=False)

@@ -44,7 +44,7 @@ def what_runs(
         display.say(f"        {note}")
     display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
     display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
-    if peak_tflops(kind, config.precision.compute) is None:
+    if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
             "mjax/hardware.py describes how to add it"

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from mjax import cli
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.config import Config, DataConfig, GPTConfig, TrainConfig
+from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, load_config
 from mjax.data import wikipedia
 from mjax.data.indexed import IndexedDataset
 from mjax.data.metadata import read_metadata, tokenizer_folder
@@ -253,3 +254,15 @@ def test_one_text_file_is_trained_by_advice(tmp_path):
     run(tmp_path / "book.txt", output=tmp_path / "d", split_documents=rule, overwrite=True)
     shares = f"{IndexedDataset(tmp_path / 'd').documents - 1},1,0"  # as the summary of prepare says
     open_data(replace(config, data=replace(config.data, split=shares)))
+
+
+def test_prepare_and_train_give_the_same_advice(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("It was the best of times,\nit was the worst of times.\n" * 900)
+    arguments = ["prepare", str(tmp_path / "book.txt"), "--output", str(tmp_path / "d"), "--tokenizer", "bytes"]
+    assert cli.main(arguments) == 0
+    said = re.findall(r"--split-documents \d+", capsys.readouterr().out)
+    config = load_config("gpt_demo")
+    config = replace(config, data=replace(config.data, path=(str(tmp_path / "d"),)))
+    with pytest.raises(UsageError) as error:
+        open_data(config)
+    assert said == re.findall(r"--split-documents \d+", str(error.value)) == ["--split-documents 18"]
