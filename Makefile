@@ -1,5 +1,5 @@
-# make train        a small GPT on real text, from nothing to a sample of its writing (about five minutes on two CPU cores)
-# make llama        a small Llama on the same text, which learns faster than the GPT
+# make train        a small Llama on real text, from nothing to a sample of its writing (some minutes on two CPU cores)
+# make gpt          a small GPT on the same text
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
 # make check        lint and every test that takes less than 0.1 s, for work in progress
 # make test         every claim of the README, on simulated devices
@@ -20,13 +20,13 @@ PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 # tenth of its time.
 PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train llama bert lint check test test-ci test-all test-compiler format clean
+.PHONY: train gpt bert lint check test test-ci test-all test-compiler format clean
 
 train: data/demo.idx
-	$(VENV)/bin/python train.py --config gpt_demo
+	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 200
 
-llama: data/demo.idx
-	$(VENV)/bin/python train.py --config llama_demo
+gpt: data/demo.idx
+	$(VENV)/bin/python train.py --config gpt_demo
 
 data/demo.idx: | $(VENV)/installed
 	$(VENV)/bin/python -m mjax prepare --demo --output data/demo

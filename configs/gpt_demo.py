@@ -1,4 +1,4 @@
-"""A small GPT on Wikipedia paragraphs, for two CPU cores: `make train`.
+"""A small GPT on Wikipedia paragraphs, for two CPU cores: `make gpt`.
 
 parameters   4,240,896
 hardware     two CPU cores, about three minutes
