@@ -8,10 +8,13 @@ reading a run back never executes anything. This module imports no JAX, so `--he
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import hashlib
 import json
 import shlex
 import sys
+import traceback
+import types
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +27,20 @@ from mjax.errors import UsageError, suggestion
 from mjax.json_files import read_json
 from mjax.llama_config import LlamaConfig as LlamaConfig  # for the files in configs/
 from mjax.mixture_config import MixtureConfig as MixtureConfig
-from mjax.model_config import Arrays, GPTConfig, ModelConfig, config_class, upgraded
+from mjax.model_config import (
+    REGISTRY,
+    Arrays,
+    GPTConfig,
+    ModelConfig,
+    config_class,
+    is_own,
+    kind_of,
+    stand_in,
+    upgraded,
+)
 from mjax.model_config import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.model_config import BERTTaskConfig as BERTTaskConfig
+from mjax.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.optimizer_config import OptimizerConfig as OptimizerConfig
 from mjax.parallel import axes
 from mjax.plain_values import build
@@ -317,19 +331,76 @@ def load_config(name: str) -> Config:
     """Load `configs/NAME.py` or NAME.py, or the file itself when `name` ends in .py or .json, and return its `config`.
 
     Raises:
-      UsageError: there is no such config, there are two, or the file defines no `config`.
+      UsageError: there is no such config, there are two, the file raises an error, or it defines no `config`.
     """
     if name.endswith(".json"):  # of a run
         return read_config(Path(name))
     file = _config_file(name)
-    spec = importlib.util.spec_from_file_location(f"mjax_config_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
+    config = getattr(_execute(file), "config", None)
     if not isinstance(config, Config):
         raise UsageError(f"{file} defines no `config = Config(...)`; see configs/gpt_demo.py for the form")
     return config
+
+
+def load_own_model(given: str | None, run: Path, say: Callable[[str], None]) -> None:
+    """Register the model of the run in folder `run`, if it is one of your own, from the file that the user gives.
+
+    The run's settings stay those of its config.json.
+
+    Args:
+      given: as for `load_config`, but the file needs no `config`; None: the class is registered already, if at all.
+      run: folder of the run.
+      say: called with a note if the file that defines the model is not the one that the run remembers.
+
+    Raises:
+      UsageError: the run has a model of mjax; or the file raises an error, or registers no such model.
+    """
+    model = read_settings(run / "config.json").model
+    kind = kind_of(model)
+    if given is not None:
+        if not has_own_model(run):
+            raise UsageError(f"--config {given} has no effect on {run}, which holds {model.title}; leave it out")
+        _execute(_config_file(given))
+        if kind not in REGISTRY:
+            known = model_file_of(run)
+            where = f"; it was defined in {known.file}" if known and known.file else ""
+            raise UsageError(f"--config {given} registers no {kind!r}, the model of {run}{where}")
+    if kind in REGISTRY and (note := change_of_file(run, REGISTRY[kind])):
+        say(note)
+
+
+def has_own_model(run: Path) -> bool:
+    """True if the run in folder `run` has a model that is not one of mjax.
+
+    Raises:
+      UsageError: its config.json is missing or damaged.
+    """
+    return is_own(type(read_settings(run / "config.json").model))
+
+
+def _execute(file: Path) -> types.ModuleType:
+    """The module of a config file; files of the same name in different folders are different modules.
+
+    Raises:
+      UsageError: the file raises an error.
+    """
+    path = str(file.absolute())
+    name = f"mjax_config_{file.stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__file__ = path
+    try:
+        exec(compile(file.read_bytes(), path, "exec"), module.__dict__)  # not from __pycache__, which may be older
+    except (UsageError, OSError):
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
+        raise UsageError(
+            f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
+            f"{error.msg if isinstance(error, SyntaxError) else error}; fix the file, python {shlex.quote(str(file))} "
+            "shows the traceback"
+        ) from error
+    return module
 
 
 def _config_file(name: str) -> Path:
@@ -365,12 +436,21 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
     Raises:
       UsageError: a field is unknown or has a value of another type; `source` says where it comes from.
     """
+    return _from_dict(values, source, lambda model: config_class(model["kind"], source))
+
+
+def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
     model = upgraded(values.get("model", {}))
     rest = {name: value for name, value in values.items() if name != "model"}
-    config = build(Config, rest, source)
-    return replace(config, model=build(config_class(model["kind"], source), model, source, "model."))
+    config, cls = build(Config, rest, source), class_of(model)
+    try:
+        return replace(config, model=build(cls, model, source, "model."))
+    except UsageError as error:
+        if (file := file_of(cls)) is None:
+            raise
+        raise UsageError(f"{error}; {cls.__name__} is that of {file}") from None
 
 
 def save_config(config: Config, file: Path) -> None:
@@ -382,10 +462,29 @@ def read_config(file: Path) -> Config:
     """Read a `config.json`.
 
     Raises:
+      UsageError: the file is missing, is not JSON, or does not describe a config; or nothing has registered its model.
+    """
+
+    def class_of(model: dict[str, Any]) -> type[ModelConfig]:
+        if isinstance(model["kind"], str) and model["kind"] not in REGISTRY:
+            refuse_unknown(file.parent, model["kind"])
+        return config_class(model["kind"], str(file))
+
+    return _from_dict(_values_of(file), str(file), class_of)
+
+
+def read_settings(file: Path) -> Config:
+    """Read a `config.json` for its settings, which needs no class of a model of your own: its model cannot be built.
+
+    Raises:
       UsageError: the file is missing, is not JSON, or does not describe a config.
     """
+    return _from_dict(_values_of(file), str(file), lambda model: stand_in(model, str(file)))
+
+
+def _values_of(file: Path) -> Any:
     missing = "a run folder holds the config.json that train.py wrote"
-    return from_dict(read_json(file, "restore it, or start a new run with --name", missing), str(file))
+    return read_json(file, "restore it, or start a new run with --name", missing)
 
 
 def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:

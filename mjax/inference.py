@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from mjax.config import Config, DataConfig, MeshConfig, read_config
+from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.json_files import read_json
@@ -82,10 +82,12 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
       mesh: for the weights, by default one device; may differ from the mesh of training.
 
     Raises:
-      UsageError: there is no such run or checkpoint.
+      UsageError: there is no such run or checkpoint; or it has a model of your own that this program has neither
+        defined, imported nor loaded with `load_config`.
       RunError: the checkpoint is damaged.
     """
     folder, mesh = Path(folder), mesh or MeshConfig()
+    load_own_model(None, folder, print)
     config = read_config(folder / "config.json")
     check_enough_devices(mesh)
     devices = make_mesh(mesh)
@@ -103,9 +105,9 @@ def read_run(run: Path, causal: bool, reason: str) -> Config:
       reason: why another will not do.
 
     Raises:
-      UsageError: the folder has no config, or another kind of model.
+      UsageError: the folder has no config, or another kind of model; or nothing has registered its model.
     """
-    config = read_config(run / "config.json")
+    config = (read_config if causal else read_settings)(run / "config.json")  # no BERT is a model of your own
     if config.model.causal != causal:
         wanted = "a GPT" if causal else "a BERT"
         raise UsageError(f"{run} holds {config.model.title}, {reason}; give the run folder of {wanted}")

@@ -375,11 +375,35 @@ def config_class(kind: Any, source: str) -> type[ModelConfig]:
     if not isinstance(kind, str) or kind not in REGISTRY:
         near = suggestion(kind, list(REGISTRY)) if isinstance(kind, str) else ""
         raise UsageError(
-            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}, and a model of "
-            "your own is known to train and plan with --config FILE.py, the file that registers it, and in Python "
-            "after importing it"
+            f"{source}: there is no model {kind!r}{near}; there are {', '.join(REGISTRY)}; for a model of your own "
+            "type --config FILE.py, the file that registers it, or import that in Python"
         )
     return REGISTRY[kind]
+
+
+def is_own(cls: type[ModelConfig]) -> bool:
+    """True for a class of yours, False for one of mjax."""
+    return not cls.__module__.startswith("mjax.")
+
+
+def stand_in(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
+    """The class of the model with these `values`; for a model of your own a class with the same fields, which can be
+    shown and compared, not built.
+
+    Raises:
+      UsageError: the values name no kind, or have a field that cannot be one; `source` says where they come from.
+    """
+    kind = values["kind"]
+    if not isinstance(kind, str) or (kind in REGISTRY and not is_own(REGISTRY[kind])):
+        return config_class(kind, source)
+    others = [(name, object, None) for name in values if name not in _names(ModelConfig)]
+    title = {"title": f"{kind!r}, a model of your own"}
+    try:
+        cls = dataclasses.make_dataclass("StandIn", others, bases=(ModelConfig,), namespace=title, frozen=True)
+    except TypeError as error:  # a name that is no identifier
+        raise UsageError(f"{source}: {error}; restore the file") from None
+    cls.__module__ = "yours"
+    return cls
 
 
 def kind_of(model: ModelConfig) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mjax.batch_size import with_steps
-from mjax.config import Config, MeshConfig, read_config
+from mjax.config import Config, MeshConfig, read_settings
 from mjax.data.blend import parse_blend
 from mjax.data.metadata import read_metadata
 from mjax.validation import check_batch_sizes
@@ -78,7 +78,7 @@ def _vocabularies(config: Config) -> dict[str, int]:
 def _goes_on(run: Path, vocabulary: int) -> bool:
     """True if the run in this folder has this vocabulary."""
     file = run / "config.json"
-    return file.is_file() and read_config(file).model.vocabulary == vocabulary
+    return file.is_file() and read_settings(file).model.vocabulary == vocabulary
 
 
 def shorter_warmup(config: Config, chosen: Config) -> int | None:

@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count
-from mjax.config import Config, read_config
+from mjax.config import Config, read_settings
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
@@ -105,6 +105,7 @@ def to_hf_command(argv: Sequence[str]) -> int:
     """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", "--checkpoint", nargs="?")
+    own.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
     named, rest = own.parse_known_args(argv)
     return to_hf(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
 
@@ -187,7 +188,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
     check_output(output, arguments.overwrite)
-    config = read_config(run / "config.json")
+    config = read_settings(run / "config.json")
     family = family_of(config.model)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)

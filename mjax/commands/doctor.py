@@ -23,7 +23,7 @@ import tyro
 
 from mjax import __version__, packages
 from mjax.bounds import Bounds, check_bounds
-from mjax.config import Config, load_config, to_dict
+from mjax.config import Config, load_config
 from mjax.doctor import driver as nvidia
 from mjax.doctor import flags, host, software
 from mjax.doctor.child import run_in_child
@@ -116,7 +116,7 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     settings = {
         "driver": dataclasses.asdict(driver),
         "cuda": cuda,
-        "config": None if config is None else to_dict(config),
+        "config": arguments.config,
         "runs": str(arguments.runs),
         "name": Path(arguments.config or "").stem,  # the default name of a run in train.py
     }

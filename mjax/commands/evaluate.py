@@ -22,7 +22,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 from mjax import launch
 from mjax.bounds import Count, check_bounds
 from mjax.compiled_programs import keep_programs
-from mjax.config import Config, MeshConfig, read_config
+from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.data.outputs import facts
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, check_picture, either
@@ -65,6 +65,8 @@ class EvaluateArguments:
     data: str
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
     .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines a model of your own; every setting stays that of the run."""
     step: int | None = None
     """Checkpoint to use; by default the newest intact one."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
@@ -165,6 +167,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False, soft_wrap=True)  # noqa: E731
     run, labelled = arguments.checkpoint, arguments.task in TASKS
+    load_own_model(arguments.config, run, say)
     saved = _read_run(arguments)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
@@ -217,7 +220,7 @@ def _read_run(arguments: EvaluateArguments) -> Config:
 
     if arguments.task in TEXT_TASKS:
         return read_run(arguments.checkpoint, *FOR_TEXT)
-    saved = read_config(arguments.checkpoint / "config.json")
+    saved = read_settings(arguments.checkpoint / "config.json")
     if not is_fine_tuned(saved.model):
         raise UsageError(
             f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type python -m mjax finetune "

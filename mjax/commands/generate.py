@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from mjax.bounds import Count, check_bounds
 from mjax.compiled_programs import keep_programs
-from mjax.config import MeshConfig
+from mjax.config import MeshConfig, load_own_model
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, lines_of
 from mjax.generation import Generator, Sample, continue_ids
@@ -33,6 +34,8 @@ class GenerateArguments:
 
     checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines a model of your own; every setting stays that of the run."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
     num_samples: Count = 1
@@ -75,6 +78,7 @@ def generate(arguments: GenerateArguments) -> int:
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
     keep_programs()
+    load_own_model(arguments.config, arguments.checkpoint, partial(print, file=sys.stderr))
     if arguments.chat:
         return _chat(arguments)
     prompts = _prompts(arguments)

@@ -21,14 +21,15 @@ from mjax.errors import UsageError
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
 
-HELP = """usage: mjax lm-eval [--run RUN] [--simulate N] [flags of lm-eval run]
+HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [flags of lm-eval run]
        mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
 
-  --run RUN       run folder to evaluate; short for: run --model mjax --model_args run=RUN
-  --simulate N    number of CPU devices to simulate
+  --run RUN         run folder to evaluate; short for: run --model mjax --model_args run=RUN
+  --config FILE.py  with --run: the file that defines a model of your own; any other --config is the harness's
+  --simulate N      number of CPU devices to simulate
 
 Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
-are run, step, pipe, data, context, model, compute, attention and tokenizer.
+are run, config, step, pipe, data, context, model, compute, attention and tokenizer.
 """
 
 
@@ -77,5 +78,11 @@ def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
     """The harness's arguments for the run in `folder`, keeping other --model_args."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model_args", "-a", nargs="+", default=[])
+    parser.add_argument("--config")
     given, rest = parser.parse_known_args([word for word in rest if word != "run"])
-    return ["run", "--model", NAME, "--model_args", ",".join([f"run={folder}", *given.model_args]), *rest]
+    ours = [f"run={folder}", *given.model_args]
+    if given.config is not None and given.config.endswith(".py"):
+        ours.append(f"config={given.config}")
+    elif given.config is not None:
+        rest += ["--config", given.config]
+    return ["run", "--model", NAME, "--model_args", ",".join(ours), *rest]

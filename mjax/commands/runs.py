@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,10 +25,11 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
-from mjax.config import Config, differences, read_config
+from mjax.config import Config, differences, read_settings
 from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
-from mjax.model_config import kind_of
+from mjax.model_config import is_own, kind_of
+from mjax.model_file import MODEL_FILE, model_file_of
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import in_words
 from mjax.runs_figure import draw_runs
@@ -43,8 +43,8 @@ TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thous
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "experts.json", "experts.png",
-    "loss.png", "metrics.jsonl", ORIGIN, "passed_over.json", "profile", "tensorboard", "tokenizer", "unhealthy.json",
-    "wandb",
+    "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile", "tensorboard", "tokenizer",
+    "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
@@ -169,7 +169,8 @@ def _run_folders(runs: Path) -> list[Path]:
 def row_of(folder: Path) -> Row:
     """The line of the list for the run in `folder`."""
     try:
-        config = read_config(folder / "config.json")
+        config = read_settings(folder / "config.json")
+        parameters = _parameters(folder, config)
         checkpoints, records = checkpoint_steps(folder), read_metrics(folder / "metrics.jsonl", TAIL)
         origin = origin_of(folder)
     except (UsageError, OSError, ValueError) as error:
@@ -186,7 +187,7 @@ def row_of(folder: Path) -> Row:
     return Row(
         name=folder.name,
         model=f"{kind_of(config.model)} {config.model.layers} × {config.model.hidden}",
-        parameters=count_parameters(config.model),
+        parameters=parameters,
         step=step,
         steps=config.train.steps,
         tokens=records[-1]["tokens"] if records else None,
@@ -196,6 +197,14 @@ def row_of(folder: Path) -> Row:
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         state=state + (f", {skipped} of the last {len(records[-LAST:])} steps skipped" if skipped else ""),
     )
+
+
+def _parameters(folder: Path, config: Config) -> int | None:
+    """The number of the model's parameters; of a model of your own the recorded one."""
+    if not is_own(type(config.model)):
+        return count_parameters(config.model)
+    recorded = model_file_of(folder)
+    return recorded and recorded.parameters
 
 
 def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
@@ -226,13 +235,16 @@ def compare_runs(arguments: CompareArguments) -> int:
     figure = arguments.figure or folders[0].parent / "compare.png"
     check_picture("--figure", figure)
     names = _names(folders)
-    configs = dict(zip(names, (read_config(folder / "config.json") for folder in folders), strict=True))
+    configs = dict(zip(names, (read_settings(folder / "config.json") for folder in folders), strict=True))
     records = dict(zip(names, (read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True))
     if empty := [name for name in names if not any(record.get("loss") is not None for record in records[name])]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(of_run[-1]["step"] for of_run in records.values())
-    results = {name: results_of(configs[name], records[name], common) for name in names}
+    results = {
+        name: {"parameters": _parameters(folder, configs[name]), **results_of(records[name], common)}
+        for name, folder in zip(names, folders, strict=True)
+    }
     settings = _settings(configs)
     labels = curve_labels(configs)
     curves = {labels[name]: of_run for name, of_run in records.items()}
@@ -254,11 +266,10 @@ def compare_runs(arguments: CompareArguments) -> int:
     return 0
 
 
-def results_of(config: Config, records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
+def results_of(records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
     """The results of a run in a comparison; losses are smoothed like the curve.
 
     Args:
-      config: of the run.
       records: its metrics, some of them with a loss.
       common: the last step that every run has reached.
     """
@@ -269,7 +280,6 @@ def results_of(config: Config, records: list[dict[str, Any]], common: int) -> di
     speeds = sorted(record["tokens_per_second"] for record in records[1:]) or [records[0]["tokens_per_second"]]
     at_common = [loss for step, loss in zip(steps, averaged, strict=True) if step <= common]
     return {
-        "parameters": count_parameters(config.model),
         "steps": records[-1]["step"],
         "tokens": records[-1]["tokens"],
         f"loss at step {common}": finite_or_none(at_common[-1]) if at_common else None,
@@ -297,7 +307,13 @@ def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
     """The fields in which the runs differ, with the value of each run."""
     first, *others = configs.values()
     fields = sorted({field for other in others for field in differences(first, other)})
-    return {field: {name: attrgetter(field)(config) for name, config in configs.items()} for field in fields}
+    return {field: {name: _value(config, field) for name, config in configs.items()} for field in fields}
+
+
+def _value(config: Config, field: str) -> Any:
+    """The value of a field such as `model.kv_heads`; None if the model does not have it."""
+    section, _, name = field.partition(".")
+    return getattr(getattr(config, section), name, None)
 
 
 def _shown(value: Any) -> str:

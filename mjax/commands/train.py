@@ -13,7 +13,7 @@ import tyro
 
 from mjax import launch
 from mjax.compiled_programs import keep_programs
-from mjax.config import Config, load_config, read_config
+from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.errors import UsageError, either, exit_code, explain
 from mjax.flags import parse, typed_flags
 from mjax.launch import Distributed
@@ -32,7 +32,8 @@ class TrainArguments:
     """Train a model. Any config field is a flag, such as --mesh.data 8 or --train.steps 1000."""
 
     config: str = "gpt_demo"
-    """Name of a file in configs/, or path to a .py file that defines `config`."""
+    """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
+    model of your own."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
     runs: Path = Path("runs")
@@ -206,20 +207,23 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
-        for flag in ("config", "name"):
+        from mjax.state.runs import has_checkpoint
+
+        if not has_checkpoint(first.resume):
+            raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
+        of_model = first.config is not None and has_own_model(first.resume)
+        for flag in ("name",) if of_model else ("config", "name"):
             if (value := getattr(first, flag)) is not None:
+                other = first.config if of_model else f"{first.resume}/config.json"
                 raise UsageError(
                     f"--{flag} {value} has no effect with --run {first.resume}, which continues that run; leave one "
-                    f"out, or type --config {first.resume}/config.json --name NEW for a new run with its settings"
+                    f"out, or type --config {other} --name NEW for a new run with its settings"
                 )
         if first.init is not None:
             raise UsageError(
                 f"--init {first.init} starts a new run and --run {first.resume} continues one; leave one of them out"
             )
-        from mjax.state.runs import has_checkpoint
-
-        if not has_checkpoint(first.resume):
-            raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
+        load_own_model(first.config, first.resume, lambda line: None)  # `changes_since` has the note
         return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
     config = first.config or TrainArguments.config
     settings = load_config(config)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mjax.config import from_dict
+from mjax.config import load_config
 from mjax.doctor.driver import Driver
 from mjax.doctor.finding import Finding, guarded
 
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     lists = {name: tuple(value) for name, value in given["driver"].items() if isinstance(value, list)}
     settings = given | {
         "driver": Driver(**given["driver"] | lists),
-        "config": None if given["config"] is None else from_dict(given["config"]),
+        "config": None if given["config"] is None else load_config(given["config"]),
         "runs": Path(given["runs"]),
         "complaints": complaints.lines,
     }

@@ -29,7 +29,7 @@ from mjax.interop.model_folder import new_folder
 from mjax.interop.settings import fits, unlike
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
-from mjax.model_config import ModelConfig, kind_of
+from mjax.model_config import ModelConfig, is_own, kind_of
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.state.blocks import write_in_blocks
@@ -114,14 +114,16 @@ def family_of(model: ModelConfig) -> Family:
             f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
             "has one activation for both; convert a model with one"
         )
+    if is_own(type(model)):
+        raise UsageError(
+            f"mjax convert has no name table for {model.title}; docs/convert.md says how to write one, and "
+            "`mjax.open_run(RUN).weights` has its weights in Python"
+        )
     families = (*FAMILIES, *OF_TASKS)
     for family in families:
         if fits(family, model):
             return family
     near = [family for family in families if family.fixed["kind"] == kind_of(model)]
-    if not near:
-        kinds = ", ".join(dict.fromkeys(family.fixed["kind"] for family in families))
-        raise UsageError(f"mjax convert has no table for {model.title}; convert a model of the kinds {kinds}")
     theirs = {family.model: unlike(family, model) for family in near}
     asked = (*(name for family in near for name in family.fixed), *(name for each in theirs.values() for name in each))
     given = [name for name in dict.fromkeys(asked) if any(name in each for each in theirs.values())]

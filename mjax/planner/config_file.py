@@ -11,6 +11,7 @@ from typing import Any
 from mjax.config import Config, load_config
 from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
+from mjax.model_file import file_of
 
 WIDTH = 120
 
@@ -55,15 +56,15 @@ def config_source(config: Config, about: str) -> str:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     default = Config()
     changed = {name: _changed(section) for name, section in sections.items() if section != getattr(default, name)}
-    classes: dict[str, list[str]] = {"mjax.config": ["Config"]}
+    names, own = ["Config"], ""
     for cls in (type(sections[name]) for name in changed):
-        classes.setdefault("mjax.config" if cls.__module__.startswith("mjax.") else cls.__module__, []).append(
-            cls.__name__
-        )
+        file = file_of(cls)
+        names.append(cls.__name__ if file is None else "load_config")
+        own += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
     calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
     docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
-    imports = "\n".join(_import(f"from {module} import ", sorted(names)) for module, names in classes.items())
-    return f'"""{docstring}\n"""\n\n{imports}\n\nconfig = Config(\n{"".join(calls)})\n'
+    imports = _import("from mjax.config import ", sorted(names))
+    return f'"""{docstring}\n"""\n\n{imports}\n\n{own}config = Config(\n{"".join(calls)})\n'
 
 
 def _changed(section: Any) -> dict[str, Any]:

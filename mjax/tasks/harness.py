@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from mjax.bounds import check_bounds
 from mjax.chat import Chat
-from mjax.config import MeshConfig
+from mjax.config import MeshConfig, load_own_model
 from mjax.errors import UsageError
 from mjax.generation import Generator
 from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
@@ -52,6 +52,7 @@ class HarnessModel(TemplateLM):
 
     Args (`--model_args run=runs/x,model=8`):
       run: its folder; checkpoint is the same.
+      config: the file that defines a model of your own.
       step: checkpoint to use; by default the newest intact one.
       pipe, data, context, model: the mesh, which may differ from training.
       compute: bf16, fp16 or fp32; by default as in training.
@@ -80,6 +81,7 @@ class HarnessModel(TemplateLM):
         device: str | None = None,
         checkpoint: str | None = None,
         tokenizer: str | None = None,
+        config: str | None = None,
     ):
         super().__init__()
         if (folder := run or checkpoint) is None:
@@ -89,7 +91,9 @@ class HarnessModel(TemplateLM):
                 f"--model mjax tries no batch sizes, so --max_batch_size {max_batch_size} is not supported; use "
                 "--batch_size instead"
             )
-        run, saved = Path(folder), read_run(Path(folder), *FOR_TEXT)
+        run = Path(folder)
+        load_own_model(config, run, tqdm.write)
+        saved = read_run(run, *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run, self._chat = run, None

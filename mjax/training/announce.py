@@ -11,6 +11,8 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config
 from mjax.data.sources import TrainingData
 from mjax.mixture_config import MixtureConfig
+from mjax.model_config import is_own, kind_of
+from mjax.model_file import file_of, run_flags
 from mjax.models.build import count_parameters
 from mjax.names import leaf_name
 from mjax.parallel import axes
@@ -87,5 +89,11 @@ def what_is_left(
     if isinstance(config.model, MixtureConfig):
         display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(step)}")
-    if config.model.causal and (folder / "tokenizer").is_dir():
-        display.say(f'more text   python -m mjax generate --run {folder} --prompt "…"')
+    if not config.model.causal or not (folder / "tokenizer").is_dir():
+        return
+    if is_own(type(config.model)) and file_of(type(config.model)) is None:
+        display.say(
+            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {kind_of(config.model)!r} is defined'
+        )
+    else:
+        display.say(f'more text   python -m mjax generate {run_flags(folder, config.model)} --prompt "…"')

@@ -12,6 +12,8 @@ import jax
 from mjax.config import Config, read_config, save_config
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, same_files, tokenizer_from_folder
+from mjax.model_file import save_model_file
+from mjax.models.build import count_parameters
 from mjax.state.checkpoint import Checkpoints, restore_weights
 from mjax.state.precision import parameter_type
 from mjax.state.train_state import TrainState
@@ -54,6 +56,7 @@ def write_folder(
 ) -> None:
     """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
     save_config(config, folder / "config.json")
+    save_model_file(folder, config.model, count_parameters(config.model))
     save_digests(folder, config.data)
     environment.write(resolved, folder, say)
     if data.tokenizer is not None:

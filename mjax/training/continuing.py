@@ -40,6 +40,7 @@ from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 from mjax.model_config import TUNING
+from mjax.model_file import change_of_file, new_run_flags
 from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
 from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
@@ -133,16 +134,21 @@ def changes_since(
         ]
         refused = [*refused, *_changed_data(folder, before.data, config.data)]
         if refused:
-            other = f"--config {folder}/config.json --name NEW instead of --run" if resumed else "--name NEW"
+            other = f"{new_run_flags(folder, config.model)} instead of --run" if resumed else "--name NEW"
             raise UsageError(
                 f"{folder} was trained with other settings ({'; '.join(refused)}); "
                 f"for a new run type {other}, and to continue this one with the change --allow-change"
             )
     shown = (name for name in changed if name != "train.taken")
-    return [f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown] + [
-        *_notes(before, config, steps != [0]),
-        *_note_on_decay(before, config, steps, step),
-    ]
+    note = change_of_file(folder, type(config.model))
+    return (
+        [*filter(None, [note])]
+        + [f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown]
+        + [
+            *_notes(before, config, steps != [0]),
+            *_note_on_decay(before, config, steps, step),
+        ]
+    )
 
 
 def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:

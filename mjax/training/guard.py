@@ -26,6 +26,7 @@ import numpy as np
 from mjax.config import Config
 from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
+from mjax.model_file import run_flags
 from mjax.parallel.processes import from_first, is_first
 from mjax.state.checkpoint import Checkpoints
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
@@ -203,7 +204,7 @@ class Guard:
         which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         rate = self.config.optimizer.learning_rate / 2
         command = (
-            f"python train.py --resume {self.folder} --step {steps[0] if good is None else good} "
+            f"python train.py {run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good} "
             f"--optimizer.learning-rate {rate:g} --allow-change"
         )
         way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mjax.bounds import fields_of
-from mjax.config import Config, as_flag, differences, read_config
+from mjax.config import Config, as_flag, differences, read_config, read_settings
 from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, either
 from mjax.json_files import read_json
 from mjax.model_config import TUNING, ModelConfig, kind_of
+from mjax.model_file import new_run_flags
 from mjax.plain_values import build
 from mjax.state.runs import checkpoint_steps
 
@@ -95,7 +96,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         )
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(str(init.resolve()), step, _changed(init, read_config(init / "config.json"), config))
+    return Origin(str(init.resolve()), step, _changed(init, config))
 
 
 def _check_same(folder: Path, init: Path, step: int | None) -> None:
@@ -114,17 +115,19 @@ def _check_same(folder: Path, init: Path, step: int | None) -> None:
         )
 
 
-def _changed(init: Path, saved: Config, config: Config) -> dict[str, list[str]]:
+def _changed(init: Path, config: Config) -> dict[str, list[str]]:
     """The fields of the model that differ, with the value there and here.
 
     Raises:
       UsageError: the weights would not fit, or would mean something else.
     """
+    saved = read_settings(init / "config.json")
     if kind_of(saved.model) != kind_of(config.model):
         raise UsageError(
             f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
-            f"of the same model, or type --config {init}/config.json --name NEW for its own"
+            f"of the same model, or type {new_run_flags(init, saved.model)} for its own"
         )
+    saved = read_config(init / "config.json")
     found = {
         name: [_value(model, name) for model in (saved.model, config.model)]
         for name in (field.partition(".")[2] for field in differences(saved, config) if field.startswith("model."))
@@ -136,7 +139,7 @@ def _changed(init: Path, saved: Config, config: Config) -> dict[str, list[str]]:
         flags = " ".join(as_flag(f"model.{name}", found[name][0]) for name in wrong)
         raise UsageError(
             f"--init {init} holds the weights of another model ({values}); type {flags}, "
-            f"or --config {init}/config.json --name NEW for its own settings"
+            f"or {new_run_flags(init, saved.model)} for its own settings"
         )
     return {f"model.{name}": [str(value) for value in values] for name, values in found.items()}
 
