@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from mjax.config import Config, load_config
+from mjax.config import Config, load_config, to_dict
 from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
 from mjax.model_file import file_of
@@ -44,7 +44,7 @@ def write_config(config: Config, file: Path, about: str) -> None:
     temporary = file.with_name(f"{file.stem}.tmp.py")
     try:
         temporary.write_text(config_source(config, about))
-        assert load_config(str(temporary)) == config, f"{file} does not reproduce the config"
+        assert to_dict(load_config(str(temporary))) == to_dict(config), f"{file} does not reproduce the config"
         check_new(file)  # do not overwrite a file that has appeared in the meantime
         put(temporary, file)
     finally:

@@ -1,0 +1,216 @@
+"""A model in one file: every command takes a run of it with `--config FILE.py`, and executes nothing else."""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import mjax
+from mjax import cli
+from mjax.config import load_config
+from mjax.errors import UsageError
+from mjax.model_config import REGISTRY
+from mjax.models.build import count_parameters
+from mjax.planner.config_file import write_config
+from mjax.training.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.test_runs_command import make_run
+
+PALM = re.search(r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)[1]
+TRAIN = """train --data.path data/corpus --data.split 80,20,0 --name 'my palm' --mesh.data 1 --train.eval-interval 2
+--train.eval-batches 1 --optimizer.warmup-steps 0 --optimizer.decay-steps 4 --log.no-tensorboard
+--log.sample-tokens 4"""
+RUN, FILE = "runs/my palm", "my models/palm.py"
+
+
+@pytest.fixture(autouse=True)
+def unregistered():
+    yield
+    REGISTRY.pop("palm", None)
+
+
+def command(*argv):
+    """The exit code of a command in a process that knows the models of mjax only."""
+    REGISTRY.pop("palm", None)
+    return cli.main([word for part in argv for word in shlex.split(part)])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, quick_runs):
+    """A folder with data, the file, and a run of two steps."""
+    folder = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+        (folder / "text.txt").write_text("the city of the sea and the sea of the city\n" * 200)
+        assert (
+            cli.main(shlex.split("prepare text.txt --tokenizer bytes --output data/corpus --split-documents 20")) == 0
+        )
+        (folder / "my models").mkdir()
+        (folder / FILE).write_text(PALM)
+        assert command(TRAIN, "--train.steps 2", "--config 'my models/palm.py'") == 0
+    return folder
+
+
+@pytest.fixture
+def place(trained, tmp_path, monkeypatch):
+    """A copy of the folder, so that no test sees another's changes; the file's path is still the first one."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+    return tmp_path
+
+
+def test_run_of_own_model_resumes_bit_for_bit(place, capsys):
+    assert command(TRAIN, "--train.steps 4 --name whole --config 'my models/palm.py'") == 0
+    whole = [record["loss"] for record in read_metrics(place / "runs" / "whole" / "metrics.jsonl")]
+    again = shutil.copytree(place / RUN, place / "runs" / "again")
+    assert command(TRAIN, "--train.steps 4 --config 'my models/palm.py'") == 0  # the same command
+    assert command("train --run runs/again --config 'my models/palm.py' --train.steps 4") == 0
+    for folder in (place / RUN, again):
+        assert [record["loss"] for record in read_metrics(folder / "metrics.jsonl")] == whole
+    assert json.loads((again / "model.json").read_text())["file"] == str(place / FILE)
+
+
+def test_last_line_of_run_works_as_printed(place, capsys):
+    assert command(TRAIN, "--train.steps 4 --config 'my models/palm.py'") == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    words = shlex.split(line.partition("python -m mjax ")[2])
+    assert words[:3] == ["generate", "--run", RUN]
+    REGISTRY.pop("palm")
+    assert cli.main([*words[:-1], "the city", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("the city")
+
+
+def test_commands_use_run_with_config_from_anywhere(place, capsys, monkeypatch):
+    monkeypatch.chdir(place / "runs")
+    config = "--config '../my models/palm.py'"
+    assert command("generate --run 'my palm' --prompt a --tokens 2 --json", config) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 2
+    assert command("evaluate --run 'my palm' --task perplexity --data ../text.txt --json", config) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(5.5, abs=0.3)
+    assert command("plan --run 'my palm' --json", config) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["parameters"] == 115_136
+
+
+NEED_IT = [
+    "generate --run 'runs/my palm' --prompt a",
+    "evaluate --run 'runs/my palm' --task perplexity --data text.txt",
+    "train --run 'runs/my palm'",
+    "train --config 'runs/my palm/config.json' --name new",
+    "plan --run 'runs/my palm'",
+]
+
+
+@pytest.mark.parametrize("line", NEED_IT)
+def test_command_without_config_says_what_to_type(line, place, trained, capsys):
+    (trained / FILE).write_text(f"raise SystemExit(9)\n{PALM}")  # nothing may execute it
+    try:
+        assert command(line) == 2
+    finally:
+        (trained / FILE).write_text(PALM)
+    error = capsys.readouterr().err
+    assert f"holds 'palm', a model of your own defined in {trained / FILE};" in error
+    assert f"type --config '{trained / FILE}', or in Python call mjax.load_config(" in error
+
+
+def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
+    make_run(place / "runs" / "gpt")
+    assert command("runs --json") == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert (rows["my palm"]["model"], rows["my palm"]["parameters"]) == ("palm 2 × 64", 115_136)
+    assert command("runs compare 'my palm' gpt --json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"]["my palm"]["parameters"] == 115_136
+    assert found["settings"]["model.positions"] == {"my palm": None, "gpt": "learned"}
+    (place / RUN / "model.json").unlink()  # of a run of an older version
+    assert command("runs --json") == 0
+    rows = {row["name"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert (rows["my palm"]["state"], rows["my palm"]["parameters"]) == ("done", None)
+
+
+@pytest.mark.parametrize("flags", ["", "--config 'my models/palm.py'"])
+def test_export_of_own_model_is_one_sentence(flags, place, capsys):
+    assert command("convert to-hf 'runs/my palm' out", flags) == 2
+    error = capsys.readouterr().err
+    assert "has no name table for 'palm', a model of your own; docs/convert.md says how to write one" in error
+    assert not (place / "out").exists()
+
+
+EDITS = {
+    "note": (lambda text: f"{text}\n# edited", 0, "note: {run} was trained with the model of {before}, which is not"),
+    "error": (lambda text: f"{text}\nx = nowhere", 2, "raises NameError: name 'nowhere' is not defined; fix the file"),
+    "syntax": (lambda text: f"{text}\ndef f(:", 2, "raises SyntaxError: invalid syntax"),
+    "shape": (lambda text: text.replace("width = 4 *", "width = 2 *"), 2, "of shape (2, 256, 64), this config needs"),
+    "another": (lambda text: text.replace('"palm"', '"balm"'), 2, "registers no 'palm', the model of {run}; it was"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_file_is_told(edit, place, trained, capsys):
+    change, code, words = EDITS[edit]
+    (place / FILE).write_text(change(PALM))
+    assert command("generate --run 'runs/my palm' --prompt a --tokens 1 --config 'my models/palm.py'") == code
+    assert words.format(run=RUN, before=trained / FILE) in capsys.readouterr().err
+    REGISTRY.pop("balm", None)
+
+
+def test_field_the_class_lacks_is_refused(place, capsys):
+    file = place / RUN / "config.json"
+    file.write_text(file.read_text().replace('"kind": "palm"', '"kind": "palm", "gate": true'))
+    assert command("generate --run 'runs/my palm' --prompt a --config 'my models/palm.py'") == 2
+    assert f"unknown field model.gate; PalmConfig is that of {place / FILE}" in capsys.readouterr().err
+    file.write_text(file.read_text().replace('"gate"', '"a b"'))
+    assert command("runs --json") == 0
+    assert "cannot be read: runs/my palm/config.json" in capsys.readouterr().out
+
+
+def test_moved_file_is_asked_for(place, trained, capsys):
+    record = place / RUN / "model.json"
+    record.write_text(record.read_text().replace(str(trained), "/elsewhere"))
+    assert command("generate --run 'runs/my palm' --prompt a") == 2
+    assert "/my models/palm.py, which is not there any more;" in (error := capsys.readouterr().err)
+    assert "type --config FILE.py" in error
+    assert command("generate --run 'runs/my palm' --prompt a --tokens 1 --config 'my models/palm.py'") == 0
+    assert "note" not in capsys.readouterr().err  # the content is the same
+
+
+def test_continuing_with_edited_file_notes_it_once(place, capsys):
+    (place / FILE).write_text(f"{PALM}\n# edited")
+    again = "train --run 'runs/my palm' --config 'my models/palm.py' --train.steps"
+    assert command(again, "3") == 0
+    assert "note: runs/my palm was trained with the model of" in capsys.readouterr().out
+    assert command(again, "4") == 0
+    assert "note: runs/my palm was" not in capsys.readouterr().out
+
+
+def test_config_of_run_of_mjax_is_refused(place, capsys):
+    make_run(place / "runs" / "gpt")
+    assert command("generate --run runs/gpt --prompt a --config 'my models/palm.py'") == 2
+    assert "has no effect on runs/gpt, which holds a GPT; leave it out" in capsys.readouterr().err
+
+
+def test_python_uses_class_that_is_loaded(place, trained, capsys):
+    with pytest.raises(UsageError, match=r"in Python call mjax\.load_config\("):
+        mjax.open_run(RUN)
+    first = mjax.load_config(str(trained / FILE))
+    assert mjax.open_run(RUN).step == 2
+    assert "note" not in capsys.readouterr().out
+    assert mjax.generate(RUN, ids=[[1, 2]], tokens=1)
+    (place / FILE).write_text(PALM.replace("width = 4 *", "width = 2 *"))  # the same names in another folder
+    second = mjax.load_config(FILE)
+    sizes = [count_parameters(config.model) for config in (first, second)]
+    assert sizes[0] - sizes[1] == 2 * 2 * 2 * 64 * 64
+    with pytest.raises(UsageError, match="this config needs"):
+        mjax.open_run(RUN)
+    assert f"which is not the same as that of {place / FILE}" in capsys.readouterr().out
+
+
+def test_written_config_imports_own_class(place):
+    config = load_config(FILE)
+    write_config(replace(config, train=replace(config.train, steps=7)), place / "found.py", "Found.")
+    REGISTRY.pop("palm")
+    assert load_config("found.py").train.steps == 7
