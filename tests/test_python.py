@@ -12,8 +12,9 @@ from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
+from mjax.names import leaf_name
 from mjax.state.checkpoint import Checkpoints
-from tests.small import small_config
+from tests.small import batch_of, program_of, small_config
 
 CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)
 TEXTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13]]
@@ -79,6 +80,58 @@ def test_weights_fit_a_program_of_another_kernel_and_sequence(run):
     wider = mjax.build_program(replace(CONFIG, model=replace(model, sequence=32)), opened.mesh)
     with pytest.raises(UsageError, match=r"positions of .* has the shape \(16, 32\) and that of the program \(32,"):
         opened.weights_for(wider.abstract_state.model)
+
+
+SHORTER = {
+    "learned": ({"positions": "learned"}, MeshConfig()),
+    "alibi": ({"positions": "alibi"}, MeshConfig(model=2, sequence_parallel=True)),
+    "rotary": ({"kind": "llama"}, MeshConfig(context=2, context_attention="gather")),
+    "pipeline": ({"positions": "learned"}, MeshConfig(pipe=2, data=2)),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.ci] * (one == "pipeline")) for one in SHORTER])
+def test_program_takes_shorter_batch(case):
+    """Loss and next weights are those of a program whose config has that length."""
+    options, mesh = SHORTER[case]
+    config = replace(small_config(vocabulary=256, dropout=0.1, **options), mesh=mesh)
+    short = replace(config, model=replace(config.model, sequence=8))
+    batch = {name: array[:, :8] for name, array in batch_of(config).items()}
+    program, narrow = program_of(config), program_of(short)
+    state = program.initialize()
+
+    def cut(path, weight):
+        return np.asarray(weight)[:8] if leaf_name(path) == "positions" else np.asarray(weight)
+
+    weights = jax.tree_util.tree_map_with_path(cut, state.model)
+    target = narrow.abstract_state.model
+    weights = jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(weights))
+    begun = narrow.begin(jax.device_put(weights, jax.tree.map(lambda leaf: leaf.sharding, target)))
+    assert float(program.eval_step(state.model, program.on_devices(batch)).loss) == pytest.approx(
+        float(narrow.eval_step(begun.model, narrow.on_devices(batch)).loss), rel=1e-6
+    )
+    found, expected = (
+        one.train_step(start, one.on_devices(batch)) for one, start in ((program, state), (narrow, begun))
+    )
+    assert float(found[1].loss) == pytest.approx(float(expected[1].loss), rel=1e-6)
+    assert float(found[1].grad_norm) == pytest.approx(float(expected[1].grad_norm), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mesh", "words"),
+    [
+        ((17, 17), MeshConfig(), "the batch has sequences of 17 and model.sequence is 16; give 1 to 16"),
+        ((8, 4), MeshConfig(), "tokens of the batch has 8 positions and labels 4; give arrays of one length"),
+        ((6, 6), MeshConfig(context=2, context_attention="gather"), "give a multiple of 4"),
+        ((7, 7), MeshConfig(model=2, sequence_parallel=True), "give a multiple of 2"),
+    ],
+    ids=["long", "unequal", "context", "sequence parallel"],
+)
+def test_batch_of_impossible_length_is_one_sentence(lengths, mesh, words):
+    program = program_of(replace(small_config(vocabulary=256), mesh=mesh))
+    batch = {name: np.zeros((8, size), np.int32) for name, size in zip(("tokens", "labels"), lengths, strict=True)}
+    with pytest.raises(UsageError, match=words):
+        program.on_devices(batch)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ the layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.batch_size import at_batch
 from mjax.config import Config
 from mjax.errors import UsageError
+from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.mesh import batch_specs, sharded_shapes
@@ -92,13 +93,18 @@ class TrainProgram:
     def on_devices(self, batch: dict[str, np.ndarray]) -> dict[str, Array]:
         """A global batch that this process has, on its devices.
 
+        Its sequences may be shorter than `model.sequence`, as long as the mesh and the attention kernel can split them;
+        each length is compiled once.
+
         Raises:
-          UsageError: it has other arrays than `Config.batch_arrays`, or an id outside the vocabulary.
+          UsageError: it has other arrays than `Config.batch_arrays`, a length that cannot be split, or an id outside
+            the vocabulary.
         """
         if batch.keys() not in (self.config.batch_arrays().keys(), self.config.batch_arrays(evaluation=True).keys()):
             taken = ", ".join(self.abstract_batch)
             mask = "; with data.own=True it takes a loss_mask too" if "loss_mask" in batch else ""
             raise UsageError(f"the batch has {', '.join(batch)}; the program takes {taken}{mask}")
+        at_length(self.config, batch)
         self.config.model.check_values(batch, "the batch")
         return {name: jax.device_put(array, self.batch_shardings[name]) for name, array in batch.items()}
 
@@ -141,20 +147,16 @@ def build_program(
 
     names = gradient_names(shapes.model, config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
-    on_devices = shard_map(
-        partial(_train_step, config, transform, rate_after, layout.plan, np.array(backward_order(names)), loss),
-        in_specs=(specs, specs_of(training), P()),
-        out_specs=(specs, P()),
-    )
+    order = np.array(backward_order(names))
 
     def train_step(state, batch, limit=math.inf):
+        step = partial(_train_step, at_length(config, batch), transform, rate_after, layout.plan, order, loss)
+        on_devices = shard_map(step, in_specs=(specs, specs_of(training), P()), out_specs=(specs, P()))
         return on_devices(state, batch, jnp.float32(limit))
 
-    eval_step = shard_map(
-        partial(_eval_step, config, layout.plan, loss),
-        in_specs=(specs.model, specs_of(evaluation)),
-        out_specs=P(),
-    )
+    def eval_step(model, batch):
+        step = partial(_eval_step, at_length(config, batch), layout.plan, loss)
+        return shard_map(step, in_specs=(specs.model, specs_of(evaluation)), out_specs=P())(model, batch)
 
     def broken(state):
         return broken_elements(state.model, state.optimizer, config.mesh)
@@ -179,6 +181,38 @@ def build_program(
         gradient_names=names,
         config=config,
     )
+
+
+def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
+    """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights stay those
+    of the config, and of learned positions the first ones are used.
+
+    Raises:
+      UsageError: the arrays have several lengths, or one that is too long or that the mesh or kernel cannot split.
+    """
+    arrays = config.batch_arrays() | config.batch_arrays(evaluation=True)
+    model, whole = config.model, config.model.sequence
+    split = [name for name, (shape, _) in arrays.items() if shape[-1:] == (whole,) and name in batch]
+    lengths = {name: batch[name].shape[-1] for name in split}
+    first = next(iter(lengths.values()), whole)
+    if {first, *lengths.values()} == {whole}:
+        return config
+    if other := next((name for name in split if lengths[name] != first), None):
+        raise UsageError(
+            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give arrays of one length"
+        )
+    if not 0 < first <= whole:
+        raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")
+    mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
+    parts = mesh.model * config.train.streams if mesh.splits_tokens else 1  # of the tokens of a micro-batch
+    even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
+    unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    if first % unit:
+        raise UsageError(
+            f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
+            f"give a multiple of {unit}"
+        )
+    return replace(config, model=replace(model, sequence=first))
 
 
 def _state_shapes(config: Config, transform: optax.GradientTransformation, layout) -> tuple[TrainState, TrainState]:
