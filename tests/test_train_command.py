@@ -100,5 +100,6 @@ def test_run_resumes_bit_for_bit_after_sigterm_and_sigkill(uninterrupted, tmp_pa
     run_here(tmp_path)
     output = capsys.readouterr().out
     assert f"continued after step {done}" in output
+    assert "mfu " not in output  # of a CPU
     assert "removed 8.writing: an unfinished save of checkpoint 8" in output
     assert losses(tmp_path) == losses(uninterrupted)

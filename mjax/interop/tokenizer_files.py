@@ -62,17 +62,16 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
                 tokenizer = _find_fast(folder)
             else:
                 tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
-            if kind is not SentencePieceTokenizer or _adds_bos(folder):
+            if kind is HuggingFaceTokenizer or _adds_bos(folder):
                 tokenizer.bos = tokenizer.bos_of_files()
             return tokenizer
     return None
 
 
 def _adds_bos(folder: Path) -> bool:
-    """Whether `transformers` puts the first token before a text of a sentencepiece model; a tokenizer.json says so
-    itself."""
+    """Whether `transformers` puts the first token before a text where no tokenizer.json says so itself."""
     said = folder / "tokenizer_config.json"
-    return not said.is_file() or read_object(said).get("add_bos_token") is not False
+    return said.is_file() and read_object(said).get("add_bos_token") is True
 
 
 def _find_fast(folder: Path) -> HuggingFaceTokenizer:

@@ -40,6 +40,10 @@ class GPT2Tokenizer(LibraryTokenizer):
         self.contents = (vocab, merges)
         self.vocabulary, self.eod = len(ids), ids[EOD_PIECE]
 
+    def bos_of_files(self) -> int | None:
+        """GPT-2's one special token begins texts too, where a model says so."""
+        return self.eod
+
     @classmethod
     def from_files(cls, files: str) -> Self:
         """From what follows the kind on the command line: vocab.json,merges.txt or a tiktoken file."""
