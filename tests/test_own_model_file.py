@@ -1,18 +1,24 @@
 """A model in one file: every command takes a run of it with `--config FILE.py`, and executes nothing else."""
 
 import json
+import os
 import re
 import shlex
 import shutil
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 
 import mjax
 from mjax import cli
 from mjax.config import load_config
+from mjax.doctor.child import run_in_child
+from mjax.doctor.driver import Driver
+from mjax.doctor.finding import RED
 from mjax.errors import UsageError
 from mjax.model_config import REGISTRY
+from mjax.model_file import file_of
 from mjax.models.build import count_parameters
 from mjax.planner.config_file import write_config
 from mjax.training.metrics import read_metrics
@@ -178,6 +184,7 @@ def test_moved_file_is_asked_for(place, trained, capsys):
     assert "note" not in capsys.readouterr().err  # the content is the same
 
 
+@pytest.mark.ci
 def test_continuing_with_edited_file_notes_it_once(place, capsys):
     (place / FILE).write_text(f"{PALM}\n# edited")
     again = "train --run 'runs/my palm' --config 'my models/palm.py' --train.steps"
@@ -202,6 +209,7 @@ def test_python_uses_class_that_is_loaded(place, trained, capsys):
     assert mjax.generate(RUN, ids=[[1, 2]], tokens=1)
     (place / FILE).write_text(PALM.replace("width = 4 *", "width = 2 *"))  # the same names in another folder
     second = mjax.load_config(FILE)
+    assert [file_of(type(config.model)) for config in (first, second)] == [str(trained / FILE), str(place / FILE)]
     sizes = [count_parameters(config.model) for config in (first, second)]
     assert sizes[0] - sizes[1] == 2 * 2 * 2 * 64 * 64
     with pytest.raises(UsageError, match="this config needs"):
@@ -209,8 +217,17 @@ def test_python_uses_class_that_is_loaded(place, trained, capsys):
     assert f"which is not the same as that of {place / FILE}" in capsys.readouterr().out
 
 
-def test_written_config_imports_own_class(place):
+def test_written_config_imports_own_class(place, monkeypatch):
     config = load_config(FILE)
     write_config(replace(config, train=replace(config.train, steps=7)), place / "found.py", "Found.")
     REGISTRY.pop("palm")
+    for name in [name for name in sys.modules if name.startswith("mjax_config_")]:
+        monkeypatch.delitem(sys.modules, name)
     assert load_config("found.py").train.steps == 7
+
+
+@pytest.mark.ci
+def test_doctor_knows_own_model_in_its_child(place):
+    settings = {"driver": asdict(Driver()), "cuda": None, "config": FILE, "runs": "runs", "name": "palm"}
+    (found, *_) = run_in_child(("storage",), settings, os.environ | {"PYTHONPATH": str(ROOT)}, 60.0)
+    assert found.status != RED, found.found

@@ -91,7 +91,7 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
     launcher.poisons = {12: weights(1e12)}
     assert launcher("--checkpoint.keep-last", "1") == 3
     captured = capfd.readouterr()
-    command = f"python train.py --resume {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
+    command = f"python train.py --run {launcher.run_folder} --step 8 --optimizer.learning-rate 0.005 --allow-change"
     assert captured.err.strip().endswith(f"then continue from the last good checkpoint: {command}")
     assert "checkpoint 12 is postponed until the run is healthy; the last good one is 8" in captured.out
     assert launcher("--checkpoint.keep-last", "1") == 3  # a launcher that takes no hint
@@ -122,7 +122,7 @@ def test_broken_moment_ends_the_run_and_is_not_saved(launcher, capfd, value, ste
     error = capfd.readouterr().err
     broken = "weights or moments are not finite, or above 1e20 (blocks.mlp.up.kernel of layer 2 first, 1 of 28)"
     assert f"after step {found} {broken}" in error
-    assert f"--resume {launcher.run_folder} --step 4" in error
+    assert f"--run {launcher.run_folder} --step 4" in error
     assert launcher.saved() == ["4"]
 
 
