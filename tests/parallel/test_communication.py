@@ -47,8 +47,8 @@ MODULES_BELOW = {
     "models": "config errors llama_config mixture_config model_config names",
     "data": "batch_size bounds config errors figures json_files model_config names places plain_values progress",
     "state": "config errors names",
-    "training": "batch_size bounds config errors figures hardware json_files launch mixture_config model_config names "
-    "packages plain_values validation",
+    "training": "batch_size bounds config errors figures hardware json_files launch mixture_config model_config "
+    "model_file names packages plain_values validation",
 }
 """Packages that may import these modules of the root only."""
 
