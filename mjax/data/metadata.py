@@ -37,9 +37,9 @@ class DatasetMetadata:
       mjax_version: version that wrote it.
       sequences: one per document that is not empty, or one per sentence; None in files of older versions.
       sentences: language whose rules split documents into sentences; None if they were not split.
-      bos: id before the tokens of every document that is not empty; None: there is none.
       malformed: malformed lines that were skipped.
       malformed_examples: the first of them, as FILE:LINE: reason.
+      bos: id before the tokens of every document that is not empty; None: there is none.
     """
 
     tokenizer: str
@@ -53,9 +53,9 @@ class DatasetMetadata:
     mjax_version: str
     sequences: int | None = None
     sentences: str | None = None
-    bos: int | None = None
     malformed: int = 0
     malformed_examples: list[str] = field(default_factory=list)
+    bos: int | None = None
 
     @property
     def bytes_per_token(self) -> float:
