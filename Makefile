@@ -1,4 +1,4 @@
-# make train        a small Llama on real text, from nothing to a sample of its writing (some minutes on two CPU cores)
+# make train        a small Llama on real text, from nothing to a sample of its writing (four minutes on two CPU cores)
 # make gpt          a small GPT on the same text
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
 # make check        lint and every test that takes less than 0.1 s, for work in progress
@@ -23,7 +23,7 @@ PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $
 .PHONY: train gpt bert lint check test test-ci test-all test-compiler format clean
 
 train: data/demo.idx
-	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 200
+	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 180
 
 gpt: data/demo.idx
 	$(VENV)/bin/python train.py --config gpt_demo
