@@ -16,8 +16,8 @@ from mjax.compiled_programs import keep_programs
 def own_home(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
     monkeypatch.setitem(sys.modules, "jax", None)  # as it is where the command line starts
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # what a test sets again is undone before this
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
-        os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         yield tmp_path
 
 
