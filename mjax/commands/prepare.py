@@ -308,9 +308,10 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     if metadata.tokenizer in TRAINABLE:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
-    file = f"{run}/config.json" if kind == "run" else config.partition(" ")[0]
+    file = config.partition(" ")[0]
     if kind == "run":  # of a model, which the text is for
-        config = f"{shlex.quote(f'{run}/config.json')} --init {shlex.quote(run)} --name NEW"
+        file = f"{run}/config.json"
+        config = f"{shlex.quote(file)} --init {shlex.quote(run)} --name NEW"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
     documents = metadata.documents
     if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation

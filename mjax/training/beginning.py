@@ -11,7 +11,7 @@ import jax
 
 from mjax.config import Config, read_config, save_config
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import DESCRIPTION, same_files, tokenizer_from_folder
+from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.model_file import save_model_file
 from mjax.models.build import count_parameters
 from mjax.state.checkpoint import Checkpoints, restore_weights
@@ -76,10 +76,10 @@ def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: C
     if tokenizer is None or not tokenizer.is_dir():
         return
     if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
-        bos = [each and tokenizer_from_folder(each).bos for each in (tokenizer, data.tokenizer)]
-        if data.tokenizer is not None and bos[0] is not None and bos[1] is None:
+        bos = bos_of(tokenizer)
+        if data.tokenizer is not None and bos is not None and bos_of(data.tokenizer) is None:
             say(
-                f"note: texts of {origin.run} begin with id {bos[0]}, and documents of the data do not; prepare them "
+                f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
                 f"with --tokenizer run:{origin.run} or --prepend-bos on"
             )
         kept = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))  # which says what ends documents

@@ -141,14 +141,12 @@ def changes_since(
             )
     shown = (name for name in changed if name != "train.taken")
     note = change_of_file(folder, type(config.model))
-    return (
-        [*filter(None, [note])]
-        + [f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown]
-        + [
-            *_notes(before, config, steps != [0]),
-            *_note_on_decay(before, config, steps, step),
-        ]
-    )
+    return [
+        *filter(None, [note]),
+        *(f"changed {name}: {changed[name][0]} → {changed[name][1]}" for name in shown),
+        *_notes(before, config, steps != [0]),
+        *_note_on_decay(before, config, steps, step),
+    ]
 
 
 def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:

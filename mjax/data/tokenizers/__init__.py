@@ -112,6 +112,11 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
+def bos_of(folder: Path) -> int | None:
+    """The id that begins texts of the tokenizer that `Tokenizer.save` wrote into `folder`, which is not opened."""
+    return read_json(folder / DESCRIPTION, "prepare the data again").get("bos")
+
+
 def same_files(one: Path, other: Path) -> bool:
     """Whether two folders that `Tokenizer.save` wrote hold the same tokenizer, which may end documents differently."""
     saved = [read_json(folder / DESCRIPTION, "prepare the data again") for folder in (one, other)]
