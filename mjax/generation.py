@@ -39,7 +39,7 @@ from rich.text import Text
 from mjax.bounds import check_bounds
 from mjax.config import Config, MeshConfig
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python
 from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.block import decode_blocks, of_each
@@ -302,18 +302,6 @@ class Sample:
     ended: Literal["eod", "tokens", "positions"]
 
 
-def continue_texts(
-    generator: Generator, model: CausalModel, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling
-) -> list[Sample]:
-    """`Generator.generate` from text to text.
-
-    Raises:
-      UsageError: as in `Generator.generate`.
-    """
-    encoded = [tokenizer.prompt(prompt) for prompt in prompts]
-    return continue_ids(generator, model, tokenizer.decode, prompts, encoded, sampling, tokenizer.eod)
-
-
 def continue_ids(
     generator: Generator,
     model: CausalModel,
@@ -471,13 +459,14 @@ def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
         return
     tokenizer = tokenizer_from_folder(data.tokenizer)
-    prompt = log.prompt
-    if prompt is None:
-        tokens = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
-        prompt = tokenizer.decode(tokens[tokens[0] == tokenizer.bos :])
+    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
+        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
+        prompt = tokenizer.decode(ids)
+    else:
+        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
     sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
     display.say("")
-    print_samples(
-        continue_texts(Generator(run.config, run.mesh), state.model, tokenizer, [prompt], sampling), display.console
-    )
+    generator = Generator(run.config, run.mesh)
+    samples = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
+    print_samples(samples, display.console)
     display.say("")

@@ -19,7 +19,7 @@ from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
-from mjax.generation import Generator, continue_texts
+from mjax.generation import Generator
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
@@ -278,7 +278,7 @@ def test_continuation_keeps_its_first_space():
         def generate(self, model, prompts, sampling, eod, listener):
             return [generation.Continuation(list(b" city"), "tokens") for _ in prompts]
 
-    (sample,) = continue_texts(Fixed(), None, Spaced(), ["The"], GREEDY)
+    (sample,) = generation.continue_ids(Fixed(), None, Spaced().decode, ["The"], [list(b"The")], GREEDY, 256)
     assert (sample.prompt, sample.continuation) == ("The", " city")
     assert (sample.prompt_tokens, sample.tokens) == (3, 5)
 
