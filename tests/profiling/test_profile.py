@@ -86,7 +86,7 @@ def test_profile_of_four_devices_is_a_trace_of_each(tmp_path, capsys):
     names = {event["name"] for event in events}
     assert {"train", "profiled steps", "between steps"} <= names
     assert any(name.startswith("layer backward: ") for name in names)
-    assert any(name.startswith("jit__eval_step: ") for name in names)
+    assert any(name.startswith("jit_eval_step: ") for name in names)
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         "host", "CPU:0", "CPU:1", "CPU:2", "CPU:3",
     }  # fmt: skip
