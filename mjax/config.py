@@ -44,6 +44,7 @@ from mjax.model_file import change_of_file, file_of, model_file_of, refuse_unkno
 from mjax.optimizer_config import OptimizerConfig as OptimizerConfig
 from mjax.parallel import axes
 from mjax.plain_values import build
+from mjax.removed import named_like
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,6 @@ class TrainConfig:
     unroll: Literal["auto", "on", "off"] = "auto"
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
     on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
-    streams: Literal[1, 2] = 1
-    """2: compute the halves of a micro-batch in turn, each while the other communicates over mesh.model, in layers
-    without a loop; not in a pipeline, nor with FSDP."""
     loss_chunks: Annotated[int, Bounds(ge=1, le=64)] = 1
     """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
     tokens are never in memory, for one more product of the output layer in the backward pass."""
@@ -397,7 +395,8 @@ def _execute(file: Path) -> types.ModuleType:
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}; fix the file, python {shlex.quote(str(file))} "
+            f"{error.msg if isinstance(error, SyntaxError) else error}{named_like(str(error))}; "
+            f"fix the file, python {shlex.quote(str(file))} "
             "shows the traceback"
         ) from error
     return module

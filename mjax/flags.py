@@ -23,6 +23,7 @@ import tyro
 from mjax.bounds import check_bounds, fields_of
 from mjax.errors import UsageError, either, suggestion
 from mjax.model_config import KIND_FLAG, kinds_with
+from mjax.removed import REMOVED
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
@@ -292,6 +293,8 @@ def _negative(name: str) -> str:
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
+    if (gone := REMOVED.get(name.replace("-", "_"))) is not None:
+        return f" any more; {gone.instead}"
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
     theirs = ELSEWHERE.get(last, "").split()

@@ -7,6 +7,7 @@ import sys
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mjax.errors import UsageError, suggestion
+from mjax.removed import REMOVED
 
 T = TypeVar("T")
 WHOLE = 2**63  # above any valid number, and below what JSON can spell
@@ -14,6 +15,7 @@ WHOLE = 2**63  # above any valid number, and below what JSON can spell
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     """The dataclass `cls` from plain values as given by `dataclasses.asdict`; missing fields take their defaults.
+    Fields that were removed are dropped if that changes nothing (`removed.py`).
 
     Args:
       cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of
@@ -31,6 +33,10 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     known = [f.name for f in dataclasses.fields(cls)]
     arguments = {}
     for name, value in values.items():
+        if name not in known and (gone := REMOVED.get(f"{prefix}{name}")) is not None:
+            if value in gone.harmless:
+                continue
+            raise UsageError(f"{source}: {prefix}{name} {value!r} was removed; {gone.instead}")
         if name not in known:
             raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
         if dataclasses.is_dataclass(hints[name]):

@@ -34,7 +34,6 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_samples(config)
     config.model.check(config)
     _check_sequence_parallel(config)
-    check_streams(config)
     check_offload(config)
     _check_schedules(config)
     _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
@@ -137,39 +136,6 @@ def _check_sequence_parallel(config: Config) -> None:
         )
 
 
-def check_streams(config: Config) -> None:
-    """Refuse two streams where they cannot run."""
-    model, mesh, train = config.model, config.mesh, config.train
-    if train.streams == 1:
-        return
-    if model.parted_experts():
-        raise UsageError(
-            f"--train.streams 2 is not there for {model.title}, whose layers do not stop at their regions; leave it out"
-        )
-    if mesh.model == 1:
-        raise UsageError("--train.streams 2 hides the communication of --mesh.model, which is 1 here; leave it out")
-    if mesh.pipe > 1:
-        raise UsageError(
-            f"--train.streams 2 does not work with --mesh.pipe {mesh.pipe}, whose stages take turns with whole "
-            "micro-batches; leave it out"
-        )
-    if mesh.zero == 3:
-        raise UsageError(
-            "--train.streams 2 does not work with --mesh.zero 3, which gathers weights layer by layer; "
-            "use --mesh.zero 1"
-        )
-    if train.unroll == "off":
-        raise UsageError("--train.streams 2 needs layers without a loop; leave out --train.unroll off")
-    if config.precision.compute == "fp8":
-        raise UsageError("--train.streams 2 does not work with --precision.compute fp8; use bf16")
-    parts = 2 * mesh.model if mesh.sequence_parallel else 2
-    if train.micro_batch % 2 or train.micro_batch * model.sequences * model.sequence // mesh.context % parts:
-        raise UsageError(
-            f"--train.streams 2 cannot cut a --train.micro-batch of {train.micro_batch} in two halves; "
-            f"use a multiple of {parts}"
-        )
-
-
 def check_offload(config: Config) -> None:
     """Refuse activations in host memory where they would stay on the device, or cannot leave it."""
     mesh, train = config.mesh, config.train
@@ -181,19 +147,17 @@ def check_offload(config: Config) -> None:
             f"{given} --mesh.pipe {mesh.pipe}, whose stages keep activations by slot on the device; "
             "use --train.recompute full"
         )
-    if train.unroll == "on" or train.streams == 2:
+    if train.unroll == "on":
         # Compiled for H100s, all copies to the host stood in the backward pass (docs/benchmarks.md).
-        what = "--train.streams 2" if train.streams == 2 else "--train.unroll on"
         raise UsageError(
-            f"{given} {what}: without a loop over the layers XLA copies their inputs to the host only in the backward "
-            "pass, which saves nothing; leave it out, or use --train.recompute full"
+            f"{given} --train.unroll on: without a loop over the layers XLA copies their inputs to the host only in "
+            "the backward pass, which saves nothing; leave it out, or use --train.recompute full"
         )
 
 
 def can_run_layers(config: Config) -> bool:
-    """Whether the streams and the recomputation of a config are possible: neither check above refuses them."""
+    """Whether the recomputation of a config is possible: the check above does not refuse it."""
     try:
-        check_streams(config)
         check_offload(config)
     except UsageError:
         return False

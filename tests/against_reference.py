@@ -40,7 +40,7 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """What is reported and the gradients, computed once for all meshes, kernels and kinds of recomputation."""
-    train = replace(config.train, micro_batch=1, recompute="none", loss_chunks=1, streams=1, unroll="auto")
+    train = replace(config.train, micro_batch=1, recompute="none", loss_chunks=1, unroll="auto")
     return _serial(replace(config, model=replace(config.model, attention="xla"), mesh=MeshConfig(), train=train))
 
 

@@ -57,7 +57,6 @@ def small_config(
     mesh=None,
     samples=None,
     unroll="auto",
-    streams=1,
     loss_chunks=1,
     **changes,
 ) -> Config:
@@ -75,7 +74,6 @@ def small_config(
             micro_batch=micro_batch,
             recompute=recompute,
             unroll=unroll,
-            streams=streams,
             loss_chunks=loss_chunks,
             seed=1234,
         ),

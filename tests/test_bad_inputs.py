@@ -69,15 +69,9 @@ TRAIN_FLAGS = {
     "--mesh.pipe 3 --mesh.chunks 2": "micro-batches",
     "--mesh.pipe 2 --train.unroll on": "keep activations by slot; leave it out",
     "--mesh.pipe 2 --train.recompute offload": "use --train.recompute full",
-    # --- streams and offloading
+    # --- offloading, and what was removed
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
-    "--mesh.model 2 --train.recompute offload --train.streams 2": "offload does not work with --train.streams 2",
-    "--train.streams 2": "--mesh.model, which is 1 here",
-    "--train.streams 2 --mesh.model 2 --mesh.pipe 2": "does not work with --mesh.pipe 2",
-    "--train.streams 2 --mesh.model 2 --mesh.data 2 --mesh.zero 3": "use --mesh.zero 1",
-    "--train.streams 2 --mesh.model 2 --train.unroll off": "leave out --train.unroll off",
-    "--train.streams 2 --mesh.model 2 --precision.compute fp8": "use bf16",
-    "--train.streams 2 --mesh.model 4 --mesh.sequence-parallel --train.micro-batch 2 --model.sequence 1022": "of 8",
+    "--train.streams 2": "layers compute a whole micro-batch at a time",
     # --- the batch
     "--train.batch-rampup 0 8 100": "type --train.batch-rampup 8 8 100",
     "--train.batch-rampup 512 8 100": "type --train.batch-rampup 504 8 100",

@@ -233,12 +233,21 @@ def test_llama_has_published_default_width():
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
         ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
+        ({"train": {"streams": 3}}, "train.streams 3 was removed; layers compute a whole micro-batch at a time"),
     ],
 )
 def test_invalid_config_json_names_field(values, words):
     with pytest.raises(UsageError, match=r"config\.json") as error:
         from_dict(values)
     assert words in str(error.value)
+
+
+def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
+    assert from_dict({"train": {"streams": 2, "seed": 3}}) == from_dict({"train": {"seed": 3}})
+    file = tmp_path / "old.py"
+    file.write_text("from mjax.config import Config, TrainConfig\nconfig = Config(train=TrainConfig(streams=2))\n")
+    with pytest.raises(UsageError, match=r"train\.streams was removed; layers compute a whole micro-batch"):
+        load_config(str(file))
 
 
 # --- Numbers and devices ----------------------------------------------------------------------------------------------

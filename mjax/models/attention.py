@@ -22,8 +22,7 @@ from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import CONTEXT
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mjax.parallel.streams import Enter, Leave, Phases, alone
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 
 
 class Attention(nnx.Module):
@@ -69,22 +68,18 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        return alone(self.phases(x, context), context.tokens)
-
-    def phases(self, x: Array, context: Context) -> Phases:
-        """The attention in phases."""
-        q, k, v = yield from self._project(x, context)
+        q, k, v = self._project(x, context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
         seen["window"] = config.window_at(context.place)
         seen |= {"rate": config.attention_dropout, "key": key}
         attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
-        return (yield Leave(checkpoint_name(attended, "context"), self.out))
+        return self.out(checkpoint_name(attended, "context"), context.tokens)
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        (q, k, v), slopes = alone(self._project(x, context), context.tokens), self.positions.slopes()
+        (q, k, v), slopes = self._project(x, context), self.positions.slopes()
         window = self.config.window_at(context.place)
         if cached is None:
             attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
@@ -92,9 +87,9 @@ class Attention(nnx.Module):
             attended = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
-    def _project(self, x: Array, context: Context) -> Phases:
-        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one; in phases."""
-        parts = yield Enter(x, (self.query, self.key_value) if self.grouped else (self.qkv,))
+    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
+        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one."""
+        parts = columns(x, context.tokens, *((self.query, self.key_value) if self.grouped else (self.qkv,)))
         q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)

@@ -55,13 +55,11 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.errors import UsageError
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import MODEL
 from mjax.parallel.stacks import depth, layers_of, shards_of, with_shards
-from mjax.parallel.streams import Phases, alone, in_phases, phases_of, together
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
@@ -76,7 +74,6 @@ INPUT = "layer"
 """The name of a layer's input, which the other choices keep without a name."""
 
 Sums = dict[str, Array]
-Halves = tuple[Array, Array]
 
 
 class Block(nnx.Module):
@@ -105,17 +102,13 @@ class Block(nnx.Module):
         self.dropout, self.period = dropout, period
 
     def __call__(self, x: Array, context: Context) -> Array:
-        return alone(self.phases(x, context), context.tokens)
-
-    def phases(self, x: Array, context: Context) -> Phases:
-        """The layer, stopping at its regions (`parallel/streams.py`)."""
-        x = yield from self.attended(x, context)
-        y = yield from phases_of(self.mlp, self.mlp_norm(x), context)
+        x = self.attended(x, context)
+        y = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def attended(self, x: Array, context: Context) -> Phases:
+    def attended(self, x: Array, context: Context) -> Array:
         """The part of the layer before its MLP."""
-        y = yield from phases_of(self.attention, self.attention_norm(x), context)
+        y = self.attention(self.attention_norm(x), context)
         return checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
@@ -134,11 +127,11 @@ class Block(nnx.Module):
 class PostNormBlock(Block):
     """One transformer layer of the original BERT, with a norm after each residual sum."""
 
-    def phases(self, x: Array, context: Context) -> Phases:
-        y = yield from phases_of(self.attention, x, context)
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention(x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
-        y = yield from phases_of(self.mlp, x, context)
+        y = self.mlp(x, context)
         x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
         # The input of a norm is kept for its backward pass; in the pre-LN layer it is the next layer's input.
         return self.mlp_norm(checkpoint_name(x, "residual"))
@@ -147,11 +140,11 @@ class PostNormBlock(Block):
 class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the stream."""
 
-    def phases(self, x: Array, context: Context) -> Phases:
-        y = yield from phases_of(self.attention, x, context)
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention(x, context)
         y = self.attention_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = yield from phases_of(self.mlp, x, context)
+        y = self.mlp(x, context)
         y = self.mlp_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
@@ -260,8 +253,8 @@ def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
     return found if isinstance(found, tuple) else (found, {})
 
 
-def _policy(recompute: str, *also: str) -> Callable:
-    """What `jax.checkpoint` keeps: the names of `KEPT`, and `also`; with `offload` a layer's input in host memory."""
+def _policy(recompute: str) -> Callable:
+    """What `jax.checkpoint` keeps: the names of `KEPT`; with `offload` a layer's input in host memory."""
     policies, kept = jax.checkpoint_policies, KEPT[recompute]
     if recompute == "offload":
         return policies.save_and_offload_only_these_names(
@@ -270,7 +263,7 @@ def _policy(recompute: str, *also: str) -> Callable:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return policies.save_only_these_names(*kept, *also)
+    return policies.save_only_these_names(*kept)
 
 
 def _run_stack(
@@ -392,51 +385,6 @@ def _scan(
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
     stacks = list(turns) if each == 1 else [grouped(turn, each) for turn in turns]
     return jax.lax.scan(group, x, (stacks, grouped(beside, period)))
-
-
-def run_halves(
-    blocks, xs: Halves, contexts: tuple[Context, Context], recompute: str = "none", first_layer: int = 1
-) -> tuple[Halves, Sums]:
-    """As `run_blocks` without a loop, for the two halves of a micro-batch: each computes while the other communicates.
-
-    Args:
-      blocks, recompute, first_layer: as for `run_blocks`.
-      xs: [t, h] of each half.
-      contexts: of the tokens of each.
-
-    Raises:
-      UsageError: the layers are not written in phases.
-    """
-
-    layers, places = [], []
-    for stack in stacks_of(blocks):
-        turns = turns_of(stack)
-        for turn in turns:
-            if not in_phases(turn):
-                raise UsageError(
-                    f"--train.streams 2 needs layers that stop at their regions, and {type(turn).__name__} has no "
-                    "`phases` of its own (mjax/parallel/streams.py); leave it out"
-                )
-        for layer, _, place in _each_layer(turns):
-            layers.append(layer)
-            places.append(place)
-
-    def phases(layers: list, x: Array, context: Context) -> Phases:
-        sums: Sums = {}
-        for number, (layer, place) in enumerate(zip(layers, places, strict=True), first_layer):
-            x = checkpoint_name(x, INPUT)
-            x, found = _with_sums((yield from phases_of(layer, x, context.of_layer(number, place))))
-            sums = _added(sums, found)
-        return x, sums
-
-    def run(layers: list, xs: Halves):
-        halves = (phases(layers, *half) for half in zip(xs, contexts, strict=True))
-        (x, sums), (y, others) = together(*halves, contexts[0].tokens, again=recompute != "none")
-        return (x, y), _added(sums, others)
-
-    if KEPT[recompute] is not None:
-        run = jax.checkpoint(run, policy=_policy(recompute, INPUT))
-    return run(layers, xs)
 
 
 def decode_blocks(

@@ -22,7 +22,6 @@ from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
 from mjax.models.router import towards_balance
 from mjax.parallel import mappings, random
-from mjax.parallel.streams import alone
 from mjax.parallel.tokens import Tokens
 
 
@@ -110,7 +109,7 @@ class MixtureBlock(Block):
     """A layer with experts: its MLP returns sums beside its result."""
 
     def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
-        x = alone(self.attended(x, context), context.tokens)
+        x = self.attended(x, context)
         y, sums = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
 

@@ -16,7 +16,6 @@ from mjax.llama_config import LlamaConfig
 from mjax.model_config import TransformerConfig
 from mjax.models.context import Context
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
-from mjax.parallel.streams import Enter, Leave, Phases, alone
 from mjax.parallel.sums import wide_type
 
 
@@ -30,14 +29,10 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        return alone(self.phases(x, context), context.tokens)
-
-    def phases(self, x: Array, _: Context) -> Phases:
-        """The MLP in phases."""
-        (up,) = yield Enter(x, (self.up,))
+        up = checkpoint_name(self.up(x, context.tokens), "mlp_up")
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(activate, name=self.activation))
-        return (yield Leave(activation(checkpoint_name(up, "mlp_up")), self.down))
+        return self.down(activation(up), context.tokens)
 
 
 class GatedMLP(nnx.Module):
@@ -54,13 +49,9 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        return alone(self.phases(x, context), context.tokens)
-
-    def phases(self, x: Array, _: Context) -> Phases:
-        """The MLP in phases."""
-        (both,) = yield Enter(x, (self.up,))  # [b s, 2, f / p]
-        product = recomputed(partial(gated, activation=self.activation))(checkpoint_name(both, "mlp_up"))
-        return (yield Leave(product, self.down))
+        both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
+        activation = recomputed(partial(gated, activation=self.activation))
+        return self.down(activation(both), context.tokens)
 
 
 def gated(both: Array, activation: str) -> Array:

@@ -128,15 +128,8 @@ def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear) -> tuple[Ar
     Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
     with `apart` each of its parts.
     """
-    return columns_of(x, None, tokens, layers)
-
-
-def columns_of(
-    x: Array, entered: Array | None, tokens: Tokens, layers: tuple[ColumnParallelLinear, ...], again: bool = False
-) -> tuple[Array, ...]:
-    """As `columns`, with f(x) computed before or `again`, as for `into_columns`."""
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers), entered, again)
+    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
 
 
 def own_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
@@ -168,11 +161,8 @@ class RowParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        return self.biased(from_rows(self.kernel[...], x, tokens))
-
-    def biased(self, y: Array) -> Array:
-        """The sum of the products [t, h], plus b. Before the sum, the bias would be added p times."""
-        return y if self.bias is None else add_bias(y, self.bias[...])
+        y = from_rows(self.kernel[...], x, tokens)
+        return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
 class VocabParallelEmbedding(nnx.Module):

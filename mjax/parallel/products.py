@@ -115,41 +115,32 @@ def into_columns(
     biases: tuple[Array | None, ...],
     tokens: Tokens,
     apart: tuple[bool, ...],
-    entered: Array | None = None,
-    again: bool = False,
 ) -> tuple[Array, ...]:
     """y = f(x) A + b for each kernel; for one that is `apart` each of the parts along its first dim of columns.
 
     Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out] → [b · s, *out] each.
-
-    Args:
-      entered: f(x) [b · s, h], if it was computed before; it gets no gradient beside that of x.
-      again: keep x, and gather f(x) again in the backward pass, beside the gradient of x.
     """
     axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    how = _How(tokens, apart, entered is not None, again and tokens.split)
-    return _columns(x, entered, kernels, biases, how)
+    return _columns(x, kernels, biases, _How(tokens, apart))
 
 
 class _How(NamedTuple):
-    """The static arguments of `into_columns`; `halves`: f(x) was computed before, as with two streams."""
+    """The static arguments of `into_columns`."""
 
     tokens: Tokens
     apart: tuple[bool, ...]
-    halves: bool
-    again: bool
 
 
 # f and the products behind it are differentiated as one, for their order (`summed_beside`).
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _columns(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
-    return _columns_forward(x, entered, kernels, biases, how)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _columns(x: Array, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
+    return _columns_forward(x, kernels, biases, how)[0]
 
 
-def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
+def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
     tokens, outputs = how.tokens, []
-    entered, back = _entered(x, tokens) if entered is None else (entered, None)
+    entered, back = _entered(x, tokens)
     kept = entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
     for operand, bias, cut in zip(operands, biases, how.apart, strict=True):
@@ -158,15 +149,12 @@ def _columns_forward(x: Array, entered: Array | None, kernels: tuple[Kernel, ...
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (x if how.again else kept, back, tuple(map(without_factors, kernels)), scales, biases)
+    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
 def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
     (x, back, kernels, scales, biases), tokens = residuals, how.tokens
     back = back or (lambda gradient: (tokens.leave(gradient),))
-    if how.again:
-        x, gradients = jax.lax.optimization_barrier((x, gradients))  # no earlier: then it is beside other products
-        x = tokens.enter(x)
     parts = iter(gradients)
     operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
@@ -182,10 +170,8 @@ def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
         (to_x,) = back(to_x)
     else:
-        if how.halves and not tokens.split:  # the sum is beside the products of the other half
-            to_x, to_kernels = jax.lax.optimization_barrier((to_x, to_kernels))
         to_x, to_kernels = summed_beside(back, to_x, to_kernels, tokens)
-    return to_x, None, to_kernels, tuple(to_biases)
+    return to_x, to_kernels, tuple(to_biases)
 
 
 _columns.defvjp(_columns_forward, _columns_backward)

@@ -258,7 +258,7 @@ def sums_by_layer(config: Config) -> bool:
     """
     mesh, train = config.mesh, config.train
     ordered = mesh.pipe == 1 and (mesh.model == 1 or mesh.splits_tokens)
-    return ordered and mesh.zero == 1 and axes.copies(mesh) > 1 and train.unroll == "on" and train.streams == 1
+    return ordered and mesh.zero == 1 and axes.copies(mesh) > 1 and train.unroll == "on"
 
 
 def sums_in_last(config: Config) -> bool:
@@ -266,7 +266,7 @@ def sums_in_last(config: Config) -> bool:
     the loop over the others: layer by layer, or, without ZeRO and `model`, whenever XLA finds work beside a sum."""
     mesh, train = config.mesh, config.train
     replicated = mesh.zero == 0 and axes.copies(mesh) > 1 and mesh.pipe == mesh.model == 1
-    return sums_by_layer(config) or (replicated and train.unroll == "on" and train.streams == 1)
+    return sums_by_layer(config) or (replicated and train.unroll == "on")
 
 
 def gather_for_inference(model, plan, dtype):

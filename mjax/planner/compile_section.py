@@ -80,7 +80,6 @@ def compile_section(compiled: Compilation, expected: Counts, formula: Memory) ->
         "servers": compiled.servers,
         "attention": compiled.attention,
         "unrolled": compiled.unrolled,
-        "streams": compiled.config.train.streams,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "resident_bytes": compiled.resident,
         "memory": asdict(memory)
@@ -175,7 +174,7 @@ def _about(values: dict[str, Any]) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
-        "layers": layers_in_words(values["unrolled"], values["streams"]),
+        "layers": layers_in_words(values["unrolled"]),
         "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
         f"most {values['resident_bytes'] / GIB:.1f} GiB",
     }

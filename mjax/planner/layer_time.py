@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property
 
 from mjax.config import Config
@@ -48,11 +47,7 @@ class Common:
         self.config, self.rates, self.software = config, rates, software
         self.exact = exact
         model, mesh = config.model, config.mesh
-        # What two streams hide was read from programs within a server; between servers it is what one stream hides.
-        beyond = mesh.model > rates.gpu.gpus_per_node
-        self.overlap = software.overlap_of(
-            replace(config, train=replace(config.train, streams=1)) if beyond else config
-        )
+        self.overlap = software.overlap_of(config)
         self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
         self.gathered = 1 if self.float8 else self.element
         self.samples = config.train.micro_batch
@@ -67,8 +62,7 @@ class Common:
         """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
         if self.config.mesh.splits_tokens:
             return self.layer_scatter + self.layer_gather
-        streams = self.config.train.streams
-        return streams * self.rates.sum(self.config.mesh.model, 1, self.element * self.stream / streams)
+        return self.rates.sum(self.config.mesh.model, 1, self.element * self.stream)
 
     @cached_property
     def layer_scatter(self) -> float:
@@ -80,8 +74,7 @@ class Common:
 
     def _split(self, width: float) -> float:
         """A gather or a reduce-scatter of a stream over `model`, of `width` bytes per element."""
-        streams = self.config.train.streams
-        return streams * self.rates.gather(self.config.mesh.model, 1, width * self.stream / streams)
+        return self.rates.gather(self.config.mesh.model, 1, width * self.stream)
 
     def over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
         """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
@@ -135,7 +128,7 @@ class LayerTime:
             "matmul": self._forward_products,
             "attention": self._attention,
             "elementwise": self._kernels[0],
-            "model": self._exposed_forward(len(self.layer.branches) * self.run.layer_sum) + over_model,
+            "model": len(self.layer.branches) * self.run.layer_sum + over_model,
             "context": sum(self._over_context),
             "expert": sum(self._over_experts),
             "data": self.run.waits(self._over_data(self.run.gathered), self.forward_work) + over_data,
@@ -169,10 +162,9 @@ class LayerTime:
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
             sent = 2 * self.run.layer_gather + software.repeated_sums * self.run.layer_scatter
-            repeated = self._exposed_forward(sent)
-            repeated -= self.overlap.repeated * self.run.layer_gather
+            repeated = sent - self.overlap.repeated * self.run.layer_gather
         elif whole:
-            repeated = self._exposed_forward(software.repeated_sums * self.run.layer_sum)
+            repeated = software.repeated_sums * self.run.layer_sum
         elif attention and split:  # the two gathers are repeated
             repeated = 2 * self.run.layer_gather - min(2 * self.overlap.repeated * self.run.layer_gather, to_inputs)
         work = {
@@ -207,16 +199,16 @@ class LayerTime:
         return self.software.written is not None or written <= JOINED_BYTES
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        s, found = self.config.train.streams, 0.0
+        found = 0.0
         for each in products:
             rows, groups = self._rows(each)
-            found += s * self.rates.product(each.k, each.n, rows / s, groups, float8=self.run.float8)
+            found += self.rates.product(each.k, each.n, rows, groups, float8=self.run.float8)
         return found
 
     def _product(self, each: Product, n: int, k: int) -> float:
-        """[tokens, k] × [k, n] for the tokens of a product with a weight, in two halves with two streams."""
-        streams, (rows, groups) = self.config.train.streams, self._rows(each)
-        return streams * self.rates.product(rows / streams, n, k, groups, float8=self.run.float8)
+        """[tokens, k] × [k, n] for the tokens of a product with a weight."""
+        rows, groups = self._rows(each)
+        return self.rates.product(rows, n, k, groups, float8=self.run.float8)
 
     def _rows(self, each: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and how many weights have as many each: of experts whole tiles."""
@@ -316,20 +308,15 @@ class LayerTime:
             return 0.0, 0.0
         return agreement_seconds(self.traced[backward].agreed, self.config.mesh, self.rates)
 
-    def _exposed_forward(self, seconds: float) -> float:
-        """What a layer waits for of so many seconds of collectives in a forward pass."""
-        return seconds - min(self.overlap.forward * seconds, self._forward_products)
-
     @cached_property
     def _exposed_backward(self) -> float:
         """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
-        layers before them, or with two streams beside all products, cost nothing up to the time that these take."""
-        split, two = self.config.mesh.splits_tokens, self.config.train.streams == 2
+        layers before them, cost nothing up to the time that these take."""
+        split = self.config.mesh.splits_tokens
         hidden = self.overlap.backward * (2 * self.run.layer_scatter if split else self.run.layer_sum)
         sums = 0.0
         for branch in self.layer.branches:
-            beside = self._weight_gradients(branch if two else branch[:-1])
-            beside += two * sum(self._product(each, each.k, each.n) for each in branch)
+            beside = self._weight_gradients(branch[:-1])
             sums += self.run.layer_sum - min(hidden, beside)
         return sums
 

@@ -111,7 +111,6 @@ def longest(
             taken=(),
             recompute=way.recompute,
             unroll="off" if way.recompute == "offload" else config.train.unroll,
-            streams=1,
             loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
         )
 

@@ -194,7 +194,7 @@ class _Sizes:
         if train.unroll != "on":
             return kind.sample.kept
         kept = kind.sample.kept_apart
-        if mesh.splits_tokens and train.recompute != "none" and train.streams == 1 and not self.by_layer:
+        if mesh.splits_tokens and train.recompute != "none" and not self.by_layer:
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
         kept += self.master * kind.held.gathered_shards / kind.of_device

@@ -96,7 +96,7 @@ def variants(config: Config) -> dict[str, Memory]:
         for recompute in ("none", "selective", "full", "offload"):
             train = replace(config.train, recompute=recompute)
             if recompute == "offload":
-                train = replace(train, unroll="off", streams=1)
+                train = replace(train, unroll="off")
             changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
             if not can_run_layers(changed):
                 continue

@@ -42,7 +42,6 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "attention": config.model.attention,
         "unrolled": config.train.unroll == "on",
         "float8": in_float8(config.precision),
-        "streams": config.train.streams,
         "sums_beside_layers": sums_beside_layers(config),
         "loss_chunks": config.train.loss_chunks,
         "figure": None if figure is None else str(figure),
@@ -58,7 +57,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         rows["loss"] = loss_in_words(config)
     lines = []
     if gpu is not None:
-        rows["layers"] = layers_in_words(values["unrolled"], values["streams"])
+        rows["layers"] = layers_in_words(values["unrolled"])
         if values["unrolled"] and config.mesh.context > 1 and config.train.recompute != "none":
             rows["layers"] += " (over context XLA then recomputed many at once: llama3_8b_128k took 64 GiB, not 34)"
         if not values["unrolled"] and repeats_in_stack(config.model):

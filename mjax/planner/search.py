@@ -1,6 +1,6 @@
 """The planner's search for the mesh, micro-batch and recomputation that run a config fastest on a number of GPUs.
 
-A candidate is the config with another mesh, micro-batch, recomputation and streams, never another model: all have the
+A candidate is the config with another mesh, micro-batch and recomputation, never another model: all have the
 same loss curve. Candidates that `mjax.validation` would refuse are never made, because sizes are taken from divisors:
 
     model         divides devices, heads, feed-forward width and padded vocabulary
@@ -52,14 +52,13 @@ from mjax.validation import can_run_layers
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
     "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero", "train.micro_batch", "train.recompute",
-    "train.streams", "train.loss_chunks",
+    "train.loss_chunks",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
 RECOMPUTE = ("none", "selective", "full", "offload")
 SCHEDULES = ("1f1b", "zb-h1")
 ZERO = (0, 1, 3)
-STREAMS = (1, 2)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -122,14 +121,13 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.zero": or_kept("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
-                "train.streams": STREAMS if pipe == 1 and model > 1 else STREAMS[:1],
                 "train.loss_chunks": sorted({1, train.loss_chunks}),
             }
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
-            for *mesh, _, recompute, streams, chunks in product(*options):
-                portions = replace(train, micro_batch=micro_batch, recompute=recompute, streams=streams)
+            for *mesh, _, recompute, chunks in product(*options):
+                portions = replace(train, micro_batch=micro_batch, recompute=recompute)
                 candidate = replace(config, mesh=MeshConfig(*mesh), train=replace(portions, loss_chunks=chunks))
-                if (streams == 1 and recompute != "offload") or can_run_layers(candidate):
+                if recompute != "offload" or can_run_layers(candidate):
                     yield candidate
 
 
@@ -328,7 +326,7 @@ def complexity(config: Config) -> tuple:
     recompute = RECOMPUTE.index(train.recompute)
     first = mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero
     last = train.micro_batch, train.loss_chunks, mesh.expert, mesh.context_attention
-    return *first, recompute, mesh.sequence_parallel, train.streams, *last
+    return *first, recompute, mesh.sequence_parallel, *last
 
 
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
@@ -428,8 +426,6 @@ def describe(config: Config) -> str:
         words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
     if mesh.splits_tokens:
         words.append("sequence parallelism")
-    if train.streams == 2:
-        words.append("two streams")
     if mesh.zero:
         words.append(f"ZeRO-{mesh.zero}")
     if train.loss_chunks > 1:

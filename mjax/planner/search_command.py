@@ -52,7 +52,6 @@ LIKE_THE_BEST = (
     "mesh.schedule",
     "mesh.zero",
     "train.recompute",
-    "train.streams",
     "train.loss_chunks",
 )
 """Fields that do not depend on divisors of the batch. They are kept: all ways at the full batch take minutes."""

@@ -22,7 +22,7 @@ class SearchArguments:
     keep: tuple[str, ...] = ()
     """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context,
     mesh.context_attention, mesh.sequence_parallel, mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch,
-    train.recompute, train.streams, train.loss_chunks."""
+    train.recompute, train.loss_chunks."""
     top: Count = 10
     """Number of candidates to show, fastest first."""
     price: NotNegative | None = None

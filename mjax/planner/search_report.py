@@ -140,7 +140,7 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
     cut = any(each.config.mesh.context > 1 for each in shown)
     header = ["", "pipe", "data", *(["expert"] if split else []), *(["context"] if cut else []), "model", "schedule"]
     header += ["micro-batch", "recompute"]
-    header += ["seq. par.", "streams", "ZeRO"]
+    header += ["seq. par.", "ZeRO"]
     some = any(each.config.train.loss_chunks > 1 for each in shown)
     header += ["loss chunks"] if some else []
     offloaded = any(each.memory.host for each in shown)
@@ -155,7 +155,7 @@ def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float
                 number, mesh.pipe, mesh.data, *([mesh.expert] if split else []),
                 *([_context(candidate.config)] if cut else []), mesh.model,
                 f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", train.micro_batch, train.recompute,
-                "yes" if mesh.splits_tokens else "-", train.streams, mesh.zero or "-",
+                "yes" if mesh.splits_tokens else "-", mesh.zero or "-",
                 *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
                 f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
                 f"{candidate.memory.total / GIB:.1f}",

@@ -46,8 +46,6 @@ class Overlap:
         gradients, at most as long as these take.
       repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, beside the
         products of gradients: both of a layer with selective recomputation, the first with full.
-      forward: the same of the forward pass and of full recomputation, beside the products of the other half of the
-        micro-batch (`train.streams 2`): 0 with one stream.
       gradients: sums over `data` run beside the backward pass of the last micro-batch, if its layers are not in a loop.
       weights: share of ZeRO's gathers of weights and sums of gradients that runs beside the layers' own kernels, where
         they are gathered and summed layer by layer.
@@ -56,7 +54,6 @@ class Overlap:
 
     backward: float
     repeated: float = 0.0
-    forward: float = 0.0
     gradients: bool = False
     weights: float = 0.0
     copies: bool = False
@@ -106,12 +103,9 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. If layers
     are not in a loop, so does ZeRO-1, the sums in the last micro-batch and the gathers if it is the only one; without
     ZeRO the sums run beside the gradients of the weights in the last one. XLA has one collective in flight, so
-    none of these runs beside those over `model`. With two streams barriers put most collectives beside the other half's
-    work (docs/benchmarks.md).
+    none of these runs beside those over `model` (docs/benchmarks.md).
     """
     newer = version >= (0, 11)
-    if config.train.streams == 2:  # 81% of all in gpt_8b's compiled program
-        return Overlap(backward=0.8, repeated=1.0, forward=0.8, copies=newer)
     if config.mesh.splits_tokens:
         return Overlap(backward=0.5, repeated=1.0, copies=newer)
     alone = config.mesh.model == 1

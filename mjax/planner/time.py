@@ -122,7 +122,6 @@ class LeastTime:
             global_batch=mesh.expert * train.micro_batch,
             micro_batch=train.micro_batch,
             recompute="full" if train.recompute == "offload" else train.recompute,
-            streams=train.streams,
             unroll="on",  # without what a loop copies
         )
         layers, head, sums = self._parts(replace(config, mesh=alone, train=portion), exact)

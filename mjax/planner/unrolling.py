@@ -24,7 +24,7 @@ MOST_GPUS = 8
 
 def with_unrolling(config: Config, usable: float | None) -> Config:
     """`config` with `train.unroll` decided: as it says, or with `auto` on a GPU whose memory the step leaves HEADROOM
-    of. Two streams need layers without a loop.
+    of.
 
     A pipeline keeps its loop, since its stages keep activations in slots. So does FSDP over several servers, where the
     loop is as fast, and over `model` without sequence parallelism, where nothing keeps XLA from gathering the weights
@@ -47,8 +47,6 @@ def is_looped(config: Config, usable: float | None) -> bool:
     """Whether the layers run in a loop; arguments as for `with_unrolling`."""
     if config.train.unroll != "auto":
         return config.train.unroll == "off"
-    if config.train.streams == 2:
-        return False
     mesh = config.mesh
     kept = config.model.parted_experts() or layers_differ(config.model) or mesh.context > 1
     kept = kept or config.train.recompute == "offload"
@@ -60,10 +58,9 @@ def is_looped(config: Config, usable: float | None) -> bool:
     return free_share(predict_memory(unrolled).total, usable) < HEADROOM
 
 
-def layers_in_words(unrolled: bool, streams: int) -> str:
+def layers_in_words(unrolled: bool) -> str:
     """The row of a plan that says how the layers are compiled."""
-    halves = ", the halves of a micro-batch in turn" if streams == 2 else ""
-    return f"one after the other, without a loop{halves}" if unrolled else "in a loop"
+    return "one after the other, without a loop" if unrolled else "in a loop"
 
 
 def sums_beside_layers(config: Config) -> bool:

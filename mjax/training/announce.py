@@ -36,7 +36,6 @@ def what_runs(
     parameters, compute = count_parameters(model), config.precision.compute
     unrolled = ", layers without a loop" if train.unroll == "on" else ""
     unrolled += f", over context by {config.across}" if config.across else ""
-    unrolled += ", two streams" if train.streams == 2 else ""
     unrolled += f", experts by {model.grouped}" if isinstance(model, MixtureConfig) else ""
     unrolled += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{unrolled}")

@@ -73,7 +73,7 @@ FREE = {
     "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
     "data": ("test_path", "cache"),
     "train": (
-        "steps", "tokens", "taken", "micro_batch", "recompute", "unroll", "streams", "loss_chunks", "eval_interval",
+        "steps", "tokens", "taken", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval",
         "eval_batches",
     ),
     # Whole sections: none of their fields affects what is learned from which samples.

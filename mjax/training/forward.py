@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.models.block import Sums, of_each, run_blocks, run_halves
+from mjax.models.block import Sums, of_each, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
@@ -52,27 +51,10 @@ class Forward:
 
     def __call__(self, weights: Model, micro_batch: MicroBatch):
         """The parts of the means by name, [] each; or the result of `head`."""
-        if self.step is not None and self.config.train.streams == 2:
-            return self._of_halves(weights, micro_batch)
         x = self.embed(weights, micro_batch)
         x, beside = self.layers(weights.blocks, x, micro_batch, pooled=getattr(weights, "pool_sums", None))
         found = self.loss(weights, x, micro_batch)
         return found if self.head else found | beside
-
-    def _of_halves(self, weights: Model, micro_batch: MicroBatch):
-        """As `__call__`, of two halves whose layers run in turn (`parallel/streams.py`)."""
-        train = self.config.train
-        half = replace(self, config=replace(self.config, train=replace(train, micro_batch=train.micro_batch // 2)))
-        # Of several sequences of a sample, an array has all rows of the sample in a row.
-        halves = [
-            {name: array[len(array) // 2 * i : len(array) // 2 * (i + 1)] for name, array in micro_batch.items()}
-            for i in (0, 1)
-        ]
-        xs = tuple(half.embed(weights, each) for each in halves)
-        with jax.named_scope(scopes.LAYER):
-            xs, sums = run_halves(weights.blocks, xs, tuple(map(half.layer_context, halves)), train.recompute)
-        found = [half.loss(weights, x, each) for x, each in zip(xs, halves, strict=True)]
-        return jax.tree.map(jnp.add, *found) | self._parts(sums)
 
     @jax.named_scope(scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Array:

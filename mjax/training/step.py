@@ -204,7 +204,7 @@ def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config
     if not 0 < first <= whole:
         raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
-    parts = mesh.model * config.train.streams if mesh.splits_tokens else 1  # of the tokens of a micro-batch
+    parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
     unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:

@@ -32,9 +32,9 @@ MODEL = replace(toy_model.config.model, layers=4, hidden=32, sequence=16, feed_f
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 
 
-def config_of(architecture=MODEL, compute="fp64", streams=1, loss_chunks=1, **mesh):
+def config_of(architecture=MODEL, compute="fp64", loss_chunks=1, **mesh):
     config = toy_model.config
-    train = replace(config.train, global_batch=8, micro_batch=streams, streams=streams, loss_chunks=loss_chunks)
+    train = replace(config.train, global_batch=8, micro_batch=1, loss_chunks=loss_chunks)
     return replace(
         config,
         model=architecture,
@@ -74,23 +74,14 @@ class BalancedBlock(Block):
         return x, {"balance_loss": jnp.square(x).sum()}
 
 
-class BalancedInPhases(Block):
-    """The same for two streams."""
-
-    def phases(self, x, context):
-        x = yield from super().phases(x, context)
-        return x, {"balance_loss": jnp.square(x).sum()}
-
-
 class Balanced(toy_model.Toy):
     loss_weights: ClassVar = {"loss": 1.0, "balance_loss": 0.25}
-    block: ClassVar = BalancedBlock
 
     def __init__(self, key, config, dtype):
         super().__init__(key, config, dtype)
         parts = lambda key: vars(toy_model.toy_layer(key, config, dtype))  # noqa: E731
         names = ("attention_norm", "attention", "mlp_norm", "mlp")
-        layer = lambda key: self.block(**{name: parts(key)[name] for name in names})  # noqa: E731
+        layer = lambda key: BalancedBlock(**{name: parts(key)[name] for name in names})  # noqa: E731
         self.blocks = stack(key, config.layers, layer)
 
     def counts(self, batch):
@@ -99,14 +90,6 @@ class Balanced(toy_model.Toy):
 
 class BalancedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Balanced"
-
-
-class InPhases(Balanced):
-    block: ClassVar = BalancedInPhases
-
-
-class InPhasesConfig(toy_model.ToyConfig):
-    module = f"{__name__}:InPhases"
 
 
 class Capped(toy_model.Toy):
@@ -143,10 +126,10 @@ STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
     ("model", "mesh"),
     [
         pytest.param(MODEL, {"pipe": 2, "chunks": 2, "data": 2, "model": 2}, marks=pytest.mark.ci),
-        pytest.param(MODEL, {"data": 2, "model": 2, "loss_chunks": 5, "streams": 2}, marks=pytest.mark.ci),
+        pytest.param(MODEL, {"data": 2, "model": 2, "loss_chunks": 5}, marks=pytest.mark.ci),
         (STACKED, {"data": 2, "model": 4, "sequence_parallel": True, "zero": 3}),
     ],
-    ids=["pipeline", "streams, loss in chunks", "stacks"],
+    ids=["pipeline", "loss in chunks", "stacks"],
 )
 def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
     config = config_of(model, **mesh)
@@ -163,9 +146,8 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
     [
         (BalancedConfig, {"pipe": 2, "schedule": "zb-h1"}),
         pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci),
-        (InPhasesConfig, {"data": 2, "model": 2, "streams": 2}),  # and an MLP that is not written in phases
     ],
-    ids=["pipeline", "mesh", "streams"],
+    ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
     model = kind(**vars(MODEL))
@@ -186,12 +168,6 @@ def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
         return loss + 0.25 * mean, jnp.stack([loss, mean])
 
     compare(config, total, ("loss", "balance_loss"))
-
-
-def test_streams_are_refused_when_layers_are_not_in_phases():
-    config = config_of(BalancedConfig(**vars(MODEL)), data=2, model=2, streams=2)
-    with pytest.raises(UsageError, match=r"--train.streams 2 needs .* BalancedBlock has no `phases` of its own"):
-        ledger(config)
 
 
 def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):

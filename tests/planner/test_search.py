@@ -39,10 +39,10 @@ def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective"
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
     names = ("expert", "sequence_parallel", "schedule", "chunks", "zero")
     others = product(experts, (False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
-    for (shape, other), micro_batch, recompute, number in product(
-        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes, (1, 2)
+    for (shape, other), micro_batch, recompute in product(
+        product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes
     ):
-        train = replace(config.train, micro_batch=micro_batch, recompute=recompute, streams=number)
+        train = replace(config.train, micro_batch=micro_batch, recompute=recompute)
         yield replace(config, mesh=MeshConfig(*shape, **dict(zip(names, other, strict=True))), train=train)
 
 

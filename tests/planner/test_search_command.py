@@ -44,7 +44,7 @@ def test_bounds_leave_the_fastest(name):
     memory_of, time_of = predictions(gpu, None)
     keep = ["mesh.schedule"]
     if name == "olmoe_1b_7b":
-        keep += ["mesh.context", "train.streams", "train.recompute"]
+        keep += ["mesh.context", "train.recompute"]
     bounded = find(config, 4, gpu, None, keep)
     every = search(config, 4, memory_of, time_of, gpu.usable_bytes, keep)
     within = [each for each in every.ranked if each.time.mean <= 1.1 * every.ranked[0].time.mean]

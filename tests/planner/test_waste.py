@@ -23,7 +23,7 @@ H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
 
 
-def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, data=1, micro_batches=1, **mesh):
+def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, data=1, micro_batches=1, **mesh):
     """Its width, and the micro-batch of one GPU."""
     samples = {"micro_batch": micro_batch, "global_batch": data * micro_batch * micro_batches}
     return changed(
@@ -31,7 +31,7 @@ def gpt_1b(layers, unroll="auto", recompute="none", micro_batch=16, streams=1, d
         model={"layers": layers, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         mesh={"data": data, **mesh},
         data={"mock": True},
-        train={"recompute": recompute, "unroll": unroll, "streams": streams, **samples},
+        train={"recompute": recompute, "unroll": unroll, **samples},
     )
 
 
@@ -137,8 +137,7 @@ def test_layers_are_unrolled_where_step_fits(usable, layers, mesh, unroll):
         assert with_unrolling(changed(config, train={"unroll": asked}), usable).train.unroll == asked
 
 
-def test_host_memory_needs_loop_and_streams_none():
+def test_host_memory_needs_loop():
     config = gpt_1b(40, micro_batch=8)
     offload = changed(config, train={"recompute": "offload"})
     assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
-    assert with_unrolling(gpt_1b(2, streams=2, model=2), None).train.unroll == "on"

@@ -99,7 +99,7 @@ CHOICES = Case(
     dropout=(0.0, 0.1),
     packed=(False, True),
     kernel=("xla", "xla_blocks"),
-    layers=("loop", "apart", "halves"),
+    layers=("loop", "apart"),
     loss_chunks=(1, 3),
 )
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
@@ -135,7 +135,6 @@ def config_of(case):
         mesh,
         samples,
         unroll="off" if case.layers == "loop" else "on",
-        streams=2 if case.layers == "halves" else 1,
         loss_chunks=case.loss_chunks,
         attention=case.kernel,
         layers=max(2, period * case.pipe * case.chunks),
@@ -209,7 +208,7 @@ def simplest_row(**given):
         needed["data"] = 4
     if found["expert"] > 1:
         needed["architecture"] = "mixtral"
-    if found["sequence_parallel"] or found["layers"] == "halves":
+    if found["sequence_parallel"]:
         needed["model"] = 2
     return Case(**found | needed | given)
 

@@ -1,0 +1,37 @@
+"""Options that are gone: for one release each is refused by its name, with what to use instead.
+
+The config.json of a run from before may still have them. A value that changed no number, or that says what mjax does
+now, is dropped from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Removed(NamedTuple):
+    """A field that a config no longer has.
+
+    Attributes:
+      instead: what to use, as the end of a sentence.
+      harmless: values that a run may have been trained with and still continues as it was.
+    """
+
+    instead: str
+    harmless: tuple[Any, ...]
+
+
+REMOVED = {
+    "train.streams": Removed(
+        "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)
+    ),
+}
+"""By dotted name."""
+
+
+def named_like(text: str) -> str:
+    """', which was removed: …' if a message names a field that is gone, as the error of a dataclass does; else ''."""
+    for name, (instead, _) in REMOVED.items():
+        if f"'{name.rpartition('.')[2]}'" in text:
+            return f": {name} was removed; {instead}"
+    return ""
