@@ -87,13 +87,12 @@ def train(argv: Sequence[str]) -> int:
     from mjax.generation import print_sample
     from mjax.parallel import processes
     from mjax.planner.fit import check_gpu_at_hand
-    from mjax.planner.unrolling import unrolled_here
     from mjax.profiling.recorder import Recorder
     from mjax.training import loop
     from mjax.training.result import Options
     from mjax.training.watchdog import watching
 
-    config, options = arguments.settings, Options(resolve=unrolled_here)
+    config, options = arguments.settings, Options()
     keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:

@@ -57,9 +57,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
-from mjax.parallel import mappings, random
-from mjax.parallel.axes import MODEL
-from mjax.parallel.stacks import depth, layers_of, shards_of, with_shards
+from mjax.parallel import random
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
@@ -193,14 +191,6 @@ def _period(turns: Sequence) -> int:
     return math.lcm(len(turns), *(getattr(turn, "period", 1) for turn in turns))
 
 
-def _each_layer(turns: Sequence) -> Iterator[tuple[nnx.Module, int, int]]:
-    """The layers in order, each with the index of its turn and its place."""
-    period = _period(turns)
-    for number, layers in enumerate(zip(*map(layers_of, turns), strict=True)):
-        for turn, layer in enumerate(layers):
-            yield layer, turn, (number * len(turns) + turn) % period
-
-
 def run_blocks(
     blocks,
     x: Array,
@@ -209,7 +199,6 @@ def run_blocks(
     first_layer: Array | int = 1,
     weights_of: Sequence[Sequence[Callable | None]] | None = None,
     unroll: bool = False,
-    gather_again: bool = True,
 ) -> tuple[Array, Sums]:
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
@@ -220,9 +209,8 @@ def run_blocks(
       recompute: `none`, `selective`, `full` or `offload`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
       weights_of: for each stack (`of_each`) the function that turns the stored shards of a layer into its weights, if
-        they are gathered layer by layer.
-      gather_again: gather them again in the backward pass and never keep them (FSDP).
-      unroll: write the layers out, without a loop. A loop keeps what the backward pass needs in stacked arrays, which a
+        they are gathered layer by layer (FSDP), in the forward pass and again in the backward pass.
+      unroll: compile the layers without a loop. A loop keeps what the backward pass needs in stacked arrays, which a
         GPU has to fill and to read layer by layer: a sixth of a step of `gpt_1b`.
 
     Returns:
@@ -230,10 +218,29 @@ def run_blocks(
     """
     sums: Sums = {}
     for turns, gathered, count in _with_weights(blocks, weights_of):
-        x, found = _run_stack(turns, x, context, recompute, first_layer, gathered, count, unroll, gather_again)
-        sums = _added(sums, found)
+        layers = [_layer(context, recompute, gather, unroll) for gather in gathered]
+        numbers = first_layer + jnp.arange(count)
+        x, found = _scan(layers, x, turns, numbers, partial(reduce, _added), unroll)
+        sums = _added(sums, jax.tree.map(lambda each: each.sum(0), found))
         first_layer = first_layer + count
     return x, sums
+
+
+def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bool) -> Callable:
+    """(place, x, (layer, its number)) → (x, its sums), with what the backward pass keeps of it."""
+
+    def layer(place, x, layer_and_number):
+        block, number = layer_and_number
+        if recompute == "offload":
+            x = checkpoint_name(x, INPUT)
+        if gather is not None:
+            block = gather(block)
+        return _with_sums(block(x, context.of_layer(number, place)))
+
+    if KEPT[recompute] is None and gather is None:
+        return layer
+    policy = all_but_gathered_weights if KEPT[recompute] is None else _policy(recompute)
+    return jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
 
 
 def _added(sums: Sums, others: Sums) -> Sums:
@@ -245,7 +252,7 @@ def _with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None
     weights_of = weights_of or of_each(lambda _: None, blocks)
     for stack, gathered in zip(stacks_of(blocks), weights_of, strict=True):
         turns = turns_of(stack)
-        yield turns, gathered, depth(turns[0]) * len(turns)
+        yield turns, gathered, len(jax.tree.leaves(turns[0])[0]) * len(turns)
 
 
 def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
@@ -266,107 +273,14 @@ def _policy(recompute: str) -> Callable:
     return policies.save_only_these_names(*kept)
 
 
-def _run_stack(
-    turns: Sequence,
-    x: Array,
-    context: Context,
-    recompute: str,
-    first_layer,
-    weights_of: Sequence[Callable | None],
-    count: int,
-    unroll: bool,
-    again: bool,
-):
-    def layer_of(weights_of: Callable | None) -> Callable:
-        def layer(place, x, layer_and_number):
-            block, number = layer_and_number
-            if recompute == "offload":
-                x = checkpoint_name(x, INPUT)
-            if weights_of is not None and again:
-                block = weights_of(block)
-            return _with_sums(block(x, context.of_layer(number, place)))
-
-        kept = KEPT[recompute]
-        if kept is not None:
-            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=_policy(recompute), static_argnums=0)
-        elif weights_of is not None and again:
-            layer = jax.checkpoint(layer, prevent_cse=unroll, policy=all_but_gathered_weights, static_argnums=0)
-        return jax.jit(layer, static_argnums=0, inline=True) if unroll else layer  # traced once
-
-    layers = list(map(layer_of, weights_of))
-    if unroll:
-        return _in_turn(layers, x, turns, first_layer, weights_of, again)
-    x, sums = _scan(layers, x, turns, first_layer + jnp.arange(count), partial(reduce, _added))
-    return x, jax.tree.map(lambda each: each.sum(0), sums)
-
-
-def _in_turn(
-    functions: Sequence[Callable],
-    x: Array,
-    turns: Sequence,
-    first: Array | int,
-    weights_of: Sequence[Callable | None],
-    again: bool,
-):
-    """As `_scan`, without a loop; the sums are those of all layers."""
-    layers, which, places = map(list, zip(*_each_layer(turns), strict=True))
-    sums: Sums = {}
-    for i, block in enumerate(layers):
-        gathered = weights_of[which[i]]
-        if gathered is not None and not again:
-            block = gathered(block)
-        if i + 1 < len(layers) and weights_of[which[i + 1]] is not None:
-            own = None if again else block  # gathered inside the layer they are not there yet
-            (following, own), x = _in_order((shards_of(layers[i + 1]), own), x)
-            layers[i + 1] = with_shards(layers[i + 1], following)
-            block = block if again else own
-        x, found = functions[which[i]](places[i], x, (block, jnp.int32(first + i)))
-        sums = _added(sums, found)
-    return x, sums
-
-
-Weights = tuple[nnx.Module, nnx.Module | None]
-
-
-@jax.custom_vjp
-def _in_order(weights: Weights, x: Array) -> tuple[Weights, Array]:
-    """The stored shards of the layer after the one with input `x`, that one's weights if they are there, and `x`, none
-    to be used before all are there.
-
-    So the next layer's weights are gathered beside this one's forward pass, and its gradients are summed beside this
-    one's backward pass. By itself XLA would gather those of many layers early, join the collectives of small weights of
-    neighbouring layers, join the sums of all layers, and keep for these what their gradients are computed from.
-    """
-    return _together(weights, x)
-
-
-def _together(weights: Weights, x: Array) -> tuple[Weights, Array]:
-    leaves, tree = jax.tree.flatten(weights)
-    axes = mappings.varying_axes(x)
-    every = axes.union(*map(mappings.varying_axes, leaves))
-    if any(mappings.size(axis) > 1 for axis in every - axes):
-        return weights, x  # `x` is the same on these ranks, and a barrier would type it as if it were not
-    others = [every - mappings.varying_axes(leaf) for leaf in leaves]
-    # Nor does a leaf wait that is the same on several ranks, or that each rank of `model` has whole: the collectives of
-    # these small ones are better joined.
-    waits = [all(mappings.size(axis) == 1 and axis != MODEL for axis in alike) for alike in others]
-    waiting = {i: mappings.vary(leaf, every) for i, leaf in enumerate(leaves) if waits[i]}
-    waiting, x = jax.lax.optimization_barrier((waiting, mappings.vary(x, every)))
-    leaves = [mappings.sum_over(waiting[i], others[i]) if waits[i] else leaf for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(tree, leaves), mappings.sum_over(x, every - axes)
-
-
-_in_order.defvjp(lambda *both: (_in_order(*both), None), lambda _, gradients: _together(*gradients))
-
-
 def _scan(
-    layers: Sequence[Callable], x: Array, turns: Sequence, beside, join: Callable[[list], Any]
+    layers: Sequence[Callable], x: Array, turns: Sequence, beside, join: Callable[[list], Any], unroll=False
 ) -> tuple[Array, Any]:
     """`jax.lax.scan` of `layer(place, x, (one of a stack, one of beside))`, with a layer for each turn, in groups of
     their period: places are static. The results of a group are joined."""
     period = _period(turns)
     if period == 1:
-        return jax.lax.scan(partial(layers[0], 0), x, (turns[0], beside))
+        return jax.lax.scan(partial(layers[0], 0), x, (turns[0], beside), unroll=unroll)
 
     each = period // len(turns)  # layers of a turn in a group
 
@@ -384,7 +298,7 @@ def _scan(
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
     stacks = list(turns) if each == 1 else [grouped(turn, each) for turn in turns]
-    return jax.lax.scan(group, x, (stacks, grouped(beside, period)))
+    return jax.lax.scan(group, x, (stacks, grouped(beside, period)), unroll=unroll)
 
 
 def decode_blocks(

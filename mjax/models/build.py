@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from mjax.config import Config
 from mjax.model_config import ModelConfig
 from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
@@ -18,6 +20,11 @@ from mjax.names import leaf_name
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.stacks import STACK, stack_and_turn
+
+MOST_UNROLLED = 80
+"""Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
+SERVER = 8
+"""GPUs whose FSDP hides its gathers beside the layers without a loop too."""
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
@@ -61,6 +68,20 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
     """The layers of each stack and turn (`models/block.py`), by their numbers; of one stack alone under (0, 0)."""
     weights = abstract_weights(config).items()
     return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
+
+
+def with_unrolling(config: Config, on_gpu: bool) -> Config:
+    """`config` with `train.unroll` decided. `auto`: on a GPU, where nothing is done layer by layer that XLA would
+    begin for many layers at once if they were in no loop: weights gathered from several servers (FSDP), all-to-alls
+    over `context`, copies to the host, rows of experts; and not for a pipeline, whose stages keep activations in slots,
+    nor for layers of several kinds, or more than can be compiled in two minutes."""
+    train, mesh, model = config.train, config.mesh, config.model
+    if train.unroll != "auto":
+        return config
+    from_servers = mesh.zero == 3 and mesh.devices > SERVER
+    by_layer = from_servers or mesh.context > 1 or train.recompute == "offload" or model.parted_experts()
+    looped = not on_gpu or by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED
+    return replace(config, train=replace(train, unroll="off" if looped else "on"))
 
 
 def repeats_in_stack(config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from mjax.errors import UsageError
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention_kernels import attend
+from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, choose_grouped, choose_kernel
 from mjax.models.positions import alibi_slopes
 from mjax.parallel.grouped import ROWS, group, grouped_product
@@ -22,8 +23,8 @@ from mjax.parallel.random import DropoutKey
 
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
-    """`config` with `model.attention` set to the kernel for this process's devices (`resolve_attention`), and in a
-    mixture of experts `model.grouped` (`resolve_grouped`).
+    """`config` with `model.attention` set to the kernel for this process's devices (`resolve_attention`), in a
+    mixture of experts `model.grouped` (`resolve_grouped`), and `train.unroll` (`with_unrolling`).
 
     Raises:
       UsageError: the requested kernel does not support the run, or fails in the trial.
@@ -35,7 +36,7 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
     model = replace(config.model, attention=kernel)
     if isinstance(model, MixtureConfig):
         model = replace(model, grouped=resolve_grouped(config, platform, announce))
-    return replace(config, model=model)
+    return with_unrolling(replace(config, model=model), on_gpu=platform == "gpu")
 
 
 def resolve_attention(

@@ -13,9 +13,7 @@ Shards become weights at one of two points. ZeRO-1 gathers everything at the sta
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
 device ever holds more than one layer; it treats embeddings, the final LayerNorm and weights that `data` does not divide
 like ZeRO-1. Weights that are multiplied in float8 travel in float8. Either way the gradient of a shard is
-reduce-scattered in float32. Without a loop over layers (`train.unroll`) ZeRO-1 gathers layer by layer too, and keeps
-the weights, so that it communicates beside the layers (`sums_by_layer`); with several micro-batches it gathers first,
-and sums layer by layer in the backward pass of the last one (`Accumulated`).
+reduce-scattered in float32.
 
       float32 shards ── cast ── all-gather ──▶ weights ──▶ loss
       float32 shards ◀── reduce-scatter ◀──── gradients ◀──┘
@@ -33,7 +31,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, MeshConfig
+from mjax.config import MeshConfig
 from mjax.names import leaf_name
 from mjax.parallel import axes, float8, mappings, scopes
 from mjax.parallel.axes import EXPERT, MODEL, PIPE
@@ -41,7 +39,6 @@ from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.postponed import PostponedKernel
-from mjax.parallel.stacks import Accumulated, Apart, apart
 
 REPLICAS = axes.holding()
 
@@ -184,34 +181,28 @@ def own_shard(whole: Array, spec: P) -> Array:
 
 
 @jax.named_scope(scopes.WEIGHTS)
-def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False, layers_apart: bool = False):
+def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False):
     """The weights of the computation in `dtype`, inside `shard_map`; those gathered in the loop stay shards.
 
     With `in_float8` those of linear layers are gathered in float8, and have the values that these layers would round
-    them to. With `layers_apart` those of stacked layers are cut apart (`Apart`), once for all micro-batches.
+    them to.
 
     They vary over every axis over which their gradients are summed after the backward pass (`axes.summed`), and over
     `model` where its ranks have parts of the gradient: else the backward pass would sum these layer by layer.
     """
 
-    def one(path: tuple, storage: Storage, shard: Array, varying: Array) -> Array | Apart:
-        as_used = apart if layers_apart and is_layer(leaf_name(path)) else lambda weight: weight
-        if storage.in_loop:
-            return as_used(varying)
+    def one(shard: Array, storage: Storage) -> Array:
+        summed = _summed_later(storage, mesh)
+        if storage.in_loop:  # over the replicas their gradients are summed layer by layer
+            return mappings.vary(shard, summed - {*REPLICAS})
         shard = shard if storage.uncast else shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
             shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
         else:
             shard = _gathered(shard, storage.gathers)
-        return as_used(mappings.vary(shard, _summed_later(storage, mesh)))
+        return mappings.vary(shard, summed)
 
-    return jax.tree_util.tree_map_with_path(one, plan, model, shards_to_sum(model, plan, mesh))
-
-
-def shards_to_sum(model, plan, mesh: MeshConfig):
-    """The stored shards, varying over every axis over which their gradients are summed after the backward pass, but not
-    over those of the replicas, over which that is done layer by layer."""
-    return jax.tree.map(lambda shard, how: mappings.vary(shard, _summed_later(how, mesh) - {*REPLICAS}), model, plan)
+    return jax.tree.map(one, model, plan)
 
 
 def _summed_later(storage: Storage, mesh: MeshConfig) -> frozenset[str]:
@@ -235,38 +226,6 @@ def _gather_in_float8(shard: Array, gathers: Gathers, stacked: int) -> Array:
     scale = scale.reshape(*scale.shape, *[1] * (shard.ndim - stacked))
     values = _gathered(float8.rounded(shard, float8.FORWARD, scale).values, gathers)
     return float8.restored(Float8.of(values, scale), shard.dtype)
-
-
-def layer_by_layer(plan, config: Config):
-    """`plan` for the micro-batch of a training step in which gradients are summed over `data`: the last one. Where that
-    is done layer by layer, the weights of layers are taken so too."""
-    if not sums_by_layer(config):
-        return plan
-
-    def one(path: tuple, storage: Storage) -> Storage:
-        return replace(storage, in_loop=True) if is_layer(leaf_name(path)) else storage
-
-    return jax.tree_util.tree_map_with_path(one, plan)
-
-
-def sums_by_layer(config: Config) -> bool:
-    """Whether ZeRO-1 sums gradients over `data` layer by layer, beside the layer before; and with one micro-batch
-    gathers weights so too.
-
-    Without a loop over layers, and where the stream varies over `model`, as the weights do: a barrier of both would
-    give it that type (`models/block.py`).
-    """
-    mesh, train = config.mesh, config.train
-    ordered = mesh.pipe == 1 and (mesh.model == 1 or mesh.splits_tokens)
-    return ordered and mesh.zero == 1 and axes.copies(mesh) > 1 and train.unroll == "on"
-
-
-def sums_in_last(config: Config) -> bool:
-    """Whether gradients are summed over `data` during the backward pass of the last micro-batch, which then runs behind
-    the loop over the others: layer by layer, or, without ZeRO and `model`, whenever XLA finds work beside a sum."""
-    mesh, train = config.mesh, config.train
-    replicated = mesh.zero == 0 and axes.copies(mesh) > 1 and mesh.pipe == mesh.model == 1
-    return sums_by_layer(config) or (replicated and train.unroll == "on")
 
 
 def gather_for_inference(model, plan, dtype):
@@ -293,12 +252,9 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
     if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
         return None
 
-    def one(storage: Storage, shard: Array | PostponedKernel | Accumulated) -> Array | PostponedKernel:
+    def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
-        if isinstance(shard, Accumulated):
-            stored = mappings.varying_axes(shard.shard)
-            return _gathered_before(shard.shard, shard.weight, shard.gradient, storage.gathers, stored)
         if not storage.in_loop:
             return shard
         if inference:
@@ -334,22 +290,6 @@ def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Arr
 
 
 _gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gathered_before(shard: Array, weight: Array, gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
-    """`weight`, whose gradient becomes that of `shard`, added to `gradient` and summed."""
-    return weight
-
-
-def _with_those_before(gathers: Gathers, stored: frozenset[str], before: Array, gradient: Array) -> Array:
-    return _sum_layer(before + gradient.astype(before.dtype), gathers, stored)
-
-
-_gathered_before.defvjp(
-    lambda shard, weight, before, *how: (weight, before),
-    lambda *how_before_and_gradient: (_with_those_before(*how_before_and_gradient), None, None),
-)
 
 
 def all_but_gathered_weights(primitive, *_, **parameters) -> bool:

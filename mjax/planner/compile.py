@@ -24,10 +24,10 @@ from typing import Any
 from mjax.config import Config
 from mjax.errors import RunError, UsageError
 from mjax.hardware import gpu_named
+from mjax.models.build import with_unrolling
 from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
 from mjax.planner.hlo import HloError, ScheduledProgram, read_program
-from mjax.planner.unrolling import with_unrolling
 
 SHEETS = Path(__file__).parent / "targets"
 
@@ -159,7 +159,7 @@ def compile_step(
 
     sizes = config.mesh
     config = resolved_on_gpu(config, gpu_named(gpu).compute_capability)
-    config = with_unrolling(config, gpu_named(gpu).usable_bytes)
+    config = with_unrolling(config, on_gpu=True)
     servers = max(1, sizes.devices // per_server)
     topology = get_topology_desc(
         platform="cuda",

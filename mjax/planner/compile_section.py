@@ -19,7 +19,6 @@ from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.roofline import roofline
 from mjax.planner.saved_program import check_save, save_program
 from mjax.planner.section import Section, named_rows, table
-from mjax.planner.unrolling import layers_in_words
 from mjax.training.flops import model_flops
 
 Key = tuple[tuple[str, ...], str, str]
@@ -174,7 +173,7 @@ def _about(values: dict[str, Any]) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
-        "layers": layers_in_words(values["unrolled"]),
+        "layers": "one after the other, without a loop" if values["unrolled"] else "in a loop",
         "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
         f"most {values['resident_bytes'] / GIB:.1f} GiB",
     }

@@ -9,6 +9,7 @@ last.
     ZeRO-1                  weights and moments sharded over `data`: a gather instead of half an all-reduce
     the loss in chunks      the logits twice, if they are the peak
     selective recomputation attention, LayerNorm and GELU again, but no matrix product with weights
+    a loop over the layers  copies into and out of stacks
     a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
     full recomputation      the forward pass a second time: a third more work
     offload                 the same, and copies of the layers' inputs to host memory and back
@@ -29,6 +30,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.hardware import GIB, USABLE_FRACTION
 from mjax.launch import MEMORY_FRACTIONS, host_memory
+from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.loss_chunks import with_loss_chunks
@@ -37,9 +39,10 @@ from mjax.planner.search import LEAST_POSITIONS, value_of, with_values
 from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH, MORE_GPUS = (
-    1, 2, 3, 4, 8, 16, 20, 24, 32, 128,
+SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
+    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
 )  # fmt: skip
+MORE_GPUS = 128
 RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD}
 ZERO = {0: 0, 1: ZERO_1, 3: ZERO_3}
 
@@ -181,6 +184,7 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every combination of changes: its price, and the changed fields by dotted name."""
     mesh, train = config.mesh, config.train
     losses = [each.train.loss_chunks for each in (config, *with_loss_chunks(config, predict_memory(config)))]
+    unrolled = with_unrolling(config, on_gpu=True).train.unroll == "on"
     recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
     for (pipe, data, context, model), recompute in itertools.product(_meshes(config), recomputes):
         devices = pipe * data * context * model
@@ -189,7 +193,10 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
         splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
         zeros = [stage for stage in ZERO if stage >= mesh.zero and (data * context > 1 or stage == mesh.zero)]
         micro_batches = _micro_batches(train.micro_batch, train.global_batch // data)
-        for micro_batch, split, zero, chunks in itertools.product(micro_batches, splits, zeros, losses):
+        unrolls = ["off", config.train.unroll] if unrolled and pipe == 1 else [config.train.unroll]
+        for micro_batch, split, zero, chunks, unroll in itertools.product(
+            micro_batches, splits, zeros, losses, unrolls
+        ):
             every = {
                 "mesh.pipe": pipe,
                 "mesh.data": data,
@@ -200,12 +207,13 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
                 "train.recompute": recompute,
                 "train.micro_batch": micro_batch,
                 "train.loss_chunks": chunks,
+                "train.unroll": unroll,
             }
             values = {name: value for name, value in every.items() if value != value_of(config, name)}
             price = moved + RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
             price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
             price += ZERO[zero] * ("mesh.zero" in values)
-            price += LOSS_CHUNKS * ("train.loss_chunks" in values)
+            price += LOSS_CHUNKS * ("train.loss_chunks" in values) + LOOP * ("train.unroll" in values)
             price += SMALLER_MICRO_BATCH * ((train.micro_batch // micro_batch).bit_length() - 1)
             if values:
                 yield price, values
@@ -251,7 +259,7 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
     selective recomputation."""
 
     def strength(name: str, value: Any) -> int:
-        return -value if name == "train.micro_batch" else RECOMPUTE.get(value, value)
+        return -value if name == "train.micro_batch" else RECOMPUTE.get(value, 1 if value == "off" else value)
 
     return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from mjax.config import Config
+from mjax.models.build import with_unrolling
 from mjax.models.kernels import FUSED, attention_on_gpu
 from mjax.parallel.axes import CONTEXT, EXPERT, copies
 from mjax.parallel.grouped import ROWS
@@ -18,7 +19,6 @@ from mjax.planner.float8 import agreement_seconds
 from mjax.planner.kernel_bytes import Kernels, Moved
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import Software
-from mjax.planner.unrolling import is_looped
 from mjax.planner.weights import held_by
 from mjax.state.precision import in_float8
 from mjax.training import trace
@@ -96,7 +96,7 @@ class Common:
     @cached_property
     def looped(self) -> bool:
         """Whether the layers of a traced program run in a loop."""
-        return self.software.written is None and is_looped(self.config, self.rates.gpu.usable_bytes)
+        return self.software.written is None and with_unrolling(self.config, on_gpu=True).train.unroll == "off"
 
 
 class LayerTime:

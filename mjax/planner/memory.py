@@ -35,10 +35,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mjax.config import Config
+from mjax.models.build import with_unrolling
 from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
-from mjax.parallel.zero import sums_by_layer, sums_in_last
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.regions import backward_work
@@ -139,7 +139,7 @@ class _Sizes:
     """Bytes of the arrays of a step, for one micro-batch on one device.
 
     Attributes:
-      config, held: the config, and the weights of a device.
+      config, held: the config, with `train.unroll` decided as on a GPU, and the weights of a device.
       width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a chunk, those of one forward pass, by kind.
@@ -154,6 +154,7 @@ class _Sizes:
     """
 
     def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
+        config = with_unrolling(config, on_gpu=True)
         mesh, recompute = config.mesh, config.train.recompute
         self.config, self.held = config, held_by(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
@@ -194,11 +195,11 @@ class _Sizes:
         if train.unroll != "on":
             return kind.sample.kept
         kept = kind.sample.kept_apart
-        if mesh.splits_tokens and train.recompute != "none" and not self.by_layer:
+        if mesh.splits_tokens and train.recompute != "none":
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
         kept += self.master * kind.held.gathered_shards / kind.of_device
-        if mesh.zero == 0 and sums_in_last(self.config):
+        if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
             # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
             kept = max(kept, kind.sample.factors)
         return kept
@@ -207,11 +208,6 @@ class _Sizes:
     def accumulates(self) -> bool:
         """True if gradients are accumulated over micro-batches, in float32."""
         return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
-
-    @property
-    def by_layer(self) -> bool:
-        """True if ZeRO-1 gathers weights and sums gradients layer by layer in the only micro-batch."""
-        return sums_by_layer(self.config) and not self.accumulates
 
     @property
     def sharded(self) -> bool:
@@ -360,8 +356,6 @@ def _layer_gradients(sizes: _Sizes) -> float:
         return 0.0  # W computes them one by one, after B
     if sizes.config.train.unroll == "on" and held.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].held.gathered_shards / sizes.layers[0].of_device
-    if sizes.by_layer:
-        return (sizes.width + sizes.master) * sizes.of_layer
     return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
 
 
@@ -445,12 +439,10 @@ def _reduction(sizes: _Sizes) -> Memory:
     held, mesh = sizes.held, sizes.config.mesh
     whole = held.layers - held.gathered + held.shared
     wide = sizes.master * (whole + held.gathered_shards)
-    if sums_by_layer(sizes.config):
-        wide = sizes.master * (held.shared + held.stored)
     if copies(mesh) == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
     # They are converted one by one, so the last one that exists in both dtypes is the largest.
-    both = not (sums_by_layer(sizes.config) or held.gathered or sizes.accumulates or sizes.width == sizes.master)
+    both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
     narrow = sizes.width * held.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
 

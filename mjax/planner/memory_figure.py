@@ -95,8 +95,6 @@ def variants(config: Config) -> dict[str, Memory]:
     for split in (False, True) if config.mesh.model > 1 else (False,):
         for recompute in ("none", "selective", "full", "offload"):
             train = replace(config.train, recompute=recompute)
-            if recompute == "offload":
-                train = replace(train, unroll="off")
             changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
             if not can_run_layers(changed):
                 continue

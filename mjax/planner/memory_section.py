@@ -7,13 +7,12 @@ from typing import Any
 
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu
-from mjax.models.build import repeats_in_stack
+from mjax.models.build import repeats_in_stack, with_unrolling
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
-from mjax.planner.unrolling import layers_in_words, sums_beside_layers, with_unrolling
 from mjax.state.precision import in_float8
 
 WHEN = {
@@ -32,7 +31,6 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
       figure: output file of the plot.
     """
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
-    config = with_unrolling(config, None if gpu is None else gpu.usable_bytes)
     memory = predict_memory(config)
     values: dict[str, Any] = {
         "total": memory.total,
@@ -40,9 +38,8 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "host": memory.host,
         "moment": memory.moment,
         "attention": config.model.attention,
-        "unrolled": config.train.unroll == "on",
+        "unrolled": with_unrolling(config, on_gpu=True).train.unroll == "on",
         "float8": in_float8(config.precision),
-        "sums_beside_layers": sums_beside_layers(config),
         "loss_chunks": config.train.loss_chunks,
         "figure": None if figure is None else str(figure),
     }
@@ -57,15 +54,13 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         rows["loss"] = loss_in_words(config)
     lines = []
     if gpu is not None:
-        rows["layers"] = layers_in_words(values["unrolled"])
+        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
         if values["unrolled"] and config.mesh.context > 1 and config.train.recompute != "none":
             rows["layers"] += " (over context XLA then recomputed many at once: llama3_8b_128k took 64 GiB, not 34)"
         if not values["unrolled"] and repeats_in_stack(config.model):
             rows["layers"] += (
                 " (a pattern of windows then took more: 16 layers of qwen3_8b on 8 GPUs 14.7 GiB, not 9.3)"
             )
-        if sums_beside_layers(config):
-            rows["layers"] += "; gradients are summed over data beside them"
         free = free_share(memory.total, gpu.usable_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         if memory.host:

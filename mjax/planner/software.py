@@ -46,9 +46,9 @@ class Overlap:
         gradients, at most as long as these take.
       repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, beside the
         products of gradients: both of a layer with selective recomputation, the first with full.
-      gradients: sums over `data` run beside the backward pass of the last micro-batch, if its layers are not in a loop.
-      weights: share of ZeRO's gathers of weights and sums of gradients that runs beside the layers' own kernels, where
-        they are gathered and summed layer by layer.
+      gradients: sums over `data` run beside the backward pass of the only micro-batch, without ZeRO and without a loop
+        over its layers.
+      weights: share of FSDP's gathers of weights and sums of gradients that runs beside the layers' own kernels.
       copies: the copies into and out of the stacks of a loop over layers run beside the products.
     """
 
@@ -100,10 +100,9 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product beside it, in every
     version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
     sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
-    into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. If layers
-    are not in a loop, so does ZeRO-1, the sums in the last micro-batch and the gathers if it is the only one; without
-    ZeRO the sums run beside the gradients of the weights in the last one. XLA has one collective in flight, so
-    none of these runs beside those over `model` (docs/benchmarks.md).
+    into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. Without
+    ZeRO and a loop over layers the sums of the only micro-batch run beside the gradients of the weights. XLA has one
+    collective in flight, so none of these runs beside those over `model` (docs/benchmarks.md).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:

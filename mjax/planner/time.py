@@ -228,7 +228,7 @@ class _Step(Common):
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
-        hidden = self.overlap.gradients and not self.looped
+        hidden = self.overlap.gradients and not self.looped and m == 1
         beside = hidden * sum(sum(each.values()) for each in self.passes[1:])
         if not mesh.zero:
             whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)
@@ -236,18 +236,9 @@ class _Step(Common):
             last = (shared + self.held.largest) * (software.written is None)
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - beside) if hidden else whole)
-        of_layers = weights - shared
-        if mesh.zero == 3 or not hidden:
-            narrow = (self.element - self.gathered) * of_layers  # fewer bytes
-            experts = 0.0 if mesh.zero == 3 else self.held.experts
-            return seconds + self.over_replicas(rates.gather, across, weights - narrow / across, experts)
-        # The embedding has no layer beside it, before the first and after the last.
-        seconds += rates.gather(copies(mesh), mesh.model, across * shared)
-        gathered = self.over_replicas(rates.gather, self.gathered, of_layers, self.held.experts)
-        summed = self.over_replicas(rates.gather, software.gradient_bytes, of_layers, self.held.experts)
-        # Of several micro-batches all weights are gathered first.
-        at_once = (m == 1) * sum(n * layer.forward_work for n, layer in self.layers)
-        return seconds + self.waits(gathered, at_once) + self.waits(summed, beside)
+        narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
+        experts = 0.0 if mesh.zero == 3 else self.held.experts
+        return seconds + self.over_replicas(rates.gather, across, weights - narrow / across, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""

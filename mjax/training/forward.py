@@ -74,8 +74,7 @@ class Forward:
         gathers = partial(gather_in_loop, dtype=dtype, in_float8=context.tokens.float8)
         gathered = of_each(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
-        again = self.config.mesh.zero == 3
-        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll, again)
+        x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         if self.head:
             return x, {}
         return x, self._parts(pooled(sums, context.tokens) if pooled else sums)

@@ -91,9 +91,9 @@ def train(
         data = open_data(config, before_drawing)
     check_devices(config, jax.device_count(), name)
 
-    # --- The attention kernel to use ----------------------------------------------------------------------------------
+    # --- Kernels and loops for these devices --------------------------------------------------------------------------
     options = options or Options()
-    resolved = options.resolve(with_kernel(config))
+    resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
     # --- Processes: all of them run this program on this data ---------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import optax
 
-from mjax.config import Config
 from mjax.state.train_state import TrainState
 from mjax.training.metrics import Record
 from mjax.training.profile import Profile
@@ -46,9 +45,6 @@ class Options:
       on_step: called with the record of each step; True ends the run.
       show: whether to print progress.
       profile: of some steps.
-      resolve: called with the config and its attention kernel, on the devices of the run; returns it with what else has
-        to be decided there (`train.unroll`; the trainer of the Python interface keeps the loop unless the config says
-        otherwise).
     """
 
     loss: Callable | None = None
@@ -56,4 +52,3 @@ class Options:
     on_step: Callable[[Record], bool] = lambda record: False
     show: bool = True
     profile: Profile = field(default_factory=Profile)
-    resolve: Callable[[Config], Config] = lambda config: config

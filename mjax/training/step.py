@@ -31,13 +31,14 @@ from mjax.errors import UsageError
 from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
+from mjax.parallel.means import Means, means_and_gradients
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.zero import add_whole, gather_weights, layer_by_layer, reduce_gradients
+from mjax.parallel.slots import add
+from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
-from mjax.training.accumulation import accumulate
-from mjax.training.forward import Forward, tokens_of
+from mjax.training.forward import Forward, MicroBatch, tokens_of
 from mjax.training.losses import (
     EvalMetrics,
     StepMetrics,
@@ -331,24 +332,46 @@ def loss_and_gradients(
       Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
       shard of `model`, sharded like it.
     """
-    last, compute = layer_by_layer(plan, config), COMPUTE_TYPES[config.precision.compute]
-    plan = last if config.micro_batches == 1 else plan
-    layers_apart = config.train.unroll == "on" and config.mesh.pipe == 1
-    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision), layers_apart)
+    compute = COMPUTE_TYPES[config.precision.compute]
+    weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)
     if config.mesh.pipe == 1:
-        means, gradients = accumulate(forward, model, weights, micro_batches, last)
+        means, gradients = accumulate(forward, weights, micro_batches)
     else:
         means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
     # The only data-parallel reduction: float32, outside every loop.
-    gradients = reduce_gradients(gradients, model, last)
+    gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
     return means, gradients
+
+
+def accumulate(forward: Forward, weights: Model, micro_batches: MicroBatch) -> tuple[Means, Model]:
+    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: those of its
+    micro-batches, added up in float32 one after the other.
+
+    Args:
+      forward: of each micro-batch.
+      weights: as `gather_weights` returns them.
+      micro_batches: arrays [m, b, …], as `micro_batches_of` returns them.
+    """
+    wide = parameter_type(forward.config.precision.compute)
+
+    def differentiate(micro_batch: MicroBatch) -> tuple[Means, Model]:
+        run = lambda weights: forward(weights, micro_batch)  # noqa: E731
+        means, (gradients,) = means_and_gradients(weights.loss_weights, run, weights)
+        return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
+
+    if forward.config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
+        return differentiate(jax.tree.map(lambda x: x[0], micro_batches))
+    nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
+    means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in forward.factors.items()}
+    start = means, jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), weights)
+    return jax.lax.scan(lambda total, each: (add(total, differentiate(each)), None), start, micro_batches)[0]
 
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:

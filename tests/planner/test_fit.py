@@ -48,7 +48,7 @@ def test_proposals_fit_run_and_differ(monkeypatch, name, gib):
 
 
 def test_refusal_and_warning_have_numbers():
-    config, gpu = load_config("gpt_8b"), "NVIDIA H100 80GB HBM3"
+    config, gpu = changed(load_config("gpt_8b"), train={"unroll": "off"}), "NVIDIA H100 80GB HBM3"
     total = predict_memory(config).total
     with pytest.raises(UsageError) as refused:
         check_memory(config, 16 * GIB, gpu, "gpt_8b")
@@ -100,7 +100,9 @@ def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, 
 def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     devices = jax.device_count()
     config = changed(load_config("gpt_345m"), model={"attention_dropout": 0.0}, mesh={"data": devices})
+    config = changed(config, train={"recompute": "none"})
     monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total / 0.94, "a GPU"))
+    monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
     check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
     with pytest.raises(UsageError, match="gpt_345m needs"):

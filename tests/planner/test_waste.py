@@ -11,13 +11,11 @@ import pytest
 
 from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
+from mjax.models.build import MOST_UNROLLED, with_unrolling
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.planner.roofline import COLLECTIVES, COPIES, FILLS, PRODUCTS, roofline
-from mjax.planner.time import predict_time
-from mjax.planner.unrolling import MOST_LAYERS, with_unrolling
+from mjax.planner.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from tests.planner.configs import changed
-from tests.traced import equations, traced_step
 
 H100 = gpu_named("h100")
 NEWER = jax.__version_info__ >= (0, 11)
@@ -78,25 +76,6 @@ def test_without_a_loop_zero_overlaps_layers(zero, recompute):
     assert shown["on"].seconds < shown["off"].seconds
 
 
-@pytest.mark.parametrize(("zero", "held"), [(1, 2), (3, 1)], ids=str)
-def test_layer_waits_for_shards_of_next(zero, held):
-    """And with ZeRO-1 for its own: the six weights of a layer that `model` would split, and the stream."""
-    _, step = traced_step(gpt_1b(2, "on", data=16, zero=zero))
-    assert max(len(barrier.invars) for barrier in equations(step, "optimization_barrier")) == 6 * held + 1
-
-
-@pytest.mark.compiler
-def test_last_micro_batch_hides_its_sums():
-    config = gpt_1b(12, "on", data=16, zero=1, micro_batch=4, micro_batches=3)
-    found, table = compiled(config)
-    # The embedding and all gathers have nothing beside them.
-    assert table.rows[COLLECTIVES].seconds < 0.5 * table.collectives
-    assert predict_time(config, H100).total == pytest.approx(table.seconds, rel=0.05)
-    assert found.memory.total == pytest.approx(predict_memory(config).total, rel=0.05)
-    weights = 2 * 12 * 12 * 1536 * 1536
-    assert table.rows[COPIES].bytes < 4 * weights  # gathered and laid out once, not in each micro-batch
-
-
 @pytest.mark.compiler
 def test_loss_in_chunks_writes_no_whole_logits():
     """It costs one more product of the output layer, and saves what a plan says."""
@@ -118,26 +97,20 @@ def test_loss_in_chunks_writes_no_whole_logits():
 
 
 @pytest.mark.parametrize(
-    ("usable", "layers", "mesh", "unroll"),
+    ("layers", "mesh", "recompute", "unroll"),
     [
-        (70 * GIB, 40, {}, "on"),
-        (None, 40, {}, "off"),  # a CPU
-        (33 * GIB, 40, {}, "off"),  # leaves too little
-        (70 * GIB, MOST_LAYERS + 8, {}, "off"),
-        (70 * GIB, 40, {"pipe": 2}, "off"),
-        (70 * GIB, 40, {"data": 4, "model": 2, "zero": 3, "sequence_parallel": True}, "on"),
-        (70 * GIB, 40, {"data": 4, "model": 2, "zero": 3, "sequence_parallel": False}, "off"),
-        (70 * GIB, 40, {"data": 16, "zero": 3}, "off"),  # over two servers
+        (MOST_UNROLLED, {"data": 8, "zero": 1}, "full", "on"),
+        (MOST_UNROLLED + 1, {}, "none", "off"),
+        (40, {"pipe": 2}, "none", "off"),
+        (40, {"context": 2}, "none", "off"),
+        (40, {"data": 8, "zero": 3}, "none", "on"),
+        (40, {"data": 16, "zero": 3}, "none", "off"),
+        (40, {}, "offload", "off"),
     ],
 )
-def test_layers_are_unrolled_where_step_fits(usable, layers, mesh, unroll):
-    config = changed(gpt_1b(layers, micro_batch=8), mesh=mesh)
-    assert with_unrolling(config, usable).train.unroll == unroll
+def test_layers_are_unrolled_on_gpus(layers, mesh, recompute, unroll):
+    config = changed(gpt_1b(layers, recompute=recompute, micro_batch=8), mesh=mesh)
+    assert with_unrolling(config, on_gpu=True).train.unroll == unroll
+    assert with_unrolling(config, on_gpu=False).train.unroll == "off"
     for asked in ("off", "on"):
-        assert with_unrolling(changed(config, train={"unroll": asked}), usable).train.unroll == asked
-
-
-def test_host_memory_needs_loop():
-    config = gpt_1b(40, micro_batch=8)
-    offload = changed(config, train={"recompute": "offload"})
-    assert [with_unrolling(each, 70 * GIB).train.unroll for each in (config, offload)] == ["on", "off"]
+        assert with_unrolling(changed(config, train={"unroll": asked}), on_gpu=True).train.unroll == asked

@@ -17,7 +17,6 @@ from jax import lax
 
 from mjax.errors import UsageError
 from mjax.parallel import layers, mappings
-from mjax.parallel.zero import sums_by_layer
 from mjax.validation import validate
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
@@ -228,7 +227,6 @@ def test_weights_that_data_does_not_divide(zero, unroll):
     """Three replicas divide few dims of a weight: most stay whole."""
     config = small_config(3, 1, 2, "selective", "fp64", 0.1, 6, {"zero": zero}, unroll=unroll)
     assert config.model.hidden % 3
-    assert sums_by_layer(config) == (zero == 1)
     errors = largest_error(config, scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
