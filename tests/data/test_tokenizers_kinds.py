@@ -136,7 +136,7 @@ def test_hf_takes_one_token_before_texts(tmp_path, template):
     library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     tokenizer = opened(library, tmp_path)
     if len(special) > 1:
-        with pytest.raises(UsageError, match="puts 2 tokens .*<s> <t>.* --tokenizer hf:"):
+        with pytest.raises(UsageError, match=r"puts 2 tokens .*<s> <t>.* --tokenizer hf:"):
             tokenizer.bos_of_files()
     else:
         assert tokenizer.bos_of_files() == (special[0][1] if special else None)
