@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,6 +26,21 @@ def add_heading(axes: Axes, title: str, about: str = "") -> None:
         about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
         parse_math=False,  # a name may contain dollars
     )  # fmt: skip
+
+
+def add_perplexity(axes: Axes) -> None:
+    """Perplexities at the right of an axis of losses in nats, whose limits are final."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = axes.get_ylim()
+    shown = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
+    shown = [number for number in shown if low <= math.log(number) <= high]
+    if len(shown) < 3 and high < 20:  # a narrow range
+        numbers = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(math.exp(low), math.exp(high))
+        shown = [number for number in numbers if math.exp(low) <= number <= math.exp(high)]
+    beside = axes.secondary_yaxis("right")
+    beside.set_ylabel("perplexity")
+    beside.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
 
 
 def save(figure: Figure, file: Path | BinaryIO) -> None:

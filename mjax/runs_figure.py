@@ -21,6 +21,7 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
       by_tokens: use tokens as the x axis, because steps of the runs have different numbers of tokens.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     x = "tokens" if by_tokens else "step"
     measured = {
@@ -57,6 +58,8 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
         below[0].ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
     (*_, last) = (axes, *below)
     last.set(xlabel=x)
+    last.xaxis.set_major_locator(MaxNLocator(integer=True))
+    last.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     for panel in (axes, *below):
         panel.grid(alpha=0.25)
     for text in axes.legend(frameon=False).get_texts():

@@ -272,9 +272,12 @@ def print_next_steps(source: Path, output: Path, config: Config, tokenizer: Toke
             f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to store one in the run, or "
             "pass it to generate and evaluate each time"
         )
-    elif config.model.causal:
-        print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer run:{output}")
+    else:
+        sentences = "" if config.model.causal else " --split-sentences --no-append-eod"
+        if config.model.causal:
+            print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
+        its = shlex.quote(f"run:{output}")
+        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer {its}{sentences}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     there = f"--config {shlex.quote(f'{output}/config.json')} --init {shlex.quote(str(output))}"
     print(f"train on     python train.py {there} --name NEW --data.path data/corpus{faster}")

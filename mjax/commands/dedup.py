@@ -82,8 +82,9 @@ def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]
     """Remarks below the table."""
     if near := report.get("near_duplicates"):
         recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
+        plural = "s" * (near["clusters"] != 1)
         yield (
-            f"{near['clusters']:,} clusters of near-duplicates, the largest of {near['largest_cluster']:,}; "
+            f"{near['clusters']:,} cluster{plural} of near-duplicates, the largest of {near['largest_cluster']:,}; "
             f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
             f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
             f"{near['threshold']:g}, and more of those above."

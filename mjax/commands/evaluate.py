@@ -253,6 +253,9 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
     lines = [metric for metric in metrics if isinstance(metric.shown, str)]
+    if not lines:  # predictions only
+        console.print("no metrics: the file has no labels")
+        return
     console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in lines))
     for metric in metrics:
         if metric not in lines:

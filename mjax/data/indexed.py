@@ -162,9 +162,10 @@ class IndexedDataset:
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
-        before = np.cumsum(stops - starts) - (stops - starts)  # tokens in front of each sequence
-        first, last, _ = part.indices(int((stops - starts).sum()))
-        starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
+        if part != slice(None):  # which takes as long as the reading
+            before = np.cumsum(stops - starts) - (stops - starts)  # tokens in front of each sequence
+            first, last, _ = part.indices(int((stops - starts).sum()))
+            starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:

@@ -282,7 +282,8 @@ class GPTDataset:
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         begins, ends, _ = tokens.indices(self.sequence + 1)
         documents = self.document_index[first : last + 1]
-        found = self.indexed.join(documents, begin, end + self.extra_token, slice(begins, ends))
+        part = tokens if tokens == slice(None) else slice(begins, ends)
+        found = self.indexed.join(documents, begin, end + self.extra_token, part)
         fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
         check_ids(found, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
         sample = np.full(ends - begins, PAD, np.int32)

@@ -72,7 +72,7 @@ def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
         axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
     axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
     axes.set_title(title, parse_math=False)  # a name may contain dollars
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     save(figure, file)

@@ -84,7 +84,8 @@ class Finetuning:
             environment.write(config, output, self._say)
         self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request.checkpoint}")
         recipe, steps = request.recipe, config.train.eval_interval
-        self._say(f"plan    {recipe.epochs} epochs of {steps:,} steps of {recipe.batch} examples")
+        epochs = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} of {steps:,} step{'s' * (steps > 1)}"
+        self._say(f"plan    {epochs} of {recipe.batch} examples")
 
     def train(self, seed: int) -> int:
         """Train one seed to its end, or continue it. Returns the exit code, 75 if it was stopped."""

@@ -15,12 +15,13 @@ from mjax.errors import UsageError
 from mjax.json_files import read_json
 
 
-def check_output(folder: Path, overwrite: bool = False) -> None:
+def check_output(folder: Path, overwrite: bool | None = None) -> None:
     """Refuse to overwrite an existing folder.
 
     Args:
       folder: to write.
-      overwrite: whether to replace an exported model: a folder with a config.json, and files only.
+      overwrite: whether to replace an exported model: a folder with a config.json, and files only; None for a command
+        without `--overwrite`.
 
     Raises:
       UsageError: `folder` is a file, or contains anything else.
@@ -28,9 +29,11 @@ def check_output(folder: Path, overwrite: bool = False) -> None:
     inside = list(folder.iterdir()) if folder.is_dir() else []
     if not folder.exists() or (folder.is_dir() and not inside):
         return
+    is_model = (folder / "config.json").is_file() and not any(entry.is_dir() for entry in inside)
     if not overwrite:
-        raise UsageError(f"{folder} exists; give a folder that is empty or does not exist")
-    if not (folder / "config.json").is_file() or any(entry.is_dir() for entry in inside):
+        replace = "--overwrite replaces it; or " if overwrite is False and is_model else ""
+        raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")
+    if not is_model:
         raise UsageError(
             f"--overwrite replaces models only, and {folder} is not a folder of config.json and files beside it; give "
             "another folder, or delete it"

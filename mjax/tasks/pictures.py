@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from mjax.figures import INK, add_heading, save
+from mjax.figures import INK, add_heading, add_perplexity, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
 FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
@@ -51,12 +50,7 @@ def draw_positions(
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
     axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")
-    low, high = axes.get_ylim()
-    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
-    shown = [number for number in round_numbers if low <= math.log(number) <= high]
-    beside = axes.secondary_yaxis("right")
-    beside.set_ylabel("perplexity")
-    beside.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
+    add_perplexity(axes)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     add_heading(axes, "Loss by position", about)

@@ -129,6 +129,19 @@ def test_hf_truncation_padding_and_dropout_are_off(tmp_path):
     assert tokenizer.encode("") == []
 
 
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> <t> $A"])
+def test_hf_takes_one_token_before_texts(tmp_path, template):
+    library = hf_byte_pairs(["<s>", "<t>", "</s>"])
+    special = [(token, library.token_to_id(token)) for token in template.split()[:-1]]
+    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer = opened(library, tmp_path)
+    if len(special) > 1:
+        with pytest.raises(UsageError, match=r"puts 2 tokens .*<s> <t>.* --tokenizer hf:"):
+            tokenizer.bos_of_files()
+    else:
+        assert tokenizer.bos_of_files() == (special[0][1] if special else None)
+
+
 @pytest.mark.parametrize(
     ("special", "eod"),
     [

@@ -307,7 +307,7 @@ def test_gpt2_tokenizer_survives_import_and_export(tmp_path):
 
 
 @pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
-def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path):
+def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path, capsys):
     kind = "bert-uncased" if lowercase else "bert-cased"
     file = bert_file(tmp_path / "vocabulary", lowercase)
     given = load_tokenizer(f"{kind}:{file}")
@@ -316,6 +316,7 @@ def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path):
     shutil.copy(file, source)
     (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
     assert from_hf(source, tmp_path / "run") == 0
+    assert f"--tokenizer run:{tmp_path}/run --split-sentences --no-append-eod\n" in capsys.readouterr().out
     assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == kind
     assert to_hf(tmp_path / "run", tmp_path / "out") == 0
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == file.read_bytes()
@@ -384,6 +385,7 @@ def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
     to_hf(runs["gpt2"], "gpt2", "--tokenizer", "bytes")
     assert from_hf("gpt2", "my run") == 0
     said = capsys.readouterr().out
+    assert "prepare corpus.jsonl --output data/corpus --tokenizer 'run:my run'\n" in said
     assert "train.py --config 'my run/config.json' --init 'my run' --name NEW --data.path data/corpus" in said
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 90)
     assert cli.main(["prepare", "text.jsonl", "--output", "data", "--tokenizer", "run:my run"]) == 0
@@ -395,7 +397,7 @@ def test_export_replaces_models_only_on_request(runs, tmp_path, capsys):
     assert to_hf(run, out) == 0
     (out / "stray.txt").touch()
     assert to_hf(run, out) == 2
-    assert "exists" in capsys.readouterr().err
+    assert "out exists; --overwrite replaces it; or give" in capsys.readouterr().err
     assert to_hf(run, out, "--overwrite") == 0
     assert not (out / "stray.txt").exists()
     mine.mkdir()

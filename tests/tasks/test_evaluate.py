@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from mjax import cli
-from mjax.commands.evaluate import EvaluateArguments, evaluate
+from mjax.commands.evaluate import EvaluateArguments, evaluate, report
 from mjax.config import save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.models.build import build_model
@@ -46,6 +46,12 @@ def argv(folder, task, *flags, run="run"):
 def printed(capsys, folder, task, *flags):
     assert evaluate(tyro.cli(EvaluateArguments, args=argv(folder, task, *flags, "--json"))) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_report_without_metrics_says_why(tmp_path, capsys):
+    """A file without labels gives predictions only."""
+    report(EvaluateArguments(checkpoint=tmp_path, task="mnli", data="test_matched.tsv"), 20, [])
+    assert "no metrics: the file has no labels" in capsys.readouterr().out
 
 
 def test_evaluate_prints_json_of_newest_checkpoint(folder, capsys):

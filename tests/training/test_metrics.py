@@ -8,8 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mjax.config import load_config
+from mjax.figures import add_perplexity
 from mjax.training import metrics
 from mjax.training.flops import hardware_flops, model_flops, peak_tflops
 from mjax.training.metrics import MetricsLog, Record, read_metrics
@@ -134,6 +136,27 @@ def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
     pictures = list(tmp_path.iterdir())
     assert len(pictures) == 1 + (EXPERTS in changes)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize("limits", [(2.0, 9.0), (6.455, 6.533), (3.1, 3.9), (3.2, 3.2001), (-0.1, 0.2)], ids=str)
+def test_perplexities_are_shown_in_any_range(limits):
+    axes = Figure().add_subplot()
+    axes.set_ylim(limits)
+    add_perplexity(axes)
+    (beside,) = axes.child_axes
+    shown = [
+        (place, label.get_text()) for place, label in zip(beside.get_yticks(), beside.get_yticklabels(), strict=True)
+    ]
+    assert 3 <= len(shown) <= 40
+    assert len({label for _, label in shown}) == len(shown)
+    assert all(limits[0] <= place <= limits[1] for place, _ in shown)
+
+
+def test_perplexities_of_a_diverged_run_are_left_out():
+    axes = Figure().add_subplot()
+    axes.set_ylim(800, 3000)
+    add_perplexity(axes)
+    assert not len(axes.child_axes[0].get_yticks())
 
 
 def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
                 self.library.model.dropout = None
             self.library.encode_special_tokens = True  # as ordinary text
             vocabulary = self.library.get_vocab(with_added_tokens=True)
-        self.contents = (content,)
+        self.contents, self.name = (content,), name
         self.vocabulary = max(vocabulary.values(), default=-1) + 1
         token = self._find_eod(name, eod)
         self.eod = self.library.token_to_id(token)
@@ -63,9 +63,20 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return cls(*contents, *names, eod)
 
     def bos_of_files(self) -> int | None:
-        """The one token that the post-processor puts before a text."""
+        """The one token that the post-processor puts before a text.
+
+        Raises:
+          UsageError: it puts several there.
+        """
         with_it, alone = (self.library.encode("a", add_special_tokens=added).ids for added in (True, False))
-        before = with_it[: len(with_it) - len(alone)] if with_it[1:] == alone else []
+        count = len(with_it) - len(alone)
+        before = with_it[:count] if with_it[count:] == alone else []
+        if len(before) > 1:
+            tokens = " ".join(self.library.id_to_token(number) for number in before)
+            raise UsageError(
+                f"{self.name} puts {len(before)} tokens before every text ({tokens}), and mjax puts at most one; leave "
+                f"one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
+            )
         return before[0] if before else None
 
     def leave_out(self, rows: int) -> list[str]:
