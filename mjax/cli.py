@@ -89,32 +89,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv and argv[0] in ("-V", "--version"):
                 print(f"mjax {__version__}")
                 return 0
-            return _run("mjax", COMMANDS, argv)
+            if (found := _find("mjax", COMMANDS, argv)) is None:
+                return 0
+            command, prog, rest = found
+            if command.on_cpu:
+                launch.leave_accelerators_alone()
+            module, name = command.run.split(":")
+            function = getattr(importlib.import_module(f"mjax.commands.{module}"), name)
+            (parameter,) = inspect.signature(function).parameters
+            result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
+            return result if isinstance(result, int) else 0
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         return explain(error)
 
 
-def _run(group: str, commands: Commands, argv: Sequence[str]) -> int:
-    """Run the command of a group that `argv` names first, or list the commands."""
+def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command, str, list[str]] | None:
+    """The command that `argv` names, its full name and its arguments; None if the commands are listed instead."""
     if commands is RUNS_COMMANDS and (not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))):
         argv = ["list", *argv]
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage(group, commands))
-        return 0
+        return None
     name, *rest = argv
     if name not in commands:
         there = f"there is no command {name!r}" if group == "mjax" else f"{group} has no command {name!r}"
         raise UsageError(f"{there}{suggestion(name, list(commands))}; there are: {', '.join(commands)}")
     command, prog = commands[name], f"{group} {name}"
-    if isinstance(command.run, dict):
-        return _run(prog, command.run, rest)
-    if command.on_cpu:
-        launch.leave_accelerators_alone()
-    module, function = command.run.split(":")
-    function = getattr(importlib.import_module(f"mjax.commands.{module}"), function)
-    (parameter,) = inspect.signature(function).parameters
-    result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
-    return result if isinstance(result, int) else 0
+    return _find(prog, command.run, rest) if isinstance(command.run, dict) else (command, prog, rest)
 
 
 def _usage(group: str, commands: Commands) -> str:

@@ -42,7 +42,7 @@ from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python
 from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
-from mjax.models.block import decode_blocks, of_each
+from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
 from mjax.parallel.turns import run_in_turns
@@ -80,7 +80,7 @@ class _State(NamedTuple):
 def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeBlocks]:
     """Inside `shard_map`: the weights to compute with, and what runs their layers, also over stages of a pipeline."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
-    gathered = of_each(lambda stack: gather_in_loop(stack, dtype, inference=True), plan.blocks)
+    gathered = map_layers(lambda stack: gather_in_loop(stack, dtype, inference=True), plan.blocks)
     layers = partial(decode_blocks, weights_of=gathered)
 
     def decode(blocks, x, context, cached, lengths):

@@ -89,9 +89,9 @@ class LlamaConfig(ModelConfig):
     def period(self) -> int:
         return 1 if self.full_attention_every is None else self.full_attention_every
 
-    def window_at(self, place: int) -> int | None:
+    def window_at(self, layer_in_group: int) -> int | None:
         every = self.full_attention_every
-        return None if every is not None and (place + 1) % every == 0 else self.window
+        return None if every is not None and (layer_in_group + 1) % every == 0 else self.window
 
     def one_layer(self) -> LlamaConfig:
         return replace(super().one_layer(), full_attention_every=None)

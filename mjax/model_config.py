@@ -149,8 +149,8 @@ class ModelConfig:
         """Layers until what differs between them repeats; a stage of a pipeline has whole periods."""
         return 1
 
-    def window_at(self, place: int) -> int | None:
-        """The window of the layer at this place of the pattern that the model repeats."""
+    def window_at(self, layer_in_group: int) -> int | None:
+        """The window of a layer by its number in the group that the model repeats, from 0."""
         return self.window
 
     def columns(self) -> dict[str, int]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -68,10 +68,10 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Array, context: Context) -> Array:
-        q, k, v = self._project(x, context)
+        q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
-        seen["window"] = config.window_at(context.place)
+        seen["window"] = config.window_at(context.layer_in_group)
         seen |= {"rate": config.attention_dropout, "key": key}
         attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
@@ -79,17 +79,20 @@ class Attention(nnx.Module):
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        (q, k, v), slopes = self._project(x, context), self.positions.slopes()
-        window = self.config.window_at(context.place)
+        q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
+        slopes = self.positions.slopes()
+        window = self.config.window_at(context.layer_in_group)
         if cached is None:
             attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
         else:
             attended = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
 
-    def _project(self, x: Array, context: Context) -> tuple[Array, Array, Array]:
-        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one."""
-        parts = columns(x, context.tokens, *((self.query, self.key_value) if self.grouped else (self.qkv,)))
+    def _projections(self) -> tuple[ColumnParallelLinear, ...]:
+        return (self.query, self.key_value) if self.grouped else (self.qkv,)
+
+    def _by_head(self, parts: Sequence[Array], context: Context) -> tuple[Array, Array, Array]:
+        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one, with their positions."""
         q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)

@@ -21,14 +21,16 @@ of this rank.
 
 **A layer is any module** that takes the stream and a `Context` and returns the stream, or the stream and a dict of
 sums: auxiliary losses, such as load balancing in a mixture of experts. They count as if the model's `loss` had returned
-them (`protocol.py`). The layers of a stack have weights of equal shapes. If they differ in something static, it repeats
-every `period` layers, an attribute of the module, and `context.place` says which of them a layer is.
+them (`protocol.py`).
 
-**Layers with other weights** are other stacks: one after the other in an `nnx.List`, or taking turns in `Turns`, which
-is one stack to everything that divides layers, such as a pipeline.
+**A stack repeats a group of layers**, and a group of one is a dense model. Weights have a leading dim. Layers of a
+group that have equal weights and differ in something static, such as a window, are one layer with a `period`, and
+`context.layer_in_group` says which of them is computed; those with other weights are a `Group`. Stacks follow each
+other in an `nnx.List`. Scans, pipelines and storage divide a stack between its groups.
 
-    nnx.List([A, B])     A_1 … A_i B_1 … B_j
-    Turns([A, B])        A_1 B_1 A_2 B_2 … A_i B_i
+    stack(A)                       A_1 A_2 … A_i
+    Group([stack(A), stack(B)])    A_1 B_1 A_2 B_2 … A_i B_i
+    nnx.List([stack(A), stack(B)]) A_1 … A_i B_1 … B_j
 
 The residuals of a layer have names, and `recompute` selects which of them are kept (arXiv 2205.05198, section 5):
 `none` keeps what autodiff needs, `selective` the names below, `full` only the layer's input, and which experts a router
@@ -93,21 +95,17 @@ class Block(nnx.Module):
           attention_norm, mlp_norm: called with x.
           attention, mlp: called with x and a `Context`.
           dropout: rate for the outputs of attention and MLP.
-          period: how many layers the pattern has that the model repeats; `context.place` says which of them this is.
+          period: how many of these layers a group has; `context.layer_in_group` says which of them this is.
         """
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.dropout, self.period = dropout, period
 
     def __call__(self, x: Array, context: Context) -> Array:
-        x = self.attended(x, context)
+        y = self.attention(self.attention_norm(x), context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
-
-    def attended(self, x: Array, context: Context) -> Array:
-        """The part of the layer before its MLP."""
-        y = self.attention(self.attention_norm(x), context)
-        return checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
 
     def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
         """The layer without dropout, and the keys and values of `x`, for generation.
@@ -160,35 +158,26 @@ def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module], first: 
     return nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys)
 
 
-class Turns(nnx.Module):
-    """Stacks of equal depth whose layers take turns: the first of each, then the second of each.
-
-    In scans, storage and pipelines its unit is a turn of every stack, n layers; gathering weights, recomputation and
-    numbering go layer by layer.
-    """
+class Group(nnx.Module):
+    """Layers that a model repeats, each a stack of its repetitions: the first of each, then the second of each."""
 
     def __init__(self, stacks: Sequence[nnx.Module]):
-        self.turns = nnx.List(stacks)
+        self.turns = nnx.List(stacks)  # the name in checkpoints
 
 
 def stacks_of(blocks) -> Sequence:
-    """The stacks of a model, in order; a model with equal layers has one."""
+    """The stacks of a model, in order; most have one."""
     return blocks if isinstance(blocks, nnx.List) else [blocks]
 
 
-def turns_of(stack) -> Sequence:
-    """The stacks whose layers take turns in a stack; itself, if it has equal layers."""
-    return stack.turns if isinstance(stack, Turns) else [stack]
+def group_of(stack) -> Sequence:
+    """The layers of a stack that have weights of their own: those of a `Group`, or the one that is repeated."""
+    return stack.turns if isinstance(stack, Group) else [stack]
 
 
-def of_each(function: Callable, blocks) -> list[list]:
-    """`function` of each stack of equal layers in `blocks`: for each of `stacks_of` a list of those of `turns_of`."""
-    return [[function(turn) for turn in turns_of(stack)] for stack in stacks_of(blocks)]
-
-
-def _period(turns: Sequence) -> int:
-    """Layers until what differs in the layers of these turns repeats."""
-    return math.lcm(len(turns), *(getattr(turn, "period", 1) for turn in turns))
+def map_layers(function: Callable, blocks) -> list[list]:
+    """`function` of each layer that is stacked in `blocks`: for each of `stacks_of` a list of those of `group_of`."""
+    return [list(map(function, group_of(stack))) for stack in stacks_of(blocks)]
 
 
 def run_blocks(
@@ -203,12 +192,12 @@ def run_blocks(
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
     Args:
-      blocks: a stack of layers, or `Turns`, or an `nnx.List` of these; weights have a leading layer dim.
+      blocks: a stack of layers, or a `Group`, or an `nnx.List` of these.
       x: [t, h].
       context: of its tokens.
       recompute: `none`, `selective`, `full` or `offload`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
-      weights_of: for each stack (`of_each`) the function that turns the stored shards of a layer into its weights, if
+      weights_of: by layer (`map_layers`) the function that turns the stored shards of a layer into its weights, if
         they are gathered layer by layer (FSDP), in the forward pass and again in the backward pass.
       unroll: compile the layers without a loop. A loop keeps what the backward pass needs in stacked arrays, which a
         GPU has to fill and to read layer by layer: a sixth of a step of `gpt_1b`.
@@ -217,25 +206,25 @@ def run_blocks(
       The stream after the layers [t, h], and the sums of the layers by name, float32 [] each.
     """
     sums: Sums = {}
-    for turns, gathered, count in _with_weights(blocks, weights_of):
-        layers = [_layer(context, recompute, gather, unroll) for gather in gathered]
-        numbers = first_layer + jnp.arange(count)
-        x, found = _scan(layers, x, turns, numbers, partial(reduce, _added), unroll)
+    for group, gathers, count in _with_weights(blocks, weights_of):
+        layers = [_layer(context, recompute, gather, unroll) for gather in gathers]
+        body, parts = _by_group(group, layers, first_layer + jnp.arange(count), partial(reduce, _added))
+        x, found = jax.lax.scan(body, x, parts, unroll=unroll)
         sums = _added(sums, jax.tree.map(lambda each: each.sum(0), found))
         first_layer = first_layer + count
     return x, sums
 
 
 def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bool) -> Callable:
-    """(place, x, (layer, its number)) → (x, its sums), with what the backward pass keeps of it."""
+    """(layer in its group, x, (layer, its number)) → (x, its sums), with what the backward pass keeps of it."""
 
-    def layer(place, x, layer_and_number):
+    def layer(layer_in_group, x, layer_and_number):
         block, number = layer_and_number
         if recompute == "offload":
             x = checkpoint_name(x, INPUT)
         if gather is not None:
             block = gather(block)
-        return _with_sums(block(x, context.of_layer(number, place)))
+        return _with_sums(block(x, context.of_layer(number, layer_in_group)))
 
     if KEPT[recompute] is None and gather is None:
         return layer
@@ -248,11 +237,11 @@ def _added(sums: Sums, others: Sums) -> Sums:
 
 
 def _with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
-    """For each stack its turns, their entries of `weights_of` and the number of its layers on this device."""
-    weights_of = weights_of or of_each(lambda _: None, blocks)
-    for stack, gathered in zip(stacks_of(blocks), weights_of, strict=True):
-        turns = turns_of(stack)
-        yield turns, gathered, len(jax.tree.leaves(turns[0])[0]) * len(turns)
+    """For each stack its group, their entries of `weights_of` and the number of its layers on this device."""
+    weights_of = weights_of or map_layers(lambda _: None, blocks)
+    for stack, gathers in zip(stacks_of(blocks), weights_of, strict=True):
+        group = group_of(stack)
+        yield group, gathers, len(jax.tree.leaves(group[0])[0]) * len(group)
 
 
 def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
@@ -273,32 +262,35 @@ def _policy(recompute: str) -> Callable:
     return policies.save_only_these_names(*kept)
 
 
-def _scan(
-    layers: Sequence[Callable], x: Array, turns: Sequence, beside, join: Callable[[list], Any], unroll=False
-) -> tuple[Array, Any]:
-    """`jax.lax.scan` of `layer(place, x, (one of a stack, one of beside))`, with a layer for each turn, in groups of
-    their period: places are static. The results of a group are joined."""
-    period = _period(turns)
-    if period == 1:
-        return jax.lax.scan(partial(layers[0], 0), x, (turns[0], beside), unroll=unroll)
+def _by_group(group: Sequence, layers: Sequence[Callable], beside, join: Callable[[list], Any]) -> tuple[Callable, Any]:
+    """What a scan over the groups of a stack does, and what it goes through.
 
-    each = period // len(turns)  # layers of a turn in a group
+    Args:
+      group: the stacks of its layers.
+      layers: for each of them (layer in its group, x, (its weights, its part of `beside`)) → (x, result).
+      beside: arrays with a leading dim of all layers.
+      join: the results of a group's layers → that of the group.
+    """
+    size = math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
+    if size == 1:
+        return partial(layers[0], 0), (group[0], beside)
+    each = size // len(group)  # repetitions of each layer in a group
 
-    def grouped(tree, size: int):
+    def cut(tree, size: int):
         return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
 
-    def group(x, parts):
-        found, (stacks, others) = [], parts
-        for place in range(period):
-            number, turn = divmod(place, len(turns))
-            block = stacks[turn] if each == 1 else jax.tree.map(itemgetter(number), stacks[turn])
-            x, new = layers[turn](place, x, (block, jax.tree.map(itemgetter(place), others)))
-            found.append(new)
-        return x, join(found)
+    def body(x, parts):
+        results, (stacks, others) = [], parts
+        for layer_in_group in range(size):
+            number, which = divmod(layer_in_group, len(group))
+            block = stacks[which] if each == 1 else jax.tree.map(itemgetter(number), stacks[which])
+            x, result = layers[which](layer_in_group, x, (block, jax.tree.map(itemgetter(layer_in_group), others)))
+            results.append(result)
+        return x, join(results)
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
-    stacks = list(turns) if each == 1 else [grouped(turn, each) for turn in turns]
-    return jax.lax.scan(group, x, (stacks, grouped(beside, period)), unroll=unroll)
+    stacks = list(group) if each == 1 else [cut(stack, each) for stack in group]
+    return body, (stacks, cut(beside, size))
 
 
 def decode_blocks(
@@ -315,19 +307,19 @@ def decode_blocks(
     """
     found, first = [], 0
 
-    def layer(place, x, block_and_cached, gathered):
+    def layer(layer_in_group, x, block_and_cached, gather):
         block, cached = block_and_cached
-        block = block if gathered is None else gathered(block)
-        return block.decode(x, replace(context, place=place), cached, lengths)
+        block = block if gather is None else gather(block)
+        return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
 
     def stacked(new: list):
         return jax.tree.map(lambda *each: jnp.stack(each), *new)
 
-    for turns, gathered, count in _with_weights(blocks, weights_of):
-        layers = [partial(layer, gathered=one) for one in gathered]
+    for group, gathers, count in _with_weights(blocks, weights_of):
         own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
-        x, new = _scan(layers, x, turns, own, stacked)
-        if _period(turns) > 1:
+        body, parts = _by_group(group, [partial(layer, gather=gather) for gather in gathers], own, stacked)
+        x, new = jax.lax.scan(body, x, parts)
+        if len(jax.tree.leaves(new)[0]) < count:
             new = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), new)
         found.append(new)
         first += count

@@ -20,7 +20,7 @@ class Context:
       positions: int [b, s], position of each token; None: those of `tokens.places`.
       documents: int [b, s], number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
-      place: of a layer in the pattern of layers that the model repeats, from 0.
+      layer_in_group: number of a layer in the group that the model repeats, from 0.
       layer: number of a layer in the model, from 1.
       slots: int [S], which positions the slots of a cache hold on this rank; only where one is read.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
@@ -30,14 +30,15 @@ class Context:
     key: DropoutKey | None = None
     positions: Array | None = None
     documents: Array | None = None
-    place: int = 0
+    layer_in_group: int = 0
     loss_chunks: int = 1
     layer: Array | int = 0
     slots: Array | None = None
 
-    def of_layer(self, number: Array | int, place: int = 0) -> Context:
+    def of_layer(self, number: Array | int, layer_in_group: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
-        return replace(self, key=None if self.key is None else self.key.fold(number), place=place, layer=number)
+        key = None if self.key is None else self.key.fold(number)
+        return replace(self, key=key, layer_in_group=layer_in_group, layer=number)
 
     def key_of(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""

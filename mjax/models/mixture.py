@@ -13,10 +13,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from mjax.mixture_config import MixtureConfig
 from mjax.models.attention import KeyValues
-from mjax.models.block import Block, Sums, Turns, stack
+from mjax.models.block import Block, Group, Sums, stack
 from mjax.models.context import Context
 from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
@@ -54,7 +55,7 @@ class Mixture(Llama):
         first, interval = config.dense_layers, config.expert_interval
         if interval > 1:
             kinds = [dense] * (interval - 1) + [with_experts]
-            return Turns([
+            return Group([
                 stack(key, config.expert_layers, kind, number, interval) for number, kind in enumerate(kinds)
             ])  # fmt: skip
         experts = stack(key, config.expert_layers, with_experts, first)
@@ -109,7 +110,8 @@ class MixtureBlock(Block):
     """A layer with experts: its MLP returns sums beside its result."""
 
     def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
-        x = self.attended(x, context)
+        y = self.attention(self.attention_norm(x), context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y, sums = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
 

@@ -33,7 +33,7 @@ class Model(Protocol):
     Attributes:
       config: the config it was built from.
       loss_weights: by name the weight of a mean in the loss; other names are metrics without a gradient.
-      blocks: the layers, stacked (`block.stack`); if they differ, an `nnx.List` of stacks, or `block.Turns`.
+      blocks: the layers, stacked (`block.stack`); if they differ, an `nnx.List` of stacks, or a `block.Group`.
 
     A model may have `pool_sums(sums, tokens)`, which turns the sums of its layers (`block.py`) over a micro-batch into
     what `counts` counts; not in a pipeline.

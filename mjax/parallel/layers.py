@@ -23,7 +23,7 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
-from mjax.parallel.postponed import PostponedKernel
+from mjax.parallel.postponed import PostponedKernel, array_of
 from mjax.parallel.products import from_rows, into_columns, summed_beside
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
@@ -112,8 +112,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
         """The whole output, also of a layer whose parts are `apart`."""
-        kernel, bias = self.weights()
-        (y,) = into_columns(x, (kernel,), (bias,), tokens, (False,))
+        (y,) = columns(x, tokens, self, whole=True)
         return y
 
     def weights(self) -> tuple[Array, Array | None]:
@@ -122,14 +121,16 @@ class ColumnParallelLinear(nnx.Module):
         return own_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
-def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear) -> tuple[Array, ...]:
+def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear, whole: bool = False) -> tuple[Array, ...]:
     """The outputs of column-parallel layers with the same input, in one region: f is applied once.
 
     Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
-    with `apart` each of its parts.
+    with `apart` each of its parts, unless it is wanted `whole`.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    return into_columns(x, kernels, biases, tokens, tuple(layer.apart for layer in layers))
+    axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
+    biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
+    return into_columns(x, kernels, biases, tokens, tuple(layer.apart and not whole for layer in layers))
 
 
 def own_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,41 +108,25 @@ def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tupl
 # --- f, and the products of the same input ----------------------------------------------------------------------------
 
 
+# f and the products behind it are differentiated as one, for their order (`summed_beside`).
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def into_columns(
-    x: Array,
-    kernels: tuple[Kernel, ...],
-    biases: tuple[Array | None, ...],
-    tokens: Tokens,
-    apart: tuple[bool, ...],
+    x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, apart: tuple[bool, ...]
 ) -> tuple[Array, ...]:
     """y = f(x) A + b for each kernel; for one that is `apart` each of the parts along its first dim of columns.
 
-    Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out] → [b · s, *out] each.
+    Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out], which vary as the results do →
+    [b · s, *out] each.
     """
-    axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
-    biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    return _columns(x, kernels, biases, _How(tokens, apart))
+    return _columns_forward(x, kernels, biases, tokens, apart)[0]
 
 
-class _How(NamedTuple):
-    """The static arguments of `into_columns`."""
-
-    tokens: Tokens
-    apart: tuple[bool, ...]
-
-
-# f and the products behind it are differentiated as one, for their order (`summed_beside`).
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _columns(x: Array, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
-    return _columns_forward(x, kernels, biases, how)[0]
-
-
-def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, how: _How):
-    tokens, outputs = how.tokens, []
+def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, apart: tuple[bool, ...]):
+    outputs = []
     entered, back = _entered(x, tokens)
     kept = entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
-    for operand, bias, cut in zip(operands, biases, how.apart, strict=True):
+    for operand, bias, cut in zip(operands, biases, apart, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
             if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
                 entered = jax.lax.optimization_barrier(entered)
@@ -152,14 +135,14 @@ def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, how: 
     return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
-def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
-    (x, back, kernels, scales, biases), tokens = residuals, how.tokens
+def _columns_backward(tokens: Tokens, apart: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
+    x, back, kernels, scales, biases = residuals
     back = back or (lambda gradient: (tokens.leave(gradient),))
     parts = iter(gradients)
     operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
         _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
-        for operand, cut in zip(operands, how.apart, strict=True)
+        for operand, cut in zip(operands, apart, strict=True)
     ]
     to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
     if tokens.float8:
@@ -174,7 +157,7 @@ def _columns_backward(how: _How, residuals, gradients: tuple[Array, ...]):
     return to_x, to_kernels, tuple(to_biases)
 
 
-_columns.defvjp(_columns_forward, _columns_backward)
+into_columns.defvjp(_columns_forward, _columns_backward)
 
 
 def _joined(parts: list[Array]) -> Array:

@@ -16,7 +16,7 @@ from jax import Array
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.models.block import Sums, of_each, run_blocks
+from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
@@ -72,7 +72,7 @@ class Forward:
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
         gathers = partial(gather_in_loop, dtype=dtype, in_float8=context.tokens.float8)
-        gathered = of_each(gathers, self.plan.blocks)
+        gathered = map_layers(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         if self.head:

@@ -224,7 +224,13 @@ class Run:
                     self.watchdog.at(step)
                 if self.profile.begins(step):
                     waiting = self._settle(waiting)
-                state, metrics = self._dispatch(program, step, state, batch)
+                arguments = state, batch, *self._limit(step)
+                if self.profile.begins(step):
+                    self.profile.begin(step, program.train_step, arguments)
+                    self.clock = time.perf_counter()
+                with self.profile.step(step):
+                    state, metrics = program.train_step(*arguments)
+                del arguments
                 self.watchdog.at(step)
                 self._settle(waiting)  # while the devices work on `step`
                 waiting = step, metrics
@@ -273,16 +279,6 @@ class Run:
             counts = jax.device_get(self.program.broken(state))
             if problem := broken_state(counts, self.program.gradient_names):
                 self.give_up(f"after step {step} {problem}")
-
-    def _dispatch(self, program: TrainProgram, step: int, state: TrainState, batch: dict[str, jax.Array]):
-        """The state and the metrics after `step`, which runs when this returns; starts a profile that begins with
-        it."""
-        arguments = state, batch, *self._limit(step)
-        if self.profile.begins(step):
-            self.profile.begin(step, program.train_step, arguments)
-            self.clock = time.perf_counter()
-        with self.profile.step(step):
-            return program.train_step(*arguments)
 
     def _settle(self, waiting: tuple[int, StepMetrics] | None) -> None:
         """Write the record of the step in `waiting`, if any, once it is finished."""

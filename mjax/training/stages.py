@@ -35,7 +35,7 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
 
 
 def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
-    """Like `step.accumulate`, for one stage of a pipeline; results also vary over `pipe`."""
+    """Like `step.loss_and_gradients`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
     means, to_shared, to_blocks = pipeline_gradients(
         schedule_of(config),

@@ -31,9 +31,9 @@ from mjax.errors import UsageError
 from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
-from mjax.parallel.means import Means, means_and_gradients
+from mjax.parallel.means import weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.slots import add
+from mjax.parallel.slots import add, at
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
@@ -338,40 +338,29 @@ def loss_and_gradients(
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)
-    if config.mesh.pipe == 1:
-        means, gradients = accumulate(forward, weights, micro_batches)
-    else:
+    wide = parameter_type(config.precision.compute)
+
+    def differentiate(micro_batch: MicroBatch):
+        means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch), weights)
+        (gradients,) = pullback(weights_in_loss(model.loss_weights, means))
+        return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
+
+    if config.mesh.pipe > 1:
         means, gradients = pipeline_means_and_gradients(forward, weights, micro_batches)
+    elif config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
+        means, gradients = differentiate(at(micro_batches, 0))
+    else:
+        nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
+        means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
+        gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), weights)
+        accumulate = lambda total, each: (add(total, differentiate(each)), None)  # noqa: E731
+        (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
     # The only data-parallel reduction: float32, outside every loop.
     gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
     return means, gradients
-
-
-def accumulate(forward: Forward, weights: Model, micro_batches: MicroBatch) -> tuple[Means, Model]:
-    """This replica's parts of the means, and the gradient of its part of the loss, varying over `data`: those of its
-    micro-batches, added up in float32 one after the other.
-
-    Args:
-      forward: of each micro-batch.
-      weights: as `gather_weights` returns them.
-      micro_batches: arrays [m, b, …], as `micro_batches_of` returns them.
-    """
-    wide = parameter_type(forward.config.precision.compute)
-
-    def differentiate(micro_batch: MicroBatch) -> tuple[Means, Model]:
-        run = lambda weights: forward(weights, micro_batch)  # noqa: E731
-        means, (gradients,) = means_and_gradients(weights.loss_weights, run, weights)
-        return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
-
-    if forward.config.micro_batches == 1:  # nothing to accumulate: avoid a second copy of the gradients
-        return differentiate(jax.tree.map(lambda x: x[0], micro_batches))
-    nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
-    means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in forward.factors.items()}
-    start = means, jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), weights)
-    return jax.lax.scan(lambda total, each: (add(total, differentiate(each)), None), start, micro_batches)[0]
 
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:

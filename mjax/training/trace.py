@@ -32,7 +32,7 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
-from mjax.models.block import run_blocks, stacks_of, turns_of
+from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
 from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
@@ -267,7 +267,7 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
         x = forward.embed(weights, micro_batch)
         if of.kind is not None:
             number, turn = of.kind
-            weights.blocks = turns_of(stacks_of(weights.blocks)[number])[turn]
+            weights.blocks = group_of(stacks_of(weights.blocks)[number])[turn]
             weights.blocks.period = 1  # a window's pattern changes no size
         found.append(part(forward, weights, micro_batch, x))
         return jnp.zeros(())

@@ -1,0 +1,40 @@
+"""Budgets of the house: how far it is from `train.py` to the loss and to the first product of attention."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+
+from mjax.models import causal
+from mjax.parallel import products
+from tests.test_train_command import run_here
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("fewer_devices")
+
+
+def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
+    """Frames of mjax while the train step is traced, with one micro-batch; those of JAX are left out."""
+    seen = {}
+
+    def noted(module, name):
+        function = getattr(module, name)
+
+        def spy(*arguments):
+            stack = [frame for frame in traceback.extract_stack()[:-1] if frame.filename.startswith(f"{ROOT}/mjax/")]
+            if any(frame.name == "_train_step" for frame in stack):
+                seen.setdefault(name, stack)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, spy)
+
+    noted(products, "_product")
+    noted(causal, "vocab_parallel_cross_entropy")
+    run_here(tmp_path, "--train.steps", "1", "--train.micro-batch", "8", "--train.global-batch", "8")
+    to_loss, to_product = seen["vocab_parallel_cross_entropy"], seen["_product"]
+    of_step = to_product[[frame.name for frame in to_product].index("_train_step") :]
+    shown = "\n".join(f"{Path(frame.filename).relative_to(ROOT)} {frame.name}" for frame in to_loss + of_step)
+    assert len(to_loss) <= 12, shown
+    assert len({frame.filename for frame in to_loss}) + 1 <= 7, shown  # and train.py
+    assert len(of_step) <= 12, shown
+    assert [frame for frame in of_step if (Path(frame.filename).name, frame.name) == ("attention.py", "__call__")], shown
