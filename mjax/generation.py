@@ -45,7 +45,7 @@ from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, re
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
-from mjax.parallel.turns import run_in_turns
+from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.sampling import Sampling, draw
 from mjax.state.layout import lay_out
@@ -87,7 +87,7 @@ def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, Dec
         if mesh.pipe == 1:
             return layers(blocks, x, context, cached, lengths)
         stage = lambda chunk, x, cached: layers(chunk, x, context, cached, lengths)  # noqa: E731
-        return run_in_turns(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
+        return pipeline_decode(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
 
     return gather_for_inference(model, plan, dtype), decode  # once, outside the loop
 

@@ -37,4 +37,6 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
     assert len(to_loss) <= 12, shown
     assert len({frame.filename for frame in to_loss}) + 1 <= 7, shown  # and train.py
     assert len(of_step) <= 12, shown
-    assert [frame for frame in of_step if (Path(frame.filename).name, frame.name) == ("attention.py", "__call__")], shown
+    assert [frame for frame in of_step if (Path(frame.filename).name, frame.name) == ("attention.py", "__call__")], (
+        shown
+    )

@@ -17,14 +17,17 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from mjax.batch_size import BatchSizes
 from mjax.config import Config, save_config
 from mjax.data.atomic import rename, write_whole
-from mjax.finetuning.batches import EpochBatches
+from mjax.data.batches import of_positions
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.report import draw, print_table, summary
 from mjax.finetuning.seed import SeedRun, read_epochs
@@ -34,6 +37,7 @@ from mjax.parallel.processes import is_first
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
+from mjax.tasks.rows import Batch, Examples
 from mjax.tasks.scoring import TaskScorer
 from mjax.training import environment
 from mjax.training.display import Display
@@ -196,3 +200,41 @@ class _Log(MetricsLog):
     def draw(self, last: bool = True) -> None:
         """Redraw report.png, after every epoch."""
         self._draw()
+
+
+# --- Batches of training examples, in a new order every epoch ---------------------------------------------------------
+# Batches of training examples, in a new order every epoch.
+#
+#     epoch 0   3 0 4 | 1 5 2 | 6        seven examples in batches of three: two steps an epoch,
+#     epoch 1   5 6 1 | 0 3 4 | 2        and what is left over is dropped
+#
+# The order is a function of (seed, epoch) only, so a run that continues sees the same batches, on any mesh. The
+# incomplete last batch of an epoch is dropped, as in Megatron-LM v1.0 without --keep-last: a smaller batch would give
+# its examples more weight. The next epoch drops others.
+
+
+class EpochBatches:
+    """Training batches by step, like `data.batches.Batches`; stateless.
+
+    Attributes:
+      sizes: the same size at every step.
+      steps: per epoch.
+    """
+
+    def __init__(self, examples: Examples, batch: int, seed: int):
+        self.examples, self.seed = examples, seed
+        self.sizes = BatchSizes.constant(batch)
+        self.steps = len(examples) // batch
+        self._order = lru_cache(maxsize=2)(self._draw)
+
+    def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> Batch:
+        """The batch of `step` (from 0), or some of its rows and positions: the arrays of `Config.batch_arrays`."""
+        epoch, position = divmod(step, self.steps)
+        size = self.sizes.size(step)
+        chosen = self._order(epoch)[position * size : (position + 1) * size][rows]
+        batch = self.examples.batch(chosen) | {name: label[chosen] for name, label in self.examples.labels.items()}
+        return of_positions(batch, positions)
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        # The legacy generator, whose numbers NumPy guarantees never to change.
+        return np.random.RandomState((self.seed, epoch)).permutation(len(self.examples))

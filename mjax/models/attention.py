@@ -15,8 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from mjax.model_config import ModelConfig
-from mjax.models.across import attend_across
-from mjax.models.attention_kernels import for_every_query
+from mjax.models.attention_kernels import attend_across, for_every_query
 from mjax.models.context import Context
 from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty

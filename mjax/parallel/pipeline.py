@@ -40,7 +40,6 @@ from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
 from mjax.parallel.products import kernel_gradient
 from mjax.parallel.schedules import Schedule
-from mjax.parallel.slots import add, at, branch, buffer, put, vary_over_pipe, zeros_like
 
 Weights = Any  # a pytree of arrays
 
@@ -401,3 +400,95 @@ def _column(schedule: Schedule) -> dict:
             fields = {field.name: own(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
             column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
     return column
+
+
+# --- Building blocks: buffers with slots, conditionals, values that vary over stages ----------------------------------
+
+
+def branch(name: str, condition: Array, then: Callable, otherwise: Callable, *operands):
+    """Run one of two branches. Values that only pass through belong in `otherwise`: XLA copies them in the other.
+
+    `name` labels the conditional in the traced program.
+    """
+    with jax.named_scope(name):
+        return lax.switch(condition, [otherwise, then], *operands)
+
+
+def at(tree, index):
+    """Entry `index` of the first dim of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def put(buffer: Array, slot: Array, value: Array) -> Array:
+    """`buffer` [slots, …] with `value` in a slot."""
+    return lax.dynamic_update_index_in_dim(buffer, mappings.vary(value, mappings.varying_axes(buffer)), slot, 0)
+
+
+def add(sums, new):
+    """The sum of two trees, leaf by leaf, in the dtypes of the first."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)
+
+
+def zeros_like(kind, dtype=None) -> Array:
+    """Zeros with the shape, dtype and varying axes of `kind`."""
+    return mappings.vary(jnp.zeros(kind.shape, dtype or kind.dtype), mappings.varying_axes(kind))
+
+
+def buffer(slots: int, kind) -> Array:
+    """Zeros for `slots` arrays like `kind`, varying over stages."""
+    return mappings.vary(jnp.zeros((slots, *kind.shape), kind.dtype), mappings.varying_axes(kind) | {PIPE})
+
+
+def vary_over_pipe(tree):
+    """Cast the operands of a conditional whose predicate varies over `pipe`, or they would be typed as replicated."""
+    return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset({PIPE})), tree)
+
+
+# --- Generation: stages that run one after the other ------------------------------------------------------------------
+
+
+Weights = Any  # a pytree of arrays
+
+
+def pipeline_decode(
+    stages: int,
+    chunks: int,
+    layers: Callable[[Weights, Array, Any], tuple[Array, Any]],
+    blocks: Weights,
+    x: Array,
+    kept,
+) -> tuple[Array, Any]:
+    """Run one stage after the other, for text generation.
+
+    Args:
+      stages, chunks: P and V.
+      layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache entries).
+      blocks: this stage's layers, as for `pipeline_gradients`.
+      x: the stream before the first layer, the same on every stage.
+      kept: caches of the chunks, a pytree with a leading dim of this stage's layers, or None.
+
+    Returns:
+      The stream after the last layer, replicated over stages, and the new cache entries, with a leading dim of this
+      stage's layers.
+    """
+
+    def chunk_of(tree, chunk, cut: bool):
+        if chunks == 1:
+            return tree
+        return at(tree if cut else jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), tree), chunk)
+
+    blocks, x, kept = vary_over_pipe((blocks, x, kept))
+    run = lambda chunk, x: layers(chunk_of(blocks, chunk, True), x, chunk_of(kept, chunk, False))  # noqa: E731
+    new = jax.tree.map(lambda kind: buffer(chunks, kind), jax.eval_shape(run, 0, x)[1])
+
+    def turn(carry, number):
+        def mine(x, new):
+            y, found = run(number // stages, x)
+            return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, found)
+
+        is_mine = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
+        x, new = branch("turn", is_mine, mine, lambda *kept: kept, *carry)
+        return (mappings.to_next_stage(x), new), None
+
+    (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))
+    return mappings.from_first_stage(x), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), new)

@@ -27,7 +27,7 @@ from mjax.parallel import mappings, scopes
 from mjax.parallel.axes import CONTEXT, MODEL
 
 Across = Literal["heads", "gather"]
-"""How attention sees the positions of other ranks of `context` (`models/across.py`)."""
+"""How attention sees the positions of other ranks of `context` (`models/attention_kernels.py`)."""
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from mjax.models.protocol import Model
 from mjax.parallel import axes, mappings, scopes
 from mjax.parallel.means import weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.slots import add, at
+from mjax.parallel.pipeline import add, at
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.state.layout import initial_weights, lay_out
 from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.state.train_state import TrainState
-from mjax.training.forward import Forward, MicroBatch, tokens_of
+from mjax.training.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
 from mjax.training.losses import (
     EvalMetrics,
     StepMetrics,
@@ -58,7 +58,6 @@ from mjax.training.optimizer import (
     squared_norms,
 )
 from mjax.training.schedule import learning_rate
-from mjax.training.stages import pipeline_means_and_gradients, sum_over_stages
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mjax.data import mock_pairs
+from mjax.data import sources
 from mjax.data.bert import BertDataset
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.masking import WordPieces, find_words
-from mjax.data.mock_pairs import MockPairs
+from mjax.data.sources import MockPairs
 from mjax.errors import UsageError
 from tests.small import small_config
 
@@ -132,13 +132,13 @@ def test_mock_pairs_count_on_in_both_segments():
     for index in range(300):
         sample = pairs[index]
         masked, text, types = sample["loss_mask"], sample["documents"] == 0, sample["token_types"]
-        assert ((sample["tokens"] == mock_pairs.MASK) == masked).all()
+        assert ((sample["tokens"] == sources.MASK) == masked).all()
         assert (sample["tokens"] == sample["labels"])[~masked].all()
         assert masked.any()
         assert not (masked | types)[~text].any()
         one, two = sample["labels"][text & (types == 0)][1:], sample["labels"][text & (types == 1)]
         assert min(len(one), len(two)) > 0
         counted = [two, one] if sample["sentence_order"] else [one, two]
-        assert (np.diff(np.concatenate(counted)) % (60 - mock_pairs.MASK - 1) == 1).all()
+        assert (np.diff(np.concatenate(counted)) % (60 - sources.MASK - 1) == 1).all()
         swapped += int(sample["sentence_order"])
     assert 110 < swapped < 190

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mjax.finetuning.batches import EpochBatches
+from mjax.finetuning.tuning import EpochBatches
 from mjax.tasks.rows import Examples, padded_batches
 
 

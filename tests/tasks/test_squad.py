@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mjax.data.tokenizers import load_tokenizer
 from mjax.tasks.labelled import open_task
-from mjax.tasks.squad import Squad
-from mjax.tasks.squad_answers import BEST, Answer, Answers, best_answers, no_answer
+from mjax.tasks.squad import BEST, Answer, Answers, Squad, best_answers, no_answer
 from mjax.tasks.squad_windows import Context, Span, Window, cut_into_windows, deciding_windows
 from tests.data.vocabularies import NASTY, TEXTS, bert_file
 from tests.tasks.synthetic import VOCABULARY, tokenizer_of
