@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import mjax
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
-from mjax.models import causal
+from mjax.models import attention_kernels, causal
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
