@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from benchmarks.aot.saved_program import open_program
 from benchmarks.mutated_models import (
     expected_hf,
     read_hf,
@@ -45,7 +46,6 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
-from mjax.planner.saved_program import open_program
 from mjax.state.manifest import check_files, read_manifest, write_manifest
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.lambada import Lambada
@@ -226,9 +226,9 @@ def _read_checkpoint(folder: Path) -> dict:
 
 
 def _write_program(folder: Path) -> None:
+    from benchmarks.aot.saved_program import save_program
     from mjax.parallel.mesh import make_mesh
-    from mjax.planner.saved_program import save_program
-    from tests.planner.test_saved_program import tiny_program
+    from tests.aot.test_saved_program import tiny_program
 
     config = small_config()
     save_program(

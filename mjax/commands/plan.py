@@ -53,15 +53,14 @@ class PlanArguments:
     calibration: Path | None = None
     """Rates measured on your machine by benchmarks/calibrate.py; by default those of published runs."""
     compile: bool = False
-    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated by XLA, collectives as scheduled
-    by XLA. Takes half a minute to several minutes; needs JAX's CUDA wheels (requirements-cuda.txt)."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
+    XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels
+    (requirements-cuda.txt)."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
     """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
     by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
-    save_program: Path | None = None
-    """With --compile: write the step into this file, to compile it on a cluster or to read it."""
     longest: Count | None = None
     """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
     longest_figure: Path | None = None
@@ -192,9 +191,9 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if arguments.schedule_figure is not None:
         _check_pipeline(planned)
     if arguments.compile:
-        from mjax.planner.compile_section import check_arguments
+        from mjax.planner.compile import check_compile
 
-        check_arguments(config, gpu and gpu.name, planned.per_server, arguments.save_program)
+        check_compile(config, gpu and gpu.name, planned.per_server)
     attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
     if gpu is not None:
         from mjax.planner.float8 import check_float8
@@ -212,8 +211,6 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
-    if arguments.save_program is not None and not arguments.compile:
-        raise UsageError("--save-program saves the program of --compile; add --compile --gpu h100")
     if arguments.longest_figure is not None and arguments.longest is None:
         raise UsageError("--longest-figure plots what --longest finds; add --longest 64")
     if arguments.longest is not None and arguments.gpu is None:
@@ -386,7 +383,7 @@ def _compile(planned: _Planned) -> Section | None:
         return None
     from mjax.planner.compile_section import compile_and_tell
 
-    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server, planned.arguments.save_program)
+    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server)
 
 
 # In printing order; the keys are those of --json.

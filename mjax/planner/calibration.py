@@ -157,7 +157,7 @@ A100 = dataclasses.replace(
     sources=MEGATRON_A100.sources | {"error": f"18 runs of Megatron-LM and 25 {_COMPARED}"},
 )  # fmt: skip
 
-# What the roofline of compiled programs assumes (`roofline.py`).
+# What the roofline of compiled programs assumes (`benchmarks/aot/roofline.py`).
 H100 = Calibration(
     gpu="h100",
     matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,

@@ -26,7 +26,7 @@ from mjax.errors import RunError, UsageError
 from mjax.hardware import gpu_named
 from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
-from mjax.planner.hlo import HloError, ScheduledProgram, read_program
+from mjax.planner.hlo import HloError, ScheduledCollective, read_collectives
 from mjax.planner.unrolling import with_unrolling
 
 SHEETS = Path(__file__).parent / "targets"
@@ -71,7 +71,7 @@ class Compilation:
       tracing, compiling: seconds.
       resident: peak memory of this process so far, in bytes.
       memory: allocated by XLA.
-      program: the scheduled program.
+      collectives: as scheduled.
       text: the scheduled HLO.
       step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
     """
@@ -85,7 +85,7 @@ class Compilation:
     compiling: float
     resident: int
     memory: AllocatedMemory
-    program: ScheduledProgram
+    collectives: list[ScheduledCollective]
     text: str
     step: Any
 
@@ -195,7 +195,7 @@ def compile_step(
             stats.peak_memory_in_bytes,
             stats.host_temp_size_in_bytes,
         ),
-        program=_read(text, dict(mesh.shape)),
+        collectives=_read(text, dict(mesh.shape)),
         text=text,
         step=program,
     )
@@ -223,9 +223,9 @@ def _compile(lowered, gpu: str, options: dict[str, Any] | None):
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
 
 
-def _read(text: str, mesh: dict[str, int]) -> ScheduledProgram:
+def _read(text: str, mesh: dict[str, int]) -> list[ScheduledCollective]:
     try:
-        return read_program(text, mesh)
+        return read_collectives(text, mesh)
     except HloError as error:
         raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
 

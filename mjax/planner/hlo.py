@@ -1,22 +1,16 @@
-"""Collectives, kernels and waits of a compiled program, read from scheduled HLO for NVIDIA GPUs.
+"""Collectives of a compiled program, read from scheduled HLO for NVIDIA GPUs.
 
-Scheduled HLO is a list of kernels in the order in which they are launched. A collective is two lines of it, and the
-kernels between them overlap with it:
-
-    %all-reduce-start = … all-reduce-start(%product), replica_groups=…
-    %weight_gradient  = … fusion(…)                                      beside the collective
-    %all-reduce-done  = … all-reduce-done(%all-reduce-start)             waits for it
-
-A `while` says how often it runs, so everything in it counts that many times. A `conditional` does not say how often a
-branch is taken: everything in one counts as if it were always taken, and is marked. XLA may merge several collectives
-into one, which sends the same bytes in fewer calls.
+Scheduled HLO is a list of kernels in the order in which they are launched. A `while` says how often it runs, so
+everything in it counts that many times. A `conditional` does not say how often a branch is taken: everything in one
+counts as if it were always taken, and is marked. XLA may merge several collectives into one, which sends the same bytes
+in fewer calls.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,16 +25,10 @@ NAMES = {
     "f8e5m2": "float8_e5m2", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
 }  # fmt: skip
 BITS = {dtype: 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0]) for dtype in NAMES}
-# Lines that cost nothing: they name values, or move less than a kernel launch costs.
-FREE = {
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
-    "opt-barrier", "domain",
-}  # fmt: skip
-LIBRARIES = {"__cudnn$fmha": "attention, cuDNN", "__cublas": "matrix product, cuBLAS"}  # by the call's target
-PALLAS, FLASH = "__gpu$xla.gpu.triton", "/flash_"  # its target, and the names of our kernels
 CONTROL = ("while", "conditional", "call")  # run other computations
-HOST = ":S(5)"  # the memory space of an array in host memory, in its layout
-TO_HOST, FROM_HOST = "copy to host memory", "copy from host memory"  # kernels of no multiprocessor
+
+Key = tuple[tuple[str, ...], str, str]
+"""Axes, operation and dtype of collectives."""
 
 
 class HloError(ValueError):
@@ -48,19 +36,6 @@ class HloError(ValueError):
 
 
 # --- Result -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Kernels that a GPU runs between the start of a collective and the wait for it.
-
-    Attributes:
-      products: matrix products and attention kernels.
-      kernels: all others.
-    """
-
-    products: int = 0
-    kernels: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,8 +50,6 @@ class ScheduledCollective:
       count: times per step, loops included.
       calls: the same for the collective; 0 except for the first of its operands, so that calls can be summed.
       conditional: True if it is in a branch, and `count` is an upper bound.
-      beside: kernels that overlap with it.
-      source: the operation of the traced program that it comes from, in XLA's words; empty if XLA does not say.
     """
 
     operation: str
@@ -86,44 +59,23 @@ class ScheduledCollective:
     count: int
     calls: int
     conditional: bool
-    beside: Beside
-    source: str
 
     @property
-    def key(self) -> tuple[tuple[str, ...], str, str]:
+    def key(self) -> Key:
         """Axes, operation and dtype, by which collectives are counted."""
         return self.axes, self.operation, self.dtype
 
-    @property
-    def overlap(self) -> str:
-        """`products`, `kernels` or `nothing`: the best that hides it."""
-        return "products" if self.beside.products else "kernels" if self.beside.kernels else "nothing"
+
+def bytes_by(collectives: Iterable[ScheduledCollective]) -> dict[Key, int]:
+    """Bytes of a device's operands of collectives in a step, by (axes, operation, dtype)."""
+    total: Counter = Counter()
+    for c in collectives:
+        total[c.key] += c.count * c.bytes
+    return dict(total)
 
 
-@dataclass(frozen=True)
-class ScheduledProgram:
-    """A compiled, scheduled program.
-
-    Attributes:
-      collectives: one entry per operand of each, in no particular order; without those in groups of one.
-      kernels: for each type of kernel, the number of different ones.
-      launches: the number of launches of each in a step, with every branch taken.
-    """
-
-    collectives: list[ScheduledCollective]
-    kernels: dict[str, int]
-    launches: dict[str, int]
-
-    def bytes_by(self) -> dict[tuple[tuple[str, ...], str, str], int]:
-        """Bytes of a device's operands of collectives in a step, by (axes, operation, dtype)."""
-        total: Counter = Counter()
-        for c in self.collectives:
-            total[c.key] += c.count * c.bytes
-        return dict(total)
-
-
-def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
-    """Read scheduled GPU HLO.
+def read_collectives(text: str, mesh: Mapping[str, int]) -> list[ScheduledCollective]:
+    """The collectives of scheduled GPU HLO, in no particular order; without those in groups of one.
 
     Args:
       text: `compiled.as_text()`.
@@ -135,26 +87,7 @@ def read_program(text: str, mesh: Mapping[str, int]) -> ScheduledProgram:
     """
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise HloError("this HLO is not scheduled: take the text of a compiled program, not of a lowered one")
-    module = Module(text)
-    collectives, launches, different = [], Counter(), defaultdict(set)
-    for computation, times, conditional in module.executed():
-        shapes = {line.name: line.shape for line in computation}
-        for place, line in enumerate(computation):
-            operation, kernel = module.operation_of(line), module.kernel_of(line)
-            if operation is not None:
-                described = module.described(line)
-                if axes := _axes_of(described, operation, mesh):
-                    beside, source = module.beside(computation, place), line.source or described.source
-                    arrays = [array for operand in line.operands for array in arrays_of(shapes[operand])]
-                    for index, (dtype, size) in enumerate(arrays):
-                        calls = times if index == 0 else 0
-                        counts = size, times, calls, conditional, beside, source
-                        collectives.append(ScheduledCollective(operation, axes, NAMES[dtype], *counts))
-            if kernel is not None:
-                launches[kernel] += times
-                different[kernel].add(line.attribute("calls") or line.name)
-    kernels = {kernel: len(names) for kernel, names in sorted(different.items())}
-    return ScheduledProgram(collectives, kernels, dict(sorted(launches.items())))
+    return [collective for collective, _, _ in Module(text).collectives(mesh)]
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
@@ -227,7 +160,6 @@ class Module:
                 current = None
             elif current is not None and (line := _read_line(row)) is not None:
                 current.append(line)
-        self._products: dict[str, bool] = {}
 
     # --- Which lines run, and how often -------------------------------------------------------------------------------
 
@@ -247,7 +179,7 @@ class Module:
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line.attributes)
             body = line.attribute("body")
             if trips is None:
-                if any(self.operation_of(inner) for inner in self._all_lines(self.computations[body])):
+                if any(self.operation_of(inner) for inner in self.all_lines(self.computations[body])):
                     raise HloError(f"the loop {line.name} has an unknown length, and communicates")
                 return [(body, 1, True)]
             return [(body, int(trips[1]), False)]
@@ -260,14 +192,28 @@ class Module:
             return [(line.attribute("to_apply"), 1, False)]
         return []
 
-    def _all_lines(self, lines: Iterable[Line]) -> Iterator[Line]:
+    def all_lines(self, lines: Iterable[Line]) -> Iterator[Line]:
         """These lines, each followed by those of the computations that it runs."""
         for line in lines:
             yield line
             for name, _, _ in self.inner(line):
-                yield from self._all_lines(self.computations[name])
+                yield from self.all_lines(self.computations[name])
 
     # --- Collectives --------------------------------------------------------------------------------------------------
+
+    def collectives(self, mesh: Mapping[str, int]) -> Iterator[tuple[ScheduledCollective, list[Line], int]]:
+        """Every operand of every collective, with the computation that it is in, and its line there."""
+        for computation, times, conditional in self.executed():
+            shapes = {line.name: line.shape for line in computation}
+            for place, line in enumerate(computation):
+                operation = self.operation_of(line)
+                if operation is None or not (axes := _axes_of(self.described(line), operation, mesh)):
+                    continue
+                arrays = [array for operand in line.operands for array in arrays_of(shapes[operand])]
+                for index, (dtype, size) in enumerate(arrays):
+                    calls = times if index == 0 else 0
+                    counts = size, times, calls, conditional
+                    yield ScheduledCollective(operation, axes, NAMES[dtype], *counts), computation, place
 
     def operation_of(self, line: Line) -> str | None:
         """The operation of the collective that `line` starts, or is; None for other lines."""
@@ -281,85 +227,6 @@ class Module:
         """The line with the groups: an `async-start` has its collective in a separate computation."""
         wrapped = self.computations.get(line.attribute("calls") or "", []) if line.opcode == "async-start" else []
         return next((inner for inner in wrapped if self.operation_of(inner)), line)
-
-    def beside(self, computation: list[Line], place: int) -> Beside:
-        """The kernels between the collective at `place` and the wait for it."""
-        start, found = computation[place], []
-        if not start.opcode.endswith("-start"):
-            return Beside()
-        for line in computation[place + 1 :]:
-            if line.opcode.endswith("-done") and start.name in line.operands:
-                products = sum(kernel.startswith(("matrix product", "attention")) for kernel in found)
-                return Beside(products, len(found) - products)
-            found += filter(None, map(self.kernel_of, self._all_lines([line])))
-        raise HloError(f"nothing waits for {start.name}")
-
-    # --- Host memory --------------------------------------------------------------------------------------------------
-
-    def host_copy(self, line: Line) -> tuple[str, int] | None:
-        """The direction and the bytes of a copy between device and host that `line` starts, or is; None for others.
-
-        Arrays of all layers stay where they are: a slice of one moves, or is written in place.
-        """
-        if HOST not in line.shape or not line.opcode.startswith(("copy", "fusion", "dynamic-")):
-            return None
-        if line.opcode.endswith("-done"):
-            return None
-        found = re.findall(r"[a-z]\w*\[[\d,]+\](?:\{[^}]*\})?", line.shape)  # without numbers, such as indices
-        if not found:
-            return None
-        result = found[0] if line.opcode == "copy-start" else found[-1]
-        return TO_HOST if HOST in result else FROM_HOST, min(arrays_of(shape)[0][1] for shape in found)
-
-    # --- Kernels ------------------------------------------------------------------------------------------------------
-
-    def kernel_of(self, line: Line) -> str | None:
-        """The type of kernel that a line launches; None if it launches none, or a collective."""
-        opcode = line.opcode
-        if opcode in FREE or opcode in CONTROL or self.operation_of(line):
-            return None
-        if opcode.endswith("-done") or opcode == "async-update":
-            return None
-        if copied := self.host_copy(line):
-            return copied[0]
-        if opcode == "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
-            if target == "AllocateBuffer":
-                return None
-            if target == PALLAS and FLASH in line.source:
-                return "attention, Pallas"
-            known = (kernel for prefix, kernel in LIBRARIES.items() if target.startswith(prefix))
-            return next(known, f"custom call {target}")
-        if opcode == "fusion":
-            return self._fusion(line)
-        if opcode in ("copy", "copy-start"):
-            return "copy"
-        return opcode.removesuffix("-start")
-
-    def _fusion(self, line: Line) -> str:
-        inside = self.computations[line.attribute("calls")]
-        if called := [each for each in inside if each.opcode == "custom-call"]:
-            return self.kernel_of(called[0])  # with a slice of a buffer, or written into one (jax 0.11)
-        config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
-        emitter = config[1] if config else ""
-        if self._has_product(line.attribute("calls")):
-            maker = "Triton" if emitter.startswith("__triton") else "cuDNN" if "cudnn" in emitter else "XLA"
-            return f"matrix product, {maker}"
-        if emitter.startswith("__triton"):
-            return "fusion, Triton"
-        if emitter == "__custom_fusion":
-            return "copy"  # a slice of a buffer, passed on or written in place
-        return "fusion, reduction" if "kind=kInput" in line.attributes else "fusion, element-wise"
-
-    def _has_product(self, name: str) -> bool:
-        if name not in self._products:
-            lines = self.computations[name]
-            self._products[name] = any(
-                line.opcode in ("dot", "convolution", "scaled-dot")
-                or (line.opcode == "fusion" and self._has_product(line.attribute("calls")))
-                for line in lines
-            )
-        return self._products[name]
 
 
 # --- Groups and axes --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.aot.roofline import LATENCY
 from benchmarks.published import as_mjax, errors, fit, fsdp_steps, table_1, table_5, v100_scaling, whole_rows
 from mjax import cli
 from mjax.batch_size import BatchSizes, at_batch
@@ -23,7 +24,6 @@ from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.comms import ledger
 from mjax.planner.layer_time import TILE
 from mjax.planner.rates import Rates
-from mjax.planner.roofline import LATENCY
 from mjax.planner.software import MEGATRON_2021, MJAX, Overlap
 from mjax.planner.step_time import PARTS
 from mjax.planner.time import predict_time

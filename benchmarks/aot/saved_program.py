@@ -1,4 +1,4 @@
-"""The train step in a file: what `mjax plan --save-program FILE` writes and `open_program` reads.
+"""The train step in a file: what `step.py --save-program FILE` writes and `open_program` reads.
 
 The file is a zip archive of
 
@@ -126,12 +126,12 @@ def open_program(file: Path) -> SavedProgram:
             raise ValueError("its manifest is not an object")
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{file} is not a program that mjax plan --save-program wrote, or it is damaged ({error})"
+            f"{file} is not a program that benchmarks/aot/step.py wrote, or it is damaged ({error})"
         ) from error
     if manifest.get("format") != FORMAT:
         raise UsageError(
             f"{file} has format {manifest.get('format')} and this mjax reads {FORMAT}; write it again with "
-            "mjax plan --save-program"
+            "benchmarks/aot/step.py --save-program"
         )
     try:
         return SavedProgram(manifest, export.deserialize(bytearray(step)))

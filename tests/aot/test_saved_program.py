@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.aot import saved_program
+from benchmarks.aot.saved_program import open_program, save_program
 from mjax.errors import UsageError
 from mjax.parallel import mappings
 from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
-from mjax.planner import saved_program
-from mjax.planner.saved_program import open_program, save_program
 from tests.small import small_config
 
 
@@ -58,7 +58,7 @@ def test_saved_step_computes_same_bits(tmp_path):
     ("manifest", "words"),
     [
         (" " * 200_001, "it is damaged .its .* has more than 200,000 bytes"),  # a zip bomb
-        (None, "is not a program that mjax plan --save-program wrote"),
+        (None, "is not a program that benchmarks/aot/step.py wrote"),
         ('{"format": 2}', "has format 2 and this mjax reads 1"),
         ("[" * 100_000, "or it is damaged .maximum recursion"),
         ('{"format": 1}', "the step in it is damaged"),

@@ -23,9 +23,9 @@ from mjax.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.calibration import default_calibration
 from mjax.planner.comms import source_of
-from mjax.planner.hlo import CONTROL, FREE, Line, Module, arrays_of, dims_of, members_of
-from mjax.planner.instructions import MOVES, moves
+from mjax.planner.hlo import CONTROL, Line, arrays_of, dims_of, members_of
 from mjax.planner.rates import Rates
+from mjax.profiling.instructions import FREE, MOVES, Kernels
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
 HOST_COPIES = "host memory, exposed"
@@ -81,7 +81,7 @@ def roofline(text: str, gpu: Gpu, devices: int = 1, compute: str = "bf16") -> Ro
       compute: dtype of the products, for their peak.
     """
     rates = Rates(gpu, default_calibration(gpu), compute)  # products in float8 name themselves
-    replay = _Replay(Module(text), rates, devices)
+    replay = _Replay(Kernels(text), rates, devices)
     replay.run(replay.module.entry)
     return Roofline(dict(replay.rows), replay.communicating, replay.copied_stacks)
 
@@ -101,7 +101,7 @@ class _Cost(NamedTuple):
 class _Replay:
     """Runs a program on two clocks: of the kernels, and of the collectives."""
 
-    def __init__(self, module: Module, rates: Rates, devices: int):
+    def __init__(self, module: Kernels, rates: Rates, devices: int):
         self.module, self.gpu, self.rates, self.devices = module, rates.gpu, rates, devices
         self.rows: dict[str, Row] = defaultdict(Row)
         self.now = self.communicating = 0.0
@@ -208,7 +208,7 @@ class _Replay:
             return PRODUCTS
         if kernel.startswith("attention"):
             return ATTENTION
-        if _bytes(line.shape) > LEAST and (moves(self.module, line) or kernel == "copy" or line.opcode in MOVES):
+        if _bytes(line.shape) > LEAST and (self.module.moves(line) or kernel == "copy" or line.opcode in MOVES):
             if all(_bytes(shapes.get(name, "")) < 64 for name in line.operands):
                 return FILLS
             return COPIES

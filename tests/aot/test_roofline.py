@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.aot.roofline import COLLECTIVES, LATENCY, PRODUCTS, roofline
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as RATES
-from mjax.planner.roofline import COLLECTIVES, LATENCY, PRODUCTS, roofline
 from tests.planner.test_hlo import PROGRAM
 
 H100 = gpu_named("h100")
