@@ -1,4 +1,4 @@
-"""The small run of the fault benchmark: its folder, its processes, and its comparison with the undisturbed run."""
+"""The small run of the fault campaign: its folder, its processes, and its comparison with the undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mjax.errors import RunError
 from mjax.state.manifest import Unusable, read_manifest
 from mjax.training.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVES, EVALUATES = 60, 5, 4
 PATIENCE = 240  # seconds for a process that takes ten
 CONFIG = f"""

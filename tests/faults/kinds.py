@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.fault_runs import (
+from mjax.data import atomic
+from tests.faults.runs import (
     ROOT,
     SAVES,
     STEPS,
@@ -32,13 +33,12 @@ from benchmarks.fault_runs import (
     resumed_from,
     saving,
 )
-from mjax.data import atomic
 
 KILLS_OF_A_CHAIN = 10
 RESTARTS = 6  # of the launcher
 
 
-def chains(kind: str, tries: int) -> int:
+def calls(kind: str, tries: int) -> int:
     """The number of calls of a kind that make this many tries."""
     return -(-tries // KILLS_OF_A_CHAIN) if kind == "kills" else tries
 

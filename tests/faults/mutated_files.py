@@ -27,16 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.aot.saved_program import open_program
-from benchmarks.mutated_models import (
-    expected_hf,
-    read_hf,
-    read_megatron,
-    said,
-    spec_reader,
-    write_distributed,
-    write_megatron,
-    write_pickled,
-)
 from mjax.config import Config, read_config, save_config, to_dict
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
@@ -53,6 +43,16 @@ from mjax.tasks.wikitext import WikiText103
 from mjax.training.metrics import read_metrics
 from mjax.validation import validate
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file
+from tests.faults.mutated_models import (
+    expected_hf,
+    read_hf,
+    read_megatron,
+    said,
+    spec_reader,
+    write_distributed,
+    write_megatron,
+    write_pickled,
+)
 from tests.interop.folders import BERT, BLOOM, tensors_of, write_folder
 from tests.small import small_config
 from tests.tasks.synthetic import tokenizer_of, write_task

@@ -1,8 +1,8 @@
 """Faults: a small run is killed, stopped, starved and corrupted, hundreds of times, and must not lose a step.
 
-    python benchmarks/faults.py                                  # everything, about an hour on two cores
-    python benchmarks/faults.py --only kills --tries 20 --seed 7
-    python benchmarks/faults.py --seconds 600 --markdown
+    python tests/faults/faults.py                                  # everything, about an hour on two cores
+    python tests/faults/faults.py --only kills --tries 20 --seed 7
+    python tests/faults/faults.py --seconds 600 --markdown
 
 Every try is `train.py` in processes of its own, compared with one undisturbed run. The columns:
 
@@ -19,7 +19,7 @@ Try N of a seed makes the same fault each time; the moment at which it strikes d
     poisonings   a weight or a moment is made NaN or 1e30 in the middle of a run, under a launcher that restarts
     damage       a file of the newest checkpoint is flipped, cut, emptied, removed or exchanged; then a restart
     disagreeing  one of two processes has another config, seed, data set, source or run folder
-    mutations    damaged files of every kind that mjax reads (benchmarks/mutations.py)
+    mutations    damaged files of every kind that mjax reads (tests/faults/mutations.py)
 
 Exit code 1 if a count that must be 0 is not.
 """
@@ -36,15 +36,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import fault_kinds, mutations
 from benchmarks.command import check_counts, in_one_sentence
-from benchmarks.fault_runs import Outcome, Place
 from mjax.errors import UsageError
+from tests.faults import mutations
+from tests.faults.kinds import KINDS, calls
+from tests.faults.runs import Outcome, Place
 
 TRIES = {"kills": 100, "stops": 20, "full disk": 3, "poisonings": 20, "damage": 30, "disagreeing": 13}
 MUTATIONS = 10_000
@@ -118,14 +119,14 @@ def _arguments() -> argparse.Namespace:
 
 def _run(kind: str, place: Place, arguments: argparse.Namespace, until: float, console: Console) -> Row:
     """All tries of a kind, some at the same time."""
-    attempt: Callable[[Place, Random, int], Iterator[Outcome]] = fault_kinds.KINDS[kind]
+    attempt: Callable[[Place, Random, int], Iterator[Outcome]] = KINDS[kind]
     row, notes = Row(kind), {}
     tries = arguments.tries or TRIES[kind]
     # Kills strike one run again and again, so a chain of them yields several outcomes.
     with ThreadPoolExecutor(arguments.workers) as workers:
         chains = [
             workers.submit(_chain, attempt, place, Random(f"{arguments.seed} {kind} {number}"), number, until)
-            for number in range(fault_kinds.chains(kind, tries))
+            for number in range(calls(kind, tries))
         ]
         for chain in chains:
             for outcome in chain.result():

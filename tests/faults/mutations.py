@@ -1,7 +1,7 @@
 """Mutated inputs: thousands of damaged files of every kind that mjax reads, each read in a process with limits.
 
-    python benchmarks/mutations.py --cases 10000
-    python benchmarks/mutations.py --reader config.json --cases 500 --show
+    python tests/faults/mutations.py --cases 10000
+    python tests/faults/mutations.py --reader calibration --cases 500 --show
 
 A case damages one of the valid files of a reader (`mutated_files.py`) and reads them. Allowed outcomes: a refusal in
 one sentence (UsageError, RunError, Unusable), or a correct reading of the damaged file. The table counts all others:
@@ -32,16 +32,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import check_counts, in_one_sentence
-from benchmarks.damage import damage
-from benchmarks.mutated_files import READERS, Files, Reader
 from mjax.errors import RunError, UsageError
 from mjax.state.manifest import Unusable
+from tests.faults.damage import damage
+from tests.faults.mutated_files import READERS, Files, Reader
 
 SECONDS = 20  # of processor time for one file of some kilobytes
 WALL_SECONDS = 300  # of a process that waits for something
