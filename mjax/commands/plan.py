@@ -301,7 +301,7 @@ def _schedule(planned: _Planned) -> Section | None:
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
-    from mjax.planner.schedule_figure import describe_bubble, describe_in_flight, display_name, draw_schedule
+    from mjax.pictures.schedule import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
@@ -345,7 +345,7 @@ def _communication(planned: _Planned) -> Section:
 
     found, file = ledger(planned.config), planned.arguments.communication_figure
     if file is not None:
-        from mjax.planner.comms_figure import draw_communication
+        from mjax.pictures.communication import draw_communication
 
         draw_communication(found, file, planned.arguments.config)
     return communication_section(found, None if file is None else str(file))

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mjax.figures import save
 from mjax.finetuning.seed import best_of
+from mjax.pictures.figures import save
 
 Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
 

@@ -194,7 +194,7 @@ def run_longest(
     if not found:
         raise UsageError(f"{name} does not fit on {most} × {gpu.name} with any length; use --longest {2 * most}")
     if file is not None:
-        from mjax.planner.longest_figure import draw_longest
+        from mjax.pictures.longest import draw_longest
 
         points = {
             way.name: [(each.devices, each.sequence) for each in found if each.way == way]

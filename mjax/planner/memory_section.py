@@ -95,7 +95,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         elif free < HEADROOM:
             lines = [f"no change of mesh or recomputation makes it fit and leaves {HEADROOM:.0%}"]
     if figure is not None:
-        from mjax.planner.memory_figure import draw_memory
+        from mjax.pictures.memory import draw_memory
 
         draw_memory(config, figure, gpu, name)
         rows["picture"] = str(figure)

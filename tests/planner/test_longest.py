@@ -11,8 +11,8 @@ from mjax import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB, gpu_named
+from mjax.pictures.longest import draw_longest
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
-from mjax.planner.longest_figure import draw_longest
 from mjax.planner.memory import HEADROOM, Memory
 from tests.small import small_config
 

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mjax.figures import INK, SOFT_INK, add_heading, save
 from mjax.parallel import scopes
+from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
 from mjax.planner.comms import Ledger, axes_name, human_bytes
 
 # Okabe and Ito's palette, distinguishable with colour blindness: one colour per part of the model. Phases of a part

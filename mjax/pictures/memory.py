@@ -10,10 +10,10 @@ from typing import BinaryIO
 from matplotlib.figure import Figure
 
 from mjax.config import Config
-from mjax.figures import INK, SOFT_INK, add_heading, save
 from mjax.hardware import GIB, Gpu
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
+from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
 from mjax.planner.memory import HEADROOM, Memory, free_share, predict_memory
 from mjax.validation import can_run_layers
 

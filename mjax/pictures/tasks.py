@@ -12,7 +12,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
-from mjax.figures import INK, add_heading, save
+from mjax.pictures.figures import INK, add_heading, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
 FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])

@@ -23,8 +23,8 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mjax.figures import INK, SOFT_INK, save
 from mjax.parallel.schedules import Schedule, Slots
+from mjax.pictures.figures import INK, SOFT_INK, save
 
 # Okabe and Ito's palette: apart for every kind of colour vision, and of different lightness too.
 COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mjax.figures import SOFT_INK, add_heading, save
+from mjax.pictures.figures import SOFT_INK, add_heading, save
 
 # Okabe and Ito's palette, distinguishable with colour blindness; each way has a separate marker, too. Labels stand to
 # the left of the first two lines, and below the last.
