@@ -29,7 +29,7 @@ from mjax.bounds import Count
 from mjax.commands.train import choose_config
 from mjax.config import Config
 from mjax.flags import parse, typed_flags
-from mjax.hardware import gpu_named
+from mjax.hardware import gpu_named, human_bytes
 from mjax.planner.compile import check_compile
 from mjax.planner.section import table
 from mjax.resolve import resolve
@@ -103,7 +103,7 @@ def overlap_rows(collectives: Iterable[Overlapped]) -> list[dict]:
 
 
 def overlap_table(rows: list[dict]) -> list[str]:
-    from mjax.planner.comms import axes_name, human_bytes
+    from mjax.planner.comms import axes_name
 
     header = ("collectives", "over", "dtype", "calls", "put in", "beside products", "other kernels", "nothing")
     cells = []

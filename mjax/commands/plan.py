@@ -347,7 +347,7 @@ def _communication(planned: _Planned) -> Section:
     if file is not None:
         from mjax.pictures.communication import draw_communication
 
-        draw_communication(found, file, planned.arguments.config)
+        draw_communication(found.pieces(), file, planned.arguments.config)
     return communication_section(found, None if file is None else str(file))
 
 

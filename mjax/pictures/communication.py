@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mjax.hardware import human_bytes
 from mjax.parallel import scopes
 from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
-from mjax.planner.comms import Ledger, axes_name, human_bytes
 
 # Okabe and Ito's palette, distinguishable with colour blindness: one colour per part of the model. Phases of a part
 # differ in lightness and hatching.
@@ -27,21 +27,25 @@ COLOURS = {
     scopes.LOSS: "#999999",
     "": "#000000",
 }
+PARTS = list(COLOURS)
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
+PHASES = list(HATCHES)
 
 
-def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") -> None:
-    """Draw `ledger` into `file`, in the format of its suffix (png, pdf, svg).
+def draw_communication(
+    sources: Mapping[str, Mapping[tuple[str, str], float]], file: Path | BinaryIO, name: str = ""
+) -> None:
+    """Draw the ledger of a step.
 
     Each bar is the bytes that a device sends over an axis in one step, on the pipeline stage that sends most over it.
     Bars have one scale; axes with less than a thousandth of the total are not drawn but listed.
 
     Args:
-      ledger: what to draw.
-      file: a path, or an open file, which gets a PNG.
+      sources: bytes by axes, and by part and phase (`Ledger.pieces`).
+      file: .png, .pdf or .svg; or an open file, which gets a PNG.
       name: of the config, for the title.
     """
-    sent = ledger.by_axis()
+    sent = {axes: sum(pieces.values()) for axes, pieces in sources.items()}
     drawn = sorted((axes for axes in sent if sent[axes] >= 1e-3 * sum(sent.values())), key=sent.get, reverse=True)
     figure = Figure(figsize=(10, 2.5 + 0.75 * max(len(drawn), 1)), dpi=150, layout="constrained")
     bars: Axes = figure.add_subplot()
@@ -50,7 +54,7 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
     shown: dict[tuple[str, str], str] = {}
     for row, axes in enumerate(drawn):
         left = 0.0
-        for (part, phase), size in pieces(ledger.over(*axes)).items():
+        for (part, phase), size in sorted(sources[axes].items(), key=_order):
             # A thin piece has no border, which would hide it.
             border = 0.8 if size > 0.005 * longest else 0.0
             bars.barh(row, size / scale, left=left, height=0.62, linewidth=border, **_style(part, phase))
@@ -58,12 +62,12 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
             if size > 5e-4 * longest:  # a third of a pixel
                 shown[part, phase] = _in_words(part, phase)
         bars.text(left + 0.01 * longest / scale, row, human_bytes(sent[axes]), va="center", color=INK, size=10)
-    bars.set_yticks(range(len(drawn)), [axes_name(axes) for axes in drawn], size=11)
+    bars.set_yticks(range(len(drawn)), drawn, size=11)
     bars.set(ylim=(len(drawn) - 0.4, -0.6), xlim=(0, 1.16 * longest / scale))
     bars.set_xlabel(f"{unit} that a device sends in a step (ring algorithms)", color=SOFT_INK, loc="left")
     bars.tick_params(axis="y", length=0)
     bars.spines[["top", "right", "left"]].set_visible(False)
-    few = [f"{axes_name(axes)} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
+    few = [f"{axes} {human_bytes(sent[axes])}" for axes in sent if axes not in drawn]
     about = f"too small to draw: {', '.join(few)}" if few else ""
     add_heading(bars, f"Communication of a step{' of ' * bool(name)}{name}", about)
     handles = [Patch(**_style(*key)) for key in shown]
@@ -71,17 +75,9 @@ def draw_communication(ledger: Ledger, file: Path | BinaryIO, name: str = "") ->
     save(figure, file)
 
 
-def pieces(ledger: Ledger) -> dict[tuple[str, str], float]:
-    """Bytes by part and phase on the pipeline stage that sends most, in the order of `COLOURS` and `HATCHES`."""
-    if not ledger.records:
-        return {}
-    stage = int(np.argmax(np.sum([record.sent for record in ledger.records], axis=0)))
-    sizes: dict[tuple[str, str], float] = {}
-    for record in ledger.records:
-        sizes[record.part, record.phase] = sizes.get((record.part, record.phase), 0.0) + record.sent[stage]
-    parts, phases = list(COLOURS), list(HATCHES)
-    ordered = sorted(sizes, key=lambda key: (parts.index(key[0]), phases.index(key[1])))
-    return {key: sizes[key] for key in ordered if sizes[key]}
+def _order(piece: tuple[tuple[str, str], float]) -> tuple[int, int]:
+    (part, phase), _ = piece
+    return PARTS.index(part), PHASES.index(phase)
 
 
 def _in_words(part: str, phase: str) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
+from mjax.hardware import human_bytes
 from mjax.parallel import scopes
 from mjax.parallel.axes import NAMES
 from mjax.parallel.mesh import abstract_mesh
@@ -152,6 +153,17 @@ class Ledger:
         """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
         return {axes: part.sent for axes, part in self.grouped("axes").items()}
 
+    def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
+        """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
+        found = {}
+        for axes, those in self.grouped("axes").items():
+            sent = {
+                key: sum(one.sent for one in group.records) for key, group in those.grouped("part", "phase").items()
+            }
+            stage = int(np.argmax(sum(sent.values())))
+            found[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
+        return found
+
     def by_source(self) -> dict[str, float]:
         """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
         return {source: part.sent for source, part in self.grouped("source").items()}
@@ -260,15 +272,6 @@ def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
 def axes_name(axes: Sequence[str]) -> str:
     """'data', or 'pipe × data' of a collective over both."""
     return " × ".join(axes)
-
-
-def human_bytes(count: float) -> str:
-    """'23.79 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def _where(ledger: Ledger) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu
 from mjax.models.build import repeats_in_stack
 from mjax.models.kernels import HOPPER, resolved_on_gpu
+from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.planner.unrolling import layers_in_words, sums_beside_layers, with_unrolling
 from mjax.state.precision import in_float8
+from mjax.validation import can_run_layers
 
 WHEN = {
     "head": "with the logits of a micro-batch",
@@ -95,9 +98,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         elif free < HEADROOM:
             lines = [f"no change of mesh or recomputation makes it fit and leaves {HEADROOM:.0%}"]
     if figure is not None:
-        from mjax.pictures.memory import draw_memory
-
-        draw_memory(config, figure, gpu, name)
+        draw_modes(config, figure, gpu, name)
         rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
 
@@ -114,3 +115,31 @@ def _server_in_words(values: dict[str, Any]) -> str:
         return f"{needed / GIB:,.1f} GiB in a server, whose memory is not known"
     words = f"{needed / GIB:,.1f} of the {there / GIB:,.0f} GiB of a server"
     return words if needed <= there else f"{words}, which is too much: use --train.recompute full"
+
+
+def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
+    """Draw the memory of a validated config and of the same with each recomputation mode; `name` is for the title."""
+    from mjax.pictures.memory import draw_memory  # matplotlib takes a second to import
+
+    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    modes = {mode: memory.parts for mode, memory in variants(config).items()}
+    heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
+    micro_batch, attention = config.train.micro_batch, config.model.attention
+    about = f"{in_words(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
+    draw_memory(modes, file, heading, about, gpu, HEADROOM)
+
+
+def variants(config: Config) -> dict[str, Memory]:
+    """The memory in each recomputation mode that is possible, with and without sequence parallelism if `model` is above
+    1."""
+    found = {}
+    for split in (False, True) if config.mesh.model > 1 else (False,):
+        for recompute in ("none", "selective", "full", "offload"):
+            train = replace(config.train, recompute=recompute)
+            if recompute == "offload":
+                train = replace(train, unroll="off", streams=1)
+            changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
+            if not can_run_layers(changed):
+                continue
+            found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
+    return found

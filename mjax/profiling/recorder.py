@@ -23,7 +23,7 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.data.atomic import make_folder, write_whole
-from mjax.planner.comms import human_bytes
+from mjax.hardware import human_bytes
 from mjax.profiling.breakdown import break_down
 from mjax.profiling.kernels import ASIDE, WINDOW, newest_trace, read_trace
 from mjax.profiling.perfetto import write_perfetto

@@ -31,7 +31,7 @@ PACKAGES_BELOW = {
     "models": "parallel",
     "data": "",
     "state": "data models parallel",
-    "pictures": "data models parallel planner",
+    "pictures": "data parallel",
     "training": "data models parallel pictures state",
     "interop": "data models parallel state training",
     "planner": "data models parallel pictures state training",
@@ -48,6 +48,7 @@ MODULES_BELOW = {
     "models": "config errors llama_config mixture_config model_config names",
     "data": "batch_size bounds config errors json_files model_config names places plain_values progress",
     "state": "config errors names",
+    "pictures": "hardware",
     "training": "batch_size bounds config errors hardware json_files launch mixture_config model_config "
     "model_file names packages plain_values validation",
 }
