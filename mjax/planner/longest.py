@@ -23,9 +23,8 @@ from mjax.hardware import GIB, Gpu
 from mjax.models.build import scores_in_chunks
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration
-from mjax.planner.loss_chunks import CHUNKS
 from mjax.planner.memory import HEADROOM, Memory
-from mjax.planner.search import SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search
+from mjax.planner.search import CHUNKS, SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search
 from mjax.planner.search_command import predictions
 from mjax.planner.section import Section, table
 from mjax.progress import progress

@@ -12,7 +12,6 @@ from mjax.models.build import repeats_in_stack
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.fit import changes_that_fit
-from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.planner.unrolling import layers_in_words, sums_beside_layers, with_unrolling
@@ -58,7 +57,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     if values["loss_chunks"] > 1:
-        rows["loss"] = loss_in_words(config)
+        rows["loss"] = _loss_in_words(config)
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"], values["streams"])
@@ -143,3 +142,9 @@ def variants(config: Config) -> dict[str, Memory]:
                 continue
             found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
     return found
+
+
+def _loss_in_words(config: Config) -> str:
+    """The row of a plan that says how logits and loss are computed in chunks."""
+    chunks, rows = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
+    return f"in {chunks} chunks of the vocabulary, {-(-rows // chunks):,} logits of a token at a time, computed twice"

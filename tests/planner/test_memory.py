@@ -12,9 +12,9 @@ from mjax.hardware import gpu_named
 from mjax.parallel.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit
-from mjax.planner.loss_chunks import CHUNKS, with_loss_chunks
 from mjax.planner.memory import _in_flight, predict_memory
 from mjax.planner.memory_section import memory_section
+from mjax.planner.search import CHUNKS, with_loss_chunks
 from mjax.planner.weights import held_by
 from tests.conftest import ROOT
 from tests.planner.configs import changed

@@ -30,15 +30,13 @@ from mjax.hardware import gpu_named
 from mjax.model_config import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import layer_time
-from mjax.planner.bubble import bubble, ticks
 from mjax.planner.calibration import A100, write_calibration
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.comms import ledger
 from mjax.planner.layer_time import TILE
 from mjax.planner.rates import Rates
 from mjax.planner.software import MJAX, Overlap
-from mjax.planner.step_time import PARTS
-from mjax.planner.time import predict_time
+from mjax.planner.time import PARTS, bubble, predict_time, ticks
 from mjax.planner.time_section import run_tokens, time_section
 from mjax.planner.weights import held_by
 from mjax.training.flops import hardware_flops
