@@ -22,10 +22,10 @@ from typing import NamedTuple
 from mjax.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.calibration import default_calibration
-from mjax.planner.comms import source_of
-from mjax.planner.hlo import CONTROL, Line, arrays_of, dims_of, members_of
 from mjax.planner.rates import Rates
 from mjax.profiling.instructions import FREE, MOVES, Kernels
+from mjax.trace.collectives import source_of
+from mjax.trace.hlo import CONTROL, Line, arrays_of, dims_of, members_of
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
 HOST_COPIES = "host memory, exposed"

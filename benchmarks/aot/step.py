@@ -103,7 +103,7 @@ def overlap_rows(collectives: Iterable[Overlapped]) -> list[dict]:
 
 
 def overlap_table(rows: list[dict]) -> list[str]:
-    from mjax.planner.comms import axes_name
+    from mjax.trace.collectives import axes_name
 
     header = ("collectives", "over", "dtype", "calls", "put in", "beside products", "other kernels", "nothing")
     cells = []

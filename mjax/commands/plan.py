@@ -21,14 +21,14 @@ from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, load_config
 from mjax.errors import UsageError, check_picture
 from mjax.flags import parse, typed_flags
-from mjax.hardware import Gpu, gpu_named
+from mjax.hardware import Gpu, gpu_named, human_bytes
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
 from mjax.planner.search_flags import SearchArguments, check_search
-from mjax.planner.section import Section, named_rows
+from mjax.planner.section import Section, named_rows, table
 from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
 
@@ -340,15 +340,36 @@ def _memory(planned: _Planned) -> Section:
 
 
 def _communication(planned: _Planned) -> Section:
-    """The collectives of the traced step, plotted on request."""
-    from mjax.planner.comms import communication_section, ledger
+    """The collectives of the traced step by axis and source, plotted on request."""
+    from mjax.trace.collectives import axes_name, ledger
 
     found, file = ledger(planned.config), planned.arguments.communication_figure
     if file is not None:
         from mjax.pictures.communication import draw_communication
 
         draw_communication(found.pieces(), file, planned.arguments.config)
-    return communication_section(found, None if file is None else str(file))
+    by_axis = found.by_axis()
+    values = {
+        "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
+        "bytes_by_source": found.by_source(),
+        "collectives": found.count,
+        "bytes": found.sent,
+        "records": [record.values() for record in found.records],
+        "figure": None if file is None else str(file),
+    }
+    if not found.records:
+        return Section("Communication", values, ["none, on a mesh of one device"])
+    rows = []
+    for over in sorted(by_axis, key=by_axis.get, reverse=True):
+        those = found.over(*over)
+        for (source, operation), part in those.grouped("source", "operation").items():
+            rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
+        rows.append((axes_name(over), "all", "", f"{those.count:,}", human_bytes(those.sent)))
+    differ = any(len(set(record.counts)) > 1 for record in found.records)
+    where = ", in each row on the pipeline stage that sends most" if differ else ""
+    lines = [f"Times and bytes (on a ring) are those of one device in one step{where}."]
+    lines += [] if file is None else [f"picture: {file}"]
+    return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), *lines])
 
 
 def _time(planned: _Planned) -> Section | None:

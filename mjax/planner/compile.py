@@ -26,8 +26,8 @@ from mjax.errors import RunError, UsageError
 from mjax.hardware import gpu_named
 from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
-from mjax.planner.hlo import HloError, ScheduledCollective, read_collectives
 from mjax.planner.unrolling import with_unrolling
+from mjax.trace.hlo import HloError, ScheduledCollective, read_collectives
 
 SHEETS = Path(__file__).parent / "targets"
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 
 from mjax.config import Config
 from mjax.hardware import GIB, gpu_named
-from mjax.planner.comms import Collective, axes_name, ledger
 from mjax.planner.compile import Compilation, compile_step, versions
-from mjax.planner.hlo import Key, bytes_by
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, named_rows, table
 from mjax.planner.unrolling import layers_in_words
+from mjax.trace.collectives import Collective, axes_name, ledger
+from mjax.trace.hlo import Key, bytes_by
 
 Counts = Mapping[Key, tuple[int, int]]
 """Calls and bytes per step of collectives."""

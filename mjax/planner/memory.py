@@ -41,8 +41,8 @@ from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.zero import sums_by_layer, sums_in_last
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
-from mjax.planner.regions import backward_work
 from mjax.planner.weights import Held, held_by
+from mjax.trace.regions import backward_work
 from mjax.training import trace
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.

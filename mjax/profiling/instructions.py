@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mjax.planner.hlo import CONTROL, Line, Module, arrays_of
+from mjax.trace.hlo import CONTROL, Line, Module, arrays_of
 
 # Lines that cost nothing: they name values, or move less than a kernel launch costs.
 FREE = {

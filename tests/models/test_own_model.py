@@ -16,11 +16,11 @@ from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters
-from mjax.planner.comms import ledger
 from mjax.planner.compile import compile_step
 from mjax.planner.compile_section import totals
-from mjax.planner.hlo import bytes_by
 from mjax.planner.memory import predict_memory
+from mjax.trace.collectives import ledger
+from mjax.trace.hlo import bytes_by
 from mjax.training.flops import model_flops
 from mjax.training.metrics import read_metrics
 from tests import reference, toy_model

@@ -33,13 +33,14 @@ PACKAGES_BELOW = {
     "state": "data models parallel",
     "pictures": "data parallel",
     "training": "data models parallel pictures state",
+    "trace": "models parallel state training",
     "interop": "data models parallel state training",
-    "planner": "data models parallel pictures state training",
-    "profiling": "data parallel planner training",
+    "planner": "data models parallel pictures state trace training",
+    "profiling": "data parallel planner trace training",
     "tasks": "data models parallel pictures state training",
     "finetuning": "data models parallel pictures state tasks training",
     "doctor": "models parallel state training",
-    "commands": "data doctor finetuning interop models parallel pictures planner profiling state tasks training",
+    "commands": "data doctor finetuning interop models parallel pictures planner profiling state tasks trace training",
 }
 """What a package of mjax may import from, besides itself and the modules at the root."""
 

@@ -20,13 +20,13 @@ from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.parallel import axes
 from mjax.planner import compile as ahead
-from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
-from mjax.planner.hlo import bytes_by
 from mjax.planner.memory import Memory, predict_memory
 from mjax.profiling.instructions import read_instructions
 from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
+from mjax.trace.collectives import ledger, source_of
+from mjax.trace.hlo import bytes_by
 from tests.conftest import ROOT
 from tests.small import small_config
 

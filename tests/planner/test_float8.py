@@ -10,10 +10,11 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.float8 import ADA, check_float8, of_weights, transposed
-from mjax.planner.kernel_bytes import depending
+from mjax.planner.float8 import ADA, check_float8
 from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
+from mjax.trace.float8 import of_weights, transposed
+from mjax.trace.kernel_bytes import depending
 from mjax.training.trace import Traced, layer_backward, layer_program
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled

@@ -14,8 +14,8 @@ from mjax.config import MeshConfig, load_config
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, schedule_of
-from mjax.planner import comms
-from mjax.planner.comms import OPERATIONS, Ledger, read_collectives
+from mjax.trace import collectives
+from mjax.trace.collectives import OPERATIONS, Ledger, read_collectives
 from tests.planner.configs import changed
 from tests.products import one_in
 from tests.small import small_config
@@ -25,7 +25,7 @@ L, H, V, S = 72, 3072, 51200, 1024  # gpt_8b
 p, D = 8, 64  # its ranks of `model` and of `data`
 GIB = 2**30
 
-ledger = cache(comms.ledger)  # several tests read the same one
+ledger = cache(collectives.ledger)  # several tests read the same one
 
 
 def gpt_8b(mesh=None, **train):

@@ -28,12 +28,10 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
-from mjax.hardware import human_bytes
 from mjax.parallel import scopes
 from mjax.parallel.axes import NAMES
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
-from mjax.planner.section import Section, table
 from mjax.training.program import axes_of, inner_jaxprs
 from mjax.training.step import build_program
 
@@ -241,43 +239,9 @@ def source_of(name_stack: str) -> tuple[str, str]:
     return part, "backward" if "transpose" in names else "forward"
 
 
-# --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def communication_section(ledger: Ledger, figure: str | None = None) -> Section:
-    """Bytes that a device sends in a step, by axis and source; `figure` is the file of the plot, if there is one."""
-    values = {
-        "bytes_by_axis": {axes_name(axes): sent for axes, sent in ledger.by_axis().items()},
-        "bytes_by_source": ledger.by_source(),
-        "collectives": ledger.count,
-        "bytes": ledger.sent,
-        "records": [record.values() for record in ledger.records],
-        "figure": figure,
-    }
-    if not ledger.records:
-        return Section("Communication", values, ["none, on a mesh of one device"])
-    rows = []
-    for axes in sorted(ledger.by_axis(), key=ledger.by_axis().get, reverse=True):
-        over = ledger.over(*axes)
-        for (source, operation), part in over.grouped("source", "operation").items():
-            rows.append((axes_name(axes), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(axes), "all", "", f"{over.count:,}", human_bytes(over.sent)))
-    lines = table(("over", "from", "collective", "times", "sends"), rows, left=3)
-    lines.append("Times and bytes (on a ring) are those of one device in one step" + _where(ledger) + ".")
-    if figure is not None:
-        lines.append(f"picture: {figure}")
-    return Section("Communication", values, lines)
-
-
 def axes_name(axes: Sequence[str]) -> str:
     """'data', or 'pipe × data' of a collective over both."""
     return " × ".join(axes)
-
-
-def _where(ledger: Ledger) -> str:
-    """The stage that a row counts, if stages differ."""
-    differ = any(len(set(record.counts)) > 1 for record in ledger.records)
-    return ", in each row on the pipeline stage that sends most" if differ else ""
 
 
 # --- The reader -------------------------------------------------------------------------------------------------------

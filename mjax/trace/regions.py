@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mjax.parallel.float8 import BACKWARD
-from mjax.planner.float8 import roundings
+from mjax.trace.float8 import roundings
 from mjax.training.program import REDUCTIONS, Operation, Program, is_float8
 from mjax.training.trace import Backward
 

@@ -4,7 +4,7 @@
 import pytest
 
 from benchmarks.aot.schedule import Beside, read_launches, read_overlaps
-from mjax.planner.hlo import HloError, bytes_by, read_collectives
+from mjax.trace.hlo import HloError, bytes_by, read_collectives
 
 MESH = {"pipe": 2, "data": 2, "model": 2}
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from mjax.planner.float8 import SCALE_KERNELS, agreed, of_weights, transposed
-from mjax.planner.regions import Region, Regions, activation_elements
+from mjax.trace.float8 import SCALE_KERNELS, agreed, of_weights, transposed
+from mjax.trace.regions import Region, Regions, activation_elements
 from mjax.training import trace
 from mjax.training.program import Program
 
