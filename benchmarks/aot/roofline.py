@@ -25,7 +25,7 @@ from mjax.planner.calibration import default_calibration
 from mjax.planner.rates import Rates
 from mjax.profiling.instructions import FREE, MOVES, Kernels
 from mjax.trace.collectives import source_of
-from mjax.trace.hlo import CONTROL, Line, arrays_of, dims_of, members_of
+from mjax.trace.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"
 HOST_COPIES = "host memory, exposed"
@@ -163,7 +163,7 @@ class _Replay:
 
     def _collective(self, line: Line, shapes: dict[str, str]) -> _Cost | None:
         operand, operation = sum(_bytes(shapes[name]) for name in line.operands), self.module.operation_of(line)
-        members = members_of(self.module.described(line), operation, self.devices)
+        members = groups_of(self.module.described(line), operation, self.devices)[0].tolist()
         ranks, others = len(members), len(members) - 1
         if others == 0:
             return None

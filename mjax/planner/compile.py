@@ -13,7 +13,6 @@ It needs the CUDA wheels (requirements-cuda.txt), which contain the compiler for
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,10 +65,8 @@ class Compilation:
       gpu: name of the target file: h100.
       device_kind: JAX's name for this GPU.
       gpu_memory: bytes of a device, from the target file.
-      servers: their number.
       config: with the compiled attention kernel, and with or without a loop over the layers.
       tracing, compiling: seconds.
-      resident: peak memory of this process so far, in bytes.
       memory: allocated by XLA.
       collectives: as scheduled.
       text: the scheduled HLO.
@@ -79,11 +76,9 @@ class Compilation:
     gpu: str
     device_kind: str
     gpu_memory: int
-    servers: int
     config: Config
     tracing: float
     compiling: float
-    resident: int
     memory: AllocatedMemory
     collectives: list[ScheduledCollective]
     text: str
@@ -182,11 +177,9 @@ def compile_step(
         gpu=gpu,
         device_kind=device_kind,
         gpu_memory=memory_of(gpu),
-        servers=servers,
         config=config,
         tracing=traced - began,
         compiling=done - traced,
-        resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         memory=AllocatedMemory(
             stats.argument_size_in_bytes,
             stats.output_size_in_bytes,

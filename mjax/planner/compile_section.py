@@ -44,12 +44,10 @@ def compile_section(compiled: Compilation, expected: Counts, formula: Memory) ->
     values = {
         "gpu": compiled.gpu,
         "device_kind": compiled.device_kind,
-        "servers": compiled.servers,
         "attention": compiled.attention,
         "unrolled": compiled.unrolled,
         "streams": compiled.config.train.streams,
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
-        "resident_bytes": compiled.resident,
         "memory": asdict(memory)
         | {"total": memory.total, "formula": formula.total, "host_formula": formula.host, "gpu": compiled.gpu_memory},
         "ledger": [
@@ -109,8 +107,7 @@ def _about(values: dict) -> list[str]:
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
         "layers": layers_in_words(values["unrolled"], values["streams"]),
-        "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling; this process took at "
-        f"most {values['resident_bytes'] / GIB:.1f} GiB",
+        "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling",
     }
     return named_rows(rows)
 

@@ -232,12 +232,7 @@ class Module:
 # --- Groups and axes --------------------------------------------------------------------------------------------------
 
 
-def members_of(line: Line, operation: str, devices: int) -> list[int]:
-    """The devices of the first group of a collective."""
-    return [int(member) for member in _all_groups(line, operation, devices)[0]]
-
-
-def _all_groups(line: Line, operation: str, devices: int) -> np.ndarray:
+def groups_of(line: Line, operation: str, devices: int) -> np.ndarray:
     """The devices of each group of a collective, or each pair of a permutation: int [groups, members]."""
     if operation != "permute":
         return _groups(line.attributes, devices)
@@ -251,7 +246,7 @@ def _axes_of(line: Line, operation: str, mesh: Mapping[str, int]) -> tuple[str, 
     Raises:
       HloError: its groups are not those of any axes of `mesh`.
     """
-    groups = _all_groups(line, operation, math.prod(mesh.values()))
+    groups = groups_of(line, operation, math.prod(mesh.values()))
     places = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, members, axes]
     varies = (places != places[:, :1]).any(axis=(0, 1))
     axes = tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
