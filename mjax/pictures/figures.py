@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -25,6 +26,16 @@ def add_heading(axes: Axes, title: str, about: str = "") -> None:
         about, (0, 1), xycoords="axes fraction", xytext=(0, 17), textcoords="offset points", color=SOFT_INK, size=8.5,
         parse_math=False,  # a name may contain dollars
     )  # fmt: skip
+
+
+def add_perplexity(axes: Axes) -> None:
+    """Write the perplexities of `axes`, whose y are losses in nats, on the right."""
+    low, high = axes.get_ylim()
+    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
+    shown = [number for number in round_numbers if low <= math.log(number) <= high]
+    perplexity = axes.secondary_yaxis("right")
+    perplexity.set_ylabel("perplexity")
+    perplexity.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
 
 
 def save(figure: Figure, file: Path | BinaryIO) -> None:

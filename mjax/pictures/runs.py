@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mjax.pictures.figures import save
+from mjax.pictures.figures import add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
@@ -37,12 +37,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
-    low, high = axes.get_ylim()
-    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
-    shown = [number for number in round_numbers if low <= math.log(number) <= high]
-    perplexity = axes.secondary_yaxis("right")
-    perplexity.set_ylabel("perplexity")
-    perplexity.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
+    add_perplexity(axes)
     for order in beside:
         _draw_curves(order, records, "order_accuracy", "{:.1%}")
         order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")

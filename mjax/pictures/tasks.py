@@ -1,18 +1,18 @@
-"""The pictures of tasks on long texts."""
+"""The pictures of tasks: on long texts, and of fine-tuning."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from mjax.pictures.figures import INK, add_heading, save
+from mjax.pictures.figures import INK, add_heading, add_perplexity, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
 FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
@@ -51,12 +51,7 @@ def draw_positions(
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
     axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")
-    low, high = axes.get_ylim()
-    round_numbers = [digit * 10**power for power in range(-1, 9) for digit in (1, 1.5, 2, 3, 5, 7)]
-    shown = [number for number in round_numbers if low <= math.log(number) <= high]
-    beside = axes.secondary_yaxis("right")
-    beside.set_ylabel("perplexity")
-    beside.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
+    add_perplexity(axes)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     add_heading(axes, "Loss by position", about)
@@ -109,4 +104,29 @@ def draw_needle(
     bar.set_label("numbers found")
     bar.outline.set_visible(False)
     add_heading(axes, "Needle in a haystack: numbers found", about)
+    save(figure, file)
+
+
+def draw_seeds(
+    metric: str, curves: Mapping[int, Mapping[int, float]], best: Mapping[int, int], file: Path, title: str
+) -> None:
+    """The metric after every epoch, one line per seed, its best epoch marked, and the median of these, as a PNG.
+
+    Args:
+      curves: values of the metric by seed and epoch.
+      best: epoch of each seed.
+    """
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for seed, values in curves.items():
+        (line,) = axes.plot(values.keys(), values.values(), "-", label=f"seed {seed}")
+        axes.plot(best[seed], values[best[seed]], "o", color=line.get_color())
+    if len(curves) > 1:
+        median = statistics.median(values[best[seed]] for seed, values in curves.items())
+        axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
+    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
+    axes.set_title(title, parse_math=False)  # a name may contain dollars
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
     save(figure, file)
