@@ -67,6 +67,7 @@ def test_grouped_benchmark_counts_tiles_of_each_load(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
+        ("aot.step", ["--gpu", "v100"], "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200"),
         ("calibrate", ["--output", "none/rates.json"], "--output none/rates.json: there is no folder none; create it"),
         ("calibrate", ["--output", "x.json", "--gpu", "v100", "--compute", "bf16"], "v100 has no bf16; use --compute"),
         ("grouped", ["--shape", "qwen3_30b"], "--shape qwen3_30b needs an NVIDIA GPU and this process"),

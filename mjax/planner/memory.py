@@ -315,7 +315,7 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
     where layers differ."""
-    sizes = _Sizes(config, attention_on_gpu(config))
+    sizes = _Sizes(config, attention_on_gpu(config), _of_sample)
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 
