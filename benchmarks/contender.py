@@ -60,23 +60,22 @@ class Mjax:
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
 
-        from mjax.models.kernel_trial import resolve_attention
+        from mjax.models.kernel_trial import with_kernel
         from mjax.parallel.mesh import make_mesh
-        from mjax.planner.unrolling import unrolled_here
         from mjax.training.step import build_program
 
         if jax.default_backend() != platform:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")
         check_devices(config, jax.device_count(), "this benchmark")
-        documents = config.data.reset_attention
-        kernel = resolve_attention(config.model, config.precision.compute, platform, documents=documents)
-        config = unrolled_here(replace(config, model=replace(config.model, attention=kernel)))
+        config = with_kernel(config)
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
         self.state = self.program.initialize()
         self.batches = draw_batches(config)
         self.device = jax.devices()[0].device_kind
-        self.versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")} | {"attention": kernel}
+        self.versions = {name: metadata.version(name) for name in ("jax", "flax", "optax")} | {
+            "attention": config.model.attention
+        }
         self.versions["layers"] = "without a loop" if config.train.unroll == "on" else "in a loop"
 
     def step(self, index: int) -> Callable[[], float]:

@@ -180,8 +180,8 @@ def flops_of(compiled, on_gpu: bool) -> float:
     """FLOPs of a compiled program. XLA counts those for CPUs; for GPUs it leaves out the products of cuBLAS."""
     if not on_gpu:
         return compiled.cost_analysis()["flops"]
+    from benchmarks.aot.roofline import roofline
     from mjax.hardware import gpu_named
-    from mjax.planner.roofline import roofline
 
     kernels = roofline(compiled.as_text(), gpu_named("h100"), 1).rows  # FLOPs are the same for every GPU
     return sum(row.flops for row in kernels.values())

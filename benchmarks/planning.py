@@ -20,11 +20,11 @@ from benchmarks.command import check_counts, in_one_sentence
 from mjax import launch
 from mjax.config import load_config
 from mjax.hardware import gpu_named
-from mjax.planner.comms import ledger
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import search
 from mjax.planner.time import predict_time
+from mjax.trace.collectives import ledger
 
 
 def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:

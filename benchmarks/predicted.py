@@ -39,8 +39,7 @@ from mjax.planner.calibration import (
 from mjax.planner.memory import predict_memory
 from mjax.planner.section import table
 from mjax.planner.software import MJAX
-from mjax.planner.step_time import PARTS
-from mjax.planner.time import predict_time
+from mjax.planner.time import PARTS, predict_time
 from mjax.validation import validate
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.

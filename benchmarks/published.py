@@ -21,10 +21,52 @@ import numpy as np
 from benchmarks.fitting import fit_rates
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.hardware import Gpu, gpu_named
-from mjax.planner.calibration import Calibration
-from mjax.planner.software import MEGATRON_2019, MEGATRON_2021, MEGATRON_2022, MJAX, Overlap, Software
+from mjax.planner.calibration import A100, FITTED, Calibration
+from mjax.planner.software import MJAX, Overlap, Software, Written
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
+
+# --- Megatron-LM ------------------------------------------------------------------------------------------------------
+
+MEGATRON_A100 = replace(
+    A100, error=0.06, sequences=(2048, 2048), parameters=(1.7e9, 1008e9), sources=A100.sources | {"error": FITTED}
+)
+# Fitted to the fourteen scaling results of arXiv 1909.08053: `matmul` and `launch`, the cost of starting each kernel
+# from Python; the other rates as on A100.
+MEGATRON_V100 = replace(
+    MEGATRON_A100, gpu="v100-dgx2h",
+    matmul=0.7205, launch=91.1e-6,
+    error=0.12, sequences=(1024, 1024), parameters=(1.2e9, 8.3e9), devices=(1, 512),
+    sources=MEGATRON_A100.sources | dict.fromkeys(
+        ("matmul", "launch", "error"),
+        "fitted to 14 scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
+    ),
+)  # fmt: skip
+
+# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
+# attention stores its scores and a dropout mask; gradients are fp16.
+MEGATRON_2021 = Software(
+    name="Megatron-LM of 2021",
+    written=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
+    flash=False, overlap=Overlap(backward=0.0),
+    repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
+    splits_messages=True, sends_every_tick=False,
+)  # fmt: skip
+
+# The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
+# (section 4.2.2), and that product adds to the gradient itself (Megatron-LM, fused since February 2022).
+MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM of 2022", overlap=Overlap(backward=0.5), accumulate_bytes=0)
+
+# The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
+# mask and softmax each read and write.
+MEGATRON_2019 = replace(
+    MEGATRON_2021,
+    name="Megatron-LM of 2019",
+    written=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
+    splits_messages=False,
+)
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import BinaryIO
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.published import Run, table_1, table_5, v100_scaling
-from mjax.figures import INK, SOFT_INK, save
+from benchmarks.published import MEGATRON_A100, MEGATRON_V100, Run, table_1, table_5, v100_scaling
 from mjax.models.build import count_parameters
-from mjax.planner.calibration import MEGATRON_A100, MEGATRON_V100, Calibration
+from mjax.pictures.figures import INK, SOFT_INK, save
+from mjax.planner.calibration import Calibration
 from mjax.planner.time import predict_time
 from mjax.training.flops import hardware_flops
 

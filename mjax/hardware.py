@@ -356,3 +356,12 @@ def gpu_named(name: str) -> Gpu:
 def gpu_of(device_kind: str) -> Gpu | None:
     """The GPU with this device kind in JAX, or None if the table has none."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)
+
+
+def human_bytes(count: float) -> str:
+    """'23.79 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

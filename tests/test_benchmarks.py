@@ -9,10 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import fault_runs, grouped, index, predicted
-from benchmarks.fault_runs import Ended, Outcome, Place
+from benchmarks import grouped, index, predicted
 from mjax.planner.calibration import H100, read_calibration
-from mjax.state.manifest import write_manifest
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
 
@@ -69,6 +67,7 @@ def test_grouped_benchmark_counts_tiles_of_each_load(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
+        ("aot.step", ["--gpu", "v100"], "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200"),
         ("calibrate", ["--output", "none/rates.json"], "--output none/rates.json: there is no folder none; create it"),
         ("calibrate", ["--output", "x.json", "--gpu", "v100", "--compute", "bf16"], "v100 has no bf16; use --compute"),
         ("grouped", ["--shape", "qwen3_30b"], "--shape qwen3_30b needs an NVIDIA GPU and this process"),
@@ -101,28 +100,3 @@ def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys)
     assert found.error == pytest.approx(1 - predicted_seconds / 1.1, abs=1e-3)
     compared = ("error", "sequences", "parameters", "devices", "date", "sources")
     assert found == replace(H100, **{name: getattr(found, name) for name in compared})
-
-
-# --- Faults -----------------------------------------------------------------------------------------------------------
-
-
-def test_fault_campaign_sees_hangs_and_tracebacks():
-    fine, hangs, fails = Outcome(""), Outcome(""), Outcome("")
-    Ended(0, "all is well").judge(fine, 0)
-    Ended(None, "step 5").judge(hangs, 0)
-    Ended(0, "Traceback (most recent call last):\nValueError: x").judge(fails, 0)
-    assert [outcome.sound for outcome in (fine, hangs, fails)] == [True, False, False]
-    assert (hangs.hang, fails.traceback) == (True, True)
-
-
-def test_fault_campaign_sees_other_losses_and_weights(tmp_path, monkeypatch):
-    place = Place(tmp_path, tmp_path, 0.0, {fault_runs.STEPS: (1.5, None)}, {fault_runs.STEPS: {"weight": b"1"}})
-    checkpoint = tmp_path / "run" / "checkpoints" / str(fault_runs.STEPS)
-    checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, fault_runs.STEPS, {})
-    for loss, weight, words in ((1.5, b"1", ""), (1.5000001, b"1", "other losses; "), (1.5, b"2", "other weights; ")):
-        (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": fault_runs.STEPS, "loss": loss}) + "\n")
-        monkeypatch.setattr(fault_runs, "arrays_of", lambda *_, weight=weight: {"weight": weight})
-        outcome = Outcome("killed")
-        place.compare("run", outcome)
-        assert (outcome.silent, outcome.words) == (bool(words), words)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from mjax import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
-from mjax.runs_figure import draw_runs
+from mjax.pictures.runs import draw_runs
 from mjax.state.runs import locked
 from tests.tiny_config import config as TINY
 

@@ -21,14 +21,14 @@ from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, load_config
 from mjax.errors import UsageError, check_picture
 from mjax.flags import parse, typed_flags
-from mjax.hardware import Gpu, gpu_named
+from mjax.hardware import Gpu, gpu_named, human_bytes
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
 from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
 from mjax.planner.search_flags import SearchArguments, check_search
-from mjax.planner.section import Section, named_rows
+from mjax.planner.section import Section, named_rows, table
 from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
 
@@ -53,15 +53,14 @@ class PlanArguments:
     calibration: Path | None = None
     """Rates measured on your machine by benchmarks/calibrate.py; by default those of published runs."""
     compile: bool = False
-    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated by XLA, collectives as scheduled
-    by XLA. Takes half a minute to several minutes; needs JAX's CUDA wheels (requirements-cuda.txt)."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
+    XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels
+    (requirements-cuda.txt)."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
     """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
     by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
-    save_program: Path | None = None
-    """With --compile: write the step into this file, to compile it on a cluster or to read it."""
     longest: Count | None = None
     """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
     longest_figure: Path | None = None
@@ -192,9 +191,9 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if arguments.schedule_figure is not None:
         _check_pipeline(planned)
     if arguments.compile:
-        from mjax.planner.compile_section import check_arguments
+        from mjax.planner.compile import check_compile
 
-        check_arguments(config, gpu and gpu.name, planned.per_server, arguments.save_program)
+        check_compile(config, gpu and gpu.name, planned.per_server)
     attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
     if gpu is not None:
         from mjax.planner.float8 import check_float8
@@ -212,8 +211,6 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
     check_search(arguments.search, arguments.gpu)
-    if arguments.save_program is not None and not arguments.compile:
-        raise UsageError("--save-program saves the program of --compile; add --compile --gpu h100")
     if arguments.longest_figure is not None and arguments.longest is None:
         raise UsageError("--longest-figure plots what --longest finds; add --longest 64")
     if arguments.longest is not None and arguments.gpu is None:
@@ -304,7 +301,7 @@ def _schedule(planned: _Planned) -> Section | None:
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
-    from mjax.planner.schedule_figure import describe_bubble, describe_in_flight, display_name, draw_schedule
+    from mjax.pictures.schedule import describe_bubble, describe_in_flight, display_name, draw_schedule
 
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
@@ -343,15 +340,36 @@ def _memory(planned: _Planned) -> Section:
 
 
 def _communication(planned: _Planned) -> Section:
-    """The collectives of the traced step, plotted on request."""
-    from mjax.planner.comms import communication_section, ledger
+    """The collectives of the traced step by axis and source, plotted on request."""
+    from mjax.trace.collectives import axes_name, ledger
 
     found, file = ledger(planned.config), planned.arguments.communication_figure
     if file is not None:
-        from mjax.planner.comms_figure import draw_communication
+        from mjax.pictures.communication import draw_communication
 
-        draw_communication(found, file, planned.arguments.config)
-    return communication_section(found, None if file is None else str(file))
+        draw_communication(found.pieces(), file, planned.arguments.config)
+    by_axis = found.by_axis()
+    values = {
+        "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
+        "bytes_by_source": found.by_source(),
+        "collectives": found.count,
+        "bytes": found.sent,
+        "records": [record.values() for record in found.records],
+        "figure": None if file is None else str(file),
+    }
+    if not found.records:
+        return Section("Communication", values, ["none, on a mesh of one device"])
+    rows = []
+    for over in sorted(by_axis, key=by_axis.get, reverse=True):
+        those = found.over(*over)
+        for (source, operation), part in those.grouped("source", "operation").items():
+            rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
+        rows.append((axes_name(over), "all", "", f"{those.count:,}", human_bytes(those.sent)))
+    differ = any(len(set(record.counts)) > 1 for record in found.records)
+    where = ", in each row on the pipeline stage that sends most" if differ else ""
+    lines = [f"Times and bytes (on a ring) are those of one device in one step{where}."]
+    lines += [] if file is None else [f"picture: {file}"]
+    return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), *lines])
 
 
 def _time(planned: _Planned) -> Section | None:
@@ -386,7 +404,7 @@ def _compile(planned: _Planned) -> Section | None:
         return None
     from mjax.planner.compile_section import compile_and_tell
 
-    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server, planned.arguments.save_program)
+    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server)
 
 
 # In printing order; the keys are those of --json.

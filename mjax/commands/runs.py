@@ -32,12 +32,11 @@ from mjax.model_config import is_own, kind_of
 from mjax.model_file import MODEL_FILE, model_file_of
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import in_words
-from mjax.runs_figure import draw_runs
+from mjax.pictures.runs import draw_runs, smoothed
 from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
 from mjax.training.metrics import finite_or_none, read_metrics
 from mjax.training.origin import ORIGIN, origin_of
-from mjax.training.pictures import smoothed
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones

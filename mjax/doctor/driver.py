@@ -1,12 +1,13 @@
-"""The NVIDIA driver, examined without JAX: through /proc and /sys, and nvidia-smi with a time limit."""
+"""The NVIDIA driver, examined without JAX: through /proc, /sys, and NVML in a child process with a time limit."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from mjax.launch import nvidia_driver
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
 OLDEST_DRIVER = {12: 525, 13: 580}
-QUERY = "name,driver_version,memory.total,memory.used"
+ASK_NVML = (sys.executable, "-m", "mjax.doctor.driver")
 ANSWER_SECONDS = 20.0
-# Messages of nvidia-smi on a machine without a GPU.
-NOTHING_THERE = ("No devices were found", "couldn't communicate with the NVIDIA driver", "couldn't find libnvidia-ml")
+NOT_LOADED = "Driver Not Loaded"  # in NVML's words; also on a machine without a GPU
+ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'")  # a container without the tools; `packages`
 USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 
 
@@ -38,40 +39,52 @@ class Driver:
     on_bus: int = 0
     """NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host."""
     problem: str | None = None
-    """Error of nvidia-smi, if any."""
+    """Error of NVML, if any."""
 
 
-def read_driver(root: Path = Path("/"), ask: Callable[[list[str]], str] | None = None) -> Driver:
-    """Examine this machine; `root` holds /proc and /sys, `ask` runs a command and returns its output."""
+def read_driver(root: Path = Path("/"), ask: Sequence[str] = ASK_NVML) -> Driver:
+    """Examine this machine; `root` holds /proc and /sys, the command `ask` prints what NVML knows."""
     known = Driver(nvidia_driver(root), on_bus=_on_bus(root))
-    if ask is None and shutil.which("nvidia-smi") is None:
-        information = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
-        models = [re.search(r"Model:\s+(.+)", _text(file)) for file in information]
-        return replace(known, gpus=tuple(match[1].strip() for match in models if match))
+    child = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        rows = (ask or _ask)(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"])
+        answer, errors = child.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        return replace(known, problem=f"nvidia-smi gave no answer in {ANSWER_SECONDS:.0f} s")
-    except (subprocess.CalledProcessError, OSError) as error:
-        said = f"{getattr(error, 'stdout', None) or ''}{getattr(error, 'stderr', None) or ''}".strip() or str(error)
-        return replace(known, problem=f"nvidia-smi fails: {said.splitlines()[0]}")
-    cells = [[cell.strip() for cell in row.split(",")] for row in rows.splitlines() if row.strip()]
-    if any(len(row) != 4 for row in cells):
-        return replace(known, problem=f"nvidia-smi says: {rows.strip().splitlines()[0]}")
-    if not cells:
-        return known
-    gpus, versions, memory, used = zip(*cells, strict=True)
-    return Driver(versions[0], gpus, tuple(map(_mebibytes, memory)), tuple(map(_mebibytes, used)), known.on_bus)
+        child.kill()  # without waiting: a process that hangs in the driver cannot be killed
+        return replace(known, problem=f"the driver gave no answer in {ANSWER_SECONDS:.0f} s")
+    if not child.returncode:
+        version, *columns = json.loads(answer)
+        return Driver(version, *map(tuple, columns), on_bus=known.on_bus)
+    problem = (errors.strip() or f"exit code {child.returncode}").splitlines()[-1].split(": ")[-1]
+    if problem not in ABSENT:
+        return replace(known, problem=problem)
+    information = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    models = [re.search(r"Model:\s+(.+)", _text(file)) for file in information]
+    return replace(known, gpus=tuple(match[1].strip() for match in models if match))
+
+
+def ask_nvml() -> list:
+    """The driver's version, and for each GPU its name, its bytes and those in use: a column of each."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    gpus = []
+    for device in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(device)
+            gpus.append((nvml.nvmlDeviceGetName(device), memory.total, memory.used))
+        except nvml.NVMLError_NotSupported:  # host and GPU share memory
+            gpus.append((nvml.nvmlDeviceGetName(device), 0, 0))
+    return [nvml.nvmlSystemGetDriverVersion(), *zip(*gpus, strict=True)]
 
 
 @check("driver")
 def check_driver(driver: Driver, cuda: int | None) -> Found:
     """Check that driver and jax fit together; `cuda` is the major version of jax's plugin, if any.
 
-    nvidia-smi's problems come first: a driver that hangs would hang all later checks.
+    NVML's problems come first: a driver that hangs would hang all later checks.
     """
     problem, said = driver.problem, f" ({driver.problem})" if driver.problem else ""
-    bare = any(words in problem for words in NOTHING_THERE) if problem else driver.version and not driver.gpus
+    bare = problem == NOT_LOADED or (not problem and driver.version and not driver.gpus)
     if bare and not driver.on_bus:
         found = f"NVIDIA's driver or tools, but no NVIDIA GPU on the PCI bus: perhaps a login node{said}"
         advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
@@ -184,17 +197,5 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _mebibytes(cell: str) -> float:
-    return float(cell) * 2**20 if re.fullmatch(r"[\d.]+", cell) else 0.0  # '[N/A]' where host and GPU share memory
-
-
-def _ask(command: list[str]) -> str:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        output, complaints = process.communicate(timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()  # without waiting: a process that hangs in the driver cannot be killed
-        raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, output, complaints)
-    return output
+if __name__ == "__main__":
+    print(json.dumps(ask_nvml()))

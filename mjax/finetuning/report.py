@@ -1,4 +1,4 @@
-"""The results of all seeds: a table, report.json, and a plot of the metric of every epoch.
+"""The results of all seeds: a table and report.json.
 
 The metrics of a seed are those after its best epoch. The papers report their median over five seeds (arXiv 1909.08053,
 table 5): the variation between seeds can exceed the difference between two models.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mjax.figures import save
 from mjax.finetuning.seed import best_of
 
 Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
@@ -51,28 +49,3 @@ def print_table(report: dict[str, Any], title: str) -> None:
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{title}\n", markup=False)
     console.print(table)
-
-
-def draw(metric: str, epochs: Epochs, file: Path, title: str) -> None:
-    """The metric after every epoch, one line per seed, its best epoch marked, and the median of these, as a PNG."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    highest = []
-    for seed, measured in epochs.items():
-        best = best_of(measured, metric)
-        highest.append(best["figures"][metric])
-        numbers = [epoch["epoch"] for epoch in measured]
-        (line,) = axes.plot(numbers, [epoch["figures"][metric] for epoch in measured], "-", label=f"seed {seed}")
-        axes.plot(best["epoch"], highest[-1], "o", color=line.get_color())
-    if len(highest) > 1:
-        median = statistics.median(highest)
-        axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
-    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
-    axes.set_title(title, parse_math=False)  # a name may contain dollars
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    save(figure, file)

@@ -29,7 +29,7 @@ from mjax.config import Config, save_config
 from mjax.data.atomic import rename, write_whole
 from mjax.data.batches import of_positions
 from mjax.finetuning.recipe import Request
-from mjax.finetuning.report import draw, print_table, summary
+from mjax.finetuning.report import print_table, summary
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
@@ -169,10 +169,15 @@ class Finetuning:
 
     def _redraw(self) -> None:
         measured = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
-        if measured:
-            title = f"{self.request.task} from {self.request.checkpoint}"
-            with self._announced("report.png"):
-                draw(self.task.metric, measured, self.output / "report.png", title)
+        if not measured:
+            return
+        title, metric = f"{self.request.task} from {self.request.checkpoint}", self.task.metric
+        with self._announced("report.png"):
+            from mjax.pictures.tasks import draw_seeds  # matplotlib takes a second to import
+
+            curves = {seed: {one["epoch"]: one["figures"][metric] for one in each} for seed, each in measured.items()}
+            best = {one["seed"]: one["epoch"] for one in summary(metric, measured)["seeds"]}
+            draw_seeds(metric, curves, best, self.output / "report.png", title)
 
     def _conclude(self) -> int:
         if not is_first():

@@ -124,40 +124,22 @@ _FOUNDRY = "the README of mosaicml/llm-foundry, scripts/train/benchmarking"
 _COMPARED = f"steps of other programs, {_FOUNDRY}, up to 2,048 positions; mjax itself has not been measured on a GPU"
 
 # `matmul` and `inner` are fitted to 18 published runs. The other rates are from other sources or assumed, and their
-# errors have gone into these two.
-MEGATRON_A100 = Calibration(
+# errors have gone into these two. Rates of kernels are properties of the hardware and its libraries, so mjax starts
+# from those of Megatron-LM.
+A100 = Calibration(
     gpu="a100",
     matmul=0.8036, inner=219.0, attention=((128, 2048, 0.5, 0.5),), memory=0.8, launch=5e-6, node=0.77, network=0.85,
     collective=8.4e-6,
-    error=0.06, error_elsewhere=0.45, sequences=(2048, 2048), parameters=(1.7e9, 1008e9), devices=(8, 3072),
+    error=0.35, error_elsewhere=0.45, sequences=(512, 2048), parameters=(1.2e8, 1008e9), devices=(8, 3072),
     sources={
         "matmul": FITTED, "inner": FITTED,
         "attention": "50 to 73% of the peak of an A100, arXiv 2307.08691: its lower end",
         "memory": "assumed", "launch": "assumed", "node": _LINKS, "network": _LINKS, "collective": _NCCL,
-        "error": FITTED,
+        "error": f"18 runs of Megatron-LM and 25 {_COMPARED}",
     },
 )  # fmt: skip
 
-# Fitted to the fourteen scaling results of arXiv 1909.08053: `matmul` and `launch`, the cost of starting each kernel
-# from Python; the other rates as on A100.
-MEGATRON_V100 = dataclasses.replace(
-    MEGATRON_A100, gpu="v100-dgx2h",
-    matmul=0.7205, launch=91.1e-6,
-    error=0.12, sequences=(1024, 1024), parameters=(1.2e9, 8.3e9), devices=(1, 512),
-    sources=MEGATRON_A100.sources | dict.fromkeys(
-        ("matmul", "launch", "error"),
-        "fitted to 14 scaling results of Megatron-LM, arXiv 1909.08053, figure 5 and appendix D",
-    ),
-)  # fmt: skip
-
-# The rates of kernels are properties of the hardware and its libraries, so mjax starts from those of Megatron-LM.
-A100 = dataclasses.replace(
-    MEGATRON_A100,
-    error=0.35, sequences=(512, 2048), parameters=(1.2e8, 1008e9),
-    sources=MEGATRON_A100.sources | {"error": f"18 runs of Megatron-LM and 25 {_COMPARED}"},
-)  # fmt: skip
-
-# What the roofline of compiled programs assumes (`roofline.py`).
+# What the roofline of compiled programs assumes (`benchmarks/aot/roofline.py`).
 H100 = Calibration(
     gpu="h100",
     matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,

@@ -13,7 +13,6 @@ It needs the CUDA wheels (requirements-cuda.txt), which contain the compiler for
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from mjax.hardware import gpu_named
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import resolved_on_gpu
 from mjax.packages import cuda_build, installed
-from mjax.planner.hlo import HloError, ScheduledProgram, read_program
+from mjax.trace.hlo import HloError, ScheduledCollective, read_collectives
 
 SHEETS = Path(__file__).parent / "targets"
 
@@ -66,12 +65,10 @@ class Compilation:
       gpu: name of the target file: h100.
       device_kind: JAX's name for this GPU.
       gpu_memory: bytes of a device, from the target file.
-      servers: their number.
       config: with the compiled attention kernel, and with or without a loop over the layers.
       tracing, compiling: seconds.
-      resident: peak memory of this process so far, in bytes.
       memory: allocated by XLA.
-      program: the scheduled program.
+      collectives: as scheduled.
       text: the scheduled HLO.
       step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
     """
@@ -79,13 +76,11 @@ class Compilation:
     gpu: str
     device_kind: str
     gpu_memory: int
-    servers: int
     config: Config
     tracing: float
     compiling: float
-    resident: int
     memory: AllocatedMemory
-    program: ScheduledProgram
+    collectives: list[ScheduledCollective]
     text: str
     step: Any
 
@@ -182,11 +177,9 @@ def compile_step(
         gpu=gpu,
         device_kind=device_kind,
         gpu_memory=memory_of(gpu),
-        servers=servers,
         config=config,
         tracing=traced - began,
         compiling=done - traced,
-        resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         memory=AllocatedMemory(
             stats.argument_size_in_bytes,
             stats.output_size_in_bytes,
@@ -195,7 +188,7 @@ def compile_step(
             stats.peak_memory_in_bytes,
             stats.host_temp_size_in_bytes,
         ),
-        program=_read(text, dict(mesh.shape)),
+        collectives=_read(text, dict(mesh.shape)),
         text=text,
         step=program,
     )
@@ -223,9 +216,9 @@ def _compile(lowered, gpu: str, options: dict[str, Any] | None):
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
 
 
-def _read(text: str, mesh: dict[str, int]) -> ScheduledProgram:
+def _read(text: str, mesh: dict[str, int]) -> list[ScheduledCollective]:
     try:
-        return read_program(text, mesh)
+        return read_collectives(text, mesh)
     except HloError as error:
         raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
 

@@ -33,9 +33,8 @@ from mjax.launch import MEMORY_FRACTIONS, host_memory
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
-from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, memory_of, predict_memory
-from mjax.planner.search import LEAST_POSITIONS, value_of, with_values
+from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
 from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.

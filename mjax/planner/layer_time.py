@@ -14,13 +14,13 @@ from mjax.models.build import with_unrolling
 from mjax.models.kernels import FUSED, attention_on_gpu
 from mjax.parallel.axes import CONTEXT, EXPERT, copies
 from mjax.parallel.grouped import ROWS
-from mjax.planner import kernel_bytes
 from mjax.planner.float8 import agreement_seconds
-from mjax.planner.kernel_bytes import Kernels, Moved
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import Software
 from mjax.planner.weights import held_by
 from mjax.state.precision import in_float8
+from mjax.trace import kernel_bytes
+from mjax.trace.kernel_bytes import Kernels, Moved
 from mjax.training import trace
 from mjax.training.program import Product
 

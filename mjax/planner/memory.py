@@ -41,8 +41,8 @@ from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
-from mjax.planner.regions import backward_work
 from mjax.planner.weights import Held, held_by
+from mjax.trace.regions import backward_work
 from mjax.training import trace
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
@@ -311,7 +311,7 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
     where layers differ."""
-    sizes = _Sizes(config, attention_on_gpu(config))
+    sizes = _Sizes(config, attention_on_gpu(config), _of_sample)
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 

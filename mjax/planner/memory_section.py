@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mjax.config import Config
 from mjax.hardware import GIB, Gpu
 from mjax.models.build import repeats_in_stack, with_unrolling
 from mjax.models.kernels import HOPPER, resolved_on_gpu
+from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.fit import changes_that_fit
-from mjax.planner.loss_chunks import loss_in_words
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.state.precision import in_float8
+from mjax.validation import can_run_layers
 
 WHEN = {
     "head": "with the logits of a micro-batch",
@@ -51,7 +53,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     if values["loss_chunks"] > 1:
-        rows["loss"] = loss_in_words(config)
+        rows["loss"] = _loss_in_words(config)
     lines = []
     if gpu is not None:
         rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
@@ -89,9 +91,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         elif free < HEADROOM:
             lines = [f"no change of mesh or recomputation makes it fit and leaves {HEADROOM:.0%}"]
     if figure is not None:
-        from mjax.planner.memory_figure import draw_memory
-
-        draw_memory(config, figure, gpu, name)
+        draw_modes(config, figure, gpu, name)
         rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
 
@@ -108,3 +108,35 @@ def _server_in_words(values: dict[str, Any]) -> str:
         return f"{needed / GIB:,.1f} GiB in a server, whose memory is not known"
     words = f"{needed / GIB:,.1f} of the {there / GIB:,.0f} GiB of a server"
     return words if needed <= there else f"{words}, which is too much: use --train.recompute full"
+
+
+def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
+    """Draw the memory of a validated config and of the same with each recomputation mode; `name` is for the title."""
+    from mjax.pictures.memory import draw_memory  # matplotlib takes a second to import
+
+    config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
+    modes = {mode: memory.parts for mode, memory in variants(config).items()}
+    heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
+    micro_batch, attention = config.train.micro_batch, config.model.attention
+    about = f"{in_words(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
+    draw_memory(modes, file, heading, about, gpu, HEADROOM)
+
+
+def variants(config: Config) -> dict[str, Memory]:
+    """The memory in each recomputation mode that is possible, with and without sequence parallelism if `model` is above
+    1."""
+    found = {}
+    for split in (False, True) if config.mesh.model > 1 else (False,):
+        for recompute in ("none", "selective", "full", "offload"):
+            train = replace(config.train, recompute=recompute)
+            changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
+            if not can_run_layers(changed):
+                continue
+            found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
+    return found
+
+
+def _loss_in_words(config: Config) -> str:
+    """The row of a plan that says how logits and loss are computed in chunks."""
+    chunks, rows = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
+    return f"in {chunks} chunks of the vocabulary, {-(-rows // chunks):,} logits of a token at a time, computed twice"

@@ -42,11 +42,11 @@ from typing import Any, NamedTuple
 
 from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
+from mjax.models.build import scores_in_chunks
 from mjax.models.kernels import ways_across
 from mjax.parallel import axes
-from mjax.planner.loss_chunks import with_loss_chunks
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
-from mjax.planner.step_time import StepTime
+from mjax.planner.time import StepTime
 from mjax.validation import can_run_layers
 
 SEARCHED = (
@@ -71,6 +71,10 @@ SERVER = 8
 
 LEAST_POSITIONS = 2048
 """Of a rank of `context`: with fewer, its products and collectives are small."""
+
+CHUNKS = 8
+"""Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
+chunks save little."""
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -143,6 +147,14 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
             for part in parts if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
+    """`config` with the loss in CHUNKS chunks if the logits are at the peak of its memory, and the model has that; else
+    nothing."""
+    if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config.model):
+        return []
+    return [replace(config, train=replace(config.train, loss_chunks=CHUNKS))]
 
 
 def batch_unit(config: Config) -> int:

@@ -7,7 +7,7 @@ layer. The programs of the papers cannot be traced; what their kernels read and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
@@ -117,26 +117,3 @@ MJAX = Software(
     repeated_sums=1, gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=34,
     splits_messages=False, sends_every_tick=True,
 )  # fmt: skip
-
-# The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
-# attention stores its scores and a dropout mask; gradients are fp16.
-MEGATRON_2021 = Software(
-    name="Megatron-LM of 2021",
-    written=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
-    flash=False, overlap=Overlap(backward=0.0),
-    repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
-    splits_messages=True, sends_every_tick=False,
-)  # fmt: skip
-
-# The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
-# (section 4.2.2), and that product adds to the gradient itself (Megatron-LM, fused since February 2022).
-MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM of 2022", overlap=Overlap(backward=0.5), accumulate_bytes=0)
-
-# The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
-# mask and softmax each read and write.
-MEGATRON_2019 = replace(
-    MEGATRON_2021,
-    name="Megatron-LM of 2019",
-    written=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
-    splits_messages=False,
-)

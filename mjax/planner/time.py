@@ -37,26 +37,94 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig, TrainConfig
 from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import MODEL, copies
 from mjax.planner import muon
-from mjax.planner.bubble import bubble, empty_messages
 from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.layer_time import Common, LayerTime
 from mjax.planner.rates import Rates
 from mjax.planner.software import MJAX, Software
-from mjax.planner.step_time import PARTS, StepTime, mean_over_run
 from mjax.planner.weights import held_by
 from mjax.training import trace
 from mjax.training.flops import model_flops
 
+# Parts of a step, in display order.
+PARTS = (
+    "matmul", "attention", "elementwise", "head", "model", "context", "expert", "pipe", "bubble", "data", "host",
+    "optimizer",
+)  # fmt: skip
 # Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
 CHUNK_KERNELS = 10
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by part.
+
+    Attributes:
+      parts: seconds by name; they add up to `total`.
+        matmul: matrix products of the layers, including recomputed ones.
+        attention: scores, softmax and weighted sums.
+        elementwise: memory-bound kernels of the layers.
+        head: embedding, logits and loss, without their collectives.
+        model: exposed collectives over `model`; with Muon also those of its matrices.
+        context: attention's collectives over `context`.
+        expert: collectives over `expert`, to the experts of a mixture and back.
+        pipe: messages between stages.
+        bubble: idle time while the pipeline fills and drains.
+        data: sums and gathers over `data` and `context`, and of the embedding over `pipe`; with Muon those of its
+          matrices.
+        host: exposed copies of the layers' inputs to host memory and back.
+        optimizer: accumulation of gradients, norm, update of the weights.
+      model_tflops: TFLOP/s of one GPU, counted as in `model_flops` (nothing for recomputation, full attention).
+      mfu: those over the peak.
+      error: error bar of `total`, relative to the time that is measured; None if there is none for this config.
+      mean: seconds per step, mean over the run: less than `total` with a batch ramp-up.
+      caveats: what is outside the range of the calibration.
+    """
+
+    parts: dict[str, float]
+    model_tflops: float
+    mfu: float
+    error: float | None
+    mean: float
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values())
+
+    def between(self, predicted: float) -> tuple[float, float] | None:
+        """The range of a measured time by the error bar, for a prediction such as `total`; None if it has no end."""
+        if self.error is None or self.error >= 1:
+            return None
+        return predicted / (1 + self.error), predicted / (1 - self.error)
+
+
+def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]], total: float) -> float:
+    """Seconds per step, mean over the run.
+
+    Args:
+      config: of the run.
+      seconds_of: the parts of a step of so many micro-batches.
+      total: of a step with the global batch.
+    """
+    train, steps = config.train, config.train.steps
+    if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
+        return total
+    seconds, sequences = 0.0, config.mesh.data * train.micro_batch
+    for count, size in BatchSizes.of(config).stretches(steps):
+        each = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
+        seconds += count * each
+    return seconds / steps
 
 
 def predict_time(
@@ -253,3 +321,40 @@ class _Step(Common):
         # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
         moved += (4 * muon.width(self.config) - 8) * self.held.matrices
         return self.rates.traffic(moved, 20) + muon.iteration_seconds(self.config, self.rates)
+
+
+# --- The pipeline: closed forms of its schedules (`parallel/schedules.py`) --------------------------------------------
+
+
+def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
+    """Idle seconds of the last stage in a step of `m` micro-batches.
+
+    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
+
+    Args:
+      mesh, m: the pipeline.
+      forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
+    """
+    fill = mesh.pipe - 1
+    if mesh.schedule != "zb-h1":
+        return fill * (forward + inputs + weights)
+    # A tick has one operation on each stage and takes as long as the longest of them.
+    work = m * mesh.chunks
+    return ticks(mesh, m) * max(forward, inputs, weights) - work * (forward + inputs + weights)
+
+
+def ticks(mesh: MeshConfig, m: int) -> int:
+    """Length of the schedule's table for `m` micro-batches."""
+    work, stages = m * mesh.chunks, mesh.pipe
+    if mesh.schedule == "zb-h1":
+        return 3 * work + stages - 1 + max(0, stages - m)
+    if mesh.schedule == "gpipe":
+        return 2 * (work + stages) - 3
+    return work + stages * mesh.chunks + stages - 2
+
+
+def empty_messages(mesh: MeshConfig, m: int, every_tick: bool) -> int:
+    """Messages beyond two per micro-batch and chunk: two per stage to fill, or those of all ticks."""
+    if every_tick:
+        return 2 * (ticks(mesh, m) - m * mesh.chunks)
+    return 2 * (mesh.pipe - 1)

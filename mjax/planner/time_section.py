@@ -9,8 +9,7 @@ from mjax.config import Config
 from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.section import Section, good_to, named_rows, table
-from mjax.planner.step_time import PARTS, StepTime
-from mjax.planner.time import predict_time
+from mjax.planner.time import PARTS, StepTime, predict_time
 from mjax.state.precision import in_float8
 from mjax.training.flops import hardware_flops, model_flops
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from mjax.parallel import scopes
-from mjax.planner.comms import source_of
-from mjax.planner.instructions import Instruction, read_instructions
+from mjax.profiling.instructions import Instruction, read_instructions
+from mjax.trace.collectives import source_of
 
 WINDOW = "profiled steps"  # the event that spans them
 ASIDE = "between steps"  # events within it: evaluations and saves

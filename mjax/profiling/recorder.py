@@ -13,6 +13,8 @@ after the last of these steps. With several processes process 0 records its own 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -23,11 +25,9 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.data.atomic import make_folder, write_whole
-from mjax.planner.comms import human_bytes
-from mjax.profiling.breakdown import break_down
-from mjax.profiling.kernels import ASIDE, WINDOW, newest_trace, read_trace
-from mjax.profiling.perfetto import write_perfetto
-from mjax.profiling.report import kinds_table, parts_table
+from mjax.hardware import human_bytes
+from mjax.profiling.breakdown import break_down, kinds_table, parts_table
+from mjax.profiling.kernels import ASIDE, WINDOW, Kernel, Trace, newest_trace, read_trace
 from mjax.training.profile import Profile
 
 FOLDER, MEMORY = "profile", "memory.pprof"
@@ -176,3 +176,50 @@ class Recorder(Profile):
             self.say(f"the profile failed ({reason}): the run continues")
             if self._first is None:
                 self._done = True
+
+
+# --- The trace as JSON for ui.perfetto.dev ----------------------------------------------------------------------------
+
+
+def write_perfetto(trace: Trace, file: Path) -> None:
+    """Write `trace` to `file`, whose name ends in .json.gz: a process for each device and one for the host, a thread
+    for each stream. Kernels are named by the part of the model; the profiler's own trace calls one by its instruction,
+    `fusion.12`, and keeps at most a million events."""
+    with gzip.open(file, "wt", encoding="utf-8") as stream:
+        stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        stream.write(",\n".join(json.dumps(event) for event in _events(trace)))
+        stream.write("\n]}\n")
+
+
+def _events(trace: Trace) -> Iterator[dict]:
+    processes: dict[str, int] = {}
+    threads: dict[tuple[str, str], int] = {}
+
+    def place(process: str, thread: str) -> Iterator[dict]:
+        if process not in processes:
+            processes[process] = len(processes)
+            yield _name("process_name", process, {"pid": processes[process]})
+        if (process, thread) not in threads:
+            threads[process, thread] = len(threads)
+            yield _name("thread_name", thread, {"pid": processes[process], "tid": threads[process, thread]})
+
+    for name, begin, end in trace.host:
+        yield from place("host", "Python")
+        yield _span(name, begin, end, processes["host"], threads["host", "Python"])
+    for kernel in trace.kernels:
+        yield from place(kernel.device, kernel.line)
+        there = processes[kernel.device], threads[kernel.device, kernel.line]
+        details = {"operation": kernel.source, "instruction": kernel.name}
+        yield {**_span(_title(kernel), kernel.begin, kernel.end, *there), "cat": kernel.kind, "args": details}
+
+
+def _title(kernel: Kernel) -> str:
+    return f"{kernel.part}: {kernel.name}" if kernel.part else kernel.name
+
+
+def _name(what: str, name: str, place: dict) -> dict:
+    return {"ph": "M", "name": what, **place, "args": {"name": name}}
+
+
+def _span(name: str, begin: float, end: float, process: int, thread: int) -> dict:
+    return {"ph": "X", "name": name, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "pid": process, "tid": thread}

@@ -135,7 +135,7 @@ class Needle:
 
     def draw(self, scores: Sequence[Score], file: Path, source: str) -> None:
         """Draw the share that was found, depth × length, into `file`, .png, .pdf or .svg; `source` is for the title."""
-        from mjax.tasks.pictures import draw_needle  # matplotlib takes a second to import
+        from mjax.pictures.tasks import draw_needle  # matplotlib takes a second to import
 
         about = f"{source}\n{self.options.samples} numbers in each cell, seed {self.options.seed}"
         draw_needle(self._shares(scores), self.lengths, self.depths, file, about, self.unscaled)

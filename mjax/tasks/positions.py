@@ -150,7 +150,7 @@ class Positions:
 
     def draw(self, scores: Sequence[np.ndarray], file: Path, source: str) -> None:
         """Draw the loss of every bin into `file`, .png, .pdf or .svg; `source` is for the title."""
-        from mjax.tasks.pictures import draw_positions  # matplotlib takes a second to import
+        from mjax.pictures.tasks import draw_positions  # matplotlib takes a second to import
 
         (losses,) = scores
         about = (

@@ -1,11 +1,14 @@
 """The driver and what hides GPUs, on machines that are made up."""
 
+import json
 import subprocess
+import sys
 from unittest.mock import Mock
 
+import pynvml
 import pytest
 
-from mjax.doctor.driver import Driver, check_driver, check_visible, read_driver
+from mjax.doctor.driver import Driver, ask_nvml, check_driver, check_visible, read_driver
 from mjax.doctor.finding import GREEN, RED, YELLOW
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -26,26 +29,51 @@ def machine(folder, driver=None, gpus=0):
     return folder
 
 
-def test_driver_is_read_from_nvidia_smi(tmp_path):
-    rows = f"{H100}, 580.65.06, 81559, 4\n{H100}, 580.65.06, 81559, 60000\n"
-    driver = read_driver(machine(tmp_path, "580.65.06", 2), lambda command: rows)
-    assert driver.version == "580.65.06"
-    assert driver.gpus == (H100, H100)
-    assert driver.on_bus == 2
+def nvml(monkeypatch, **functions):
+    """NVML's library, made up."""
+    names = {"Init": None, "DeviceGetHandleByIndex": None, "SystemGetDriverVersion": "580.65.06", "DeviceGetName": H100}
+    for name, value in {**names, **functions}.items():
+        function = Mock(side_effect=value) if isinstance(value, Exception | list) else Mock(return_value=value)
+        monkeypatch.setattr(pynvml, f"nvml{name}", function)
+    try:
+        return sys.executable, "-c", f"print({json.dumps(ask_nvml())!r})"
+    except pynvml.NVMLError as error:
+        return sys.executable, "-c", f"import pynvml; raise pynvml.NVMLError({error.value})"
+
+
+def test_driver_is_read_from_nvml(tmp_path, monkeypatch):
+    memory = [Mock(total=80 * 2**30, used=2**20), Mock(total=80 * 2**30, used=60 * 2**30)]
+    ask = nvml(monkeypatch, DeviceGetCount=2, DeviceGetMemoryInfo=memory)
+    driver = read_driver(machine(tmp_path, "580.65.06", 2), ask)
+    assert driver == Driver("580.65.06", (H100,) * 2, (80 * 2**30,) * 2, (2**20, 60 * 2**30), on_bus=2)
     (finding,) = check_driver(driver, 13)
     assert finding.status == YELLOW
-    assert "58.6 GiB of GPU 1" in finding.found
+    assert "60.0 GiB of GPU 1" in finding.found
 
 
-def test_hanging_nvidia_smi_is_killed(tmp_path, monkeypatch):
-    """Without waiting for it: a process that hangs in the driver does not end when it is killed."""
+@pytest.mark.parametrize(
+    ("error", "gpus", "status", "words"),
+    [
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, 1, RED, "RM has detected an NVML/RM version mismatch."),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 1, RED, "Driver Not Loaded"),
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, 0, YELLOW, "perhaps a login node (Driver Not Loaded)"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 1, RED, "but no driver accessible"),
+    ],
+)
+def test_error_of_nvml_is_reported(tmp_path, monkeypatch, error, gpus, status, words):
+    ask = nvml(monkeypatch, Init=pynvml.NVMLError(error))
+    (finding,) = check_driver(read_driver(machine(tmp_path, None, gpus), ask), 13)
+    assert finding.status == status
+    assert words in finding.found
 
+
+def test_hanging_driver_is_not_waited_for(tmp_path, monkeypatch):
+    """A process that hangs in the driver does not end when it is killed."""
     process = Mock()
-    process.communicate.side_effect = subprocess.TimeoutExpired("nvidia-smi", 20)
-    monkeypatch.setattr("mjax.doctor.driver.shutil.which", lambda name: name)
+    process.communicate.side_effect = subprocess.TimeoutExpired("python", 20)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: process)
     (finding,) = check_driver(read_driver(machine(tmp_path, "580.1", 1)), 13)
-    assert (finding.status, finding.found) == (RED, "nvidia-smi gave no answer in 20 s")
+    assert (finding.status, finding.found) == (RED, "the driver gave no answer in 20 s")
     assert (process.kill.called, process.wait.called) == (True, False)
 
 

@@ -12,9 +12,9 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.planner.comms import ledger
 from mjax.state import arrays
 from mjax.state.layout import lay_out
+from mjax.trace.collectives import ledger
 from mjax.training.replicas import Replicas
 from tests.models.test_mixture import MIXTURE
 from tests.small import named, small_config

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.aot.roofline import ATTENTION, roofline
 from mjax.config import MeshConfig, load_config
 from mjax.hardware import gpu_named
 from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
@@ -17,7 +18,6 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.planner.roofline import ATTENTION, roofline
 from mjax.planner.time import predict_time
 
 POSITIONS, SIZE = 512, 24  # eight blocks; Triton's tiles are padded to 32

@@ -31,23 +31,26 @@ PACKAGES_BELOW = {
     "models": "parallel",
     "data": "",
     "state": "data models parallel",
-    "training": "data models parallel state",
+    "pictures": "data parallel",
+    "training": "data models parallel pictures state",
+    "trace": "models parallel state training",
     "interop": "data models parallel state training",
-    "planner": "data models parallel state training",
-    "profiling": "data parallel planner training",
-    "tasks": "data models parallel state training",
-    "finetuning": "data models parallel state tasks training",
+    "planner": "data models parallel pictures state trace training",
+    "profiling": "data parallel planner trace training",
+    "tasks": "data models parallel pictures state training",
+    "finetuning": "data models parallel pictures state tasks training",
     "doctor": "models parallel state training",
-    "commands": "data doctor finetuning interop models parallel planner profiling state tasks training",
+    "commands": "data doctor finetuning interop models parallel pictures planner profiling state tasks trace training",
 }
 """What a package of mjax may import from, besides itself and the modules at the root."""
 
 MODULES_BELOW = {
     "parallel": "bounds config errors launch names",
     "models": "config errors llama_config mixture_config model_config names",
-    "data": "batch_size bounds config errors figures json_files model_config names places plain_values progress",
+    "data": "batch_size bounds config errors json_files model_config names places plain_values progress",
     "state": "config errors names",
-    "training": "batch_size bounds config errors figures hardware json_files launch mixture_config model_config "
+    "pictures": "hardware",
+    "training": "batch_size bounds config errors hardware json_files launch mixture_config model_config "
     "model_file names packages plain_values validation",
 }
 """Packages that may import these modules of the root only."""

@@ -15,7 +15,7 @@ from mjax.models import attention_kernels, causal
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
-from mjax.planner.comms import ledger
+from mjax.trace.collectives import ledger
 from mjax.training import step
 from mjax.validation import validate
 from tests.against_reference import largest_error

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from benchmarks.published import MEGATRON_V100
 from mjax.errors import UsageError
-from mjax.planner.calibration import FORMAT, H100, MEGATRON_V100, read_calibration, write_calibration
+from mjax.planner.calibration import FORMAT, H100, read_calibration, write_calibration
 
 
 def test_calibration_comes_back_from_file(tmp_path):

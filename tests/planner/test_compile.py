@@ -14,16 +14,19 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.aot.saved_program import open_program, save_program
+from benchmarks.aot.schedule import read_launches, read_overlaps
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
+from mjax.parallel import axes
 from mjax.planner import compile as ahead
-from mjax.planner.comms import ledger, source_of
 from mjax.planner.compile import compile_step, sheet_names
 from mjax.planner.compile_section import compile_section, totals
-from mjax.planner.instructions import read_instructions
 from mjax.planner.memory import Memory, predict_memory
-from mjax.planner.saved_program import open_program, save_program
+from mjax.profiling.instructions import read_instructions
 from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
+from mjax.trace.collectives import ledger, source_of
+from mjax.trace.hlo import bytes_by
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -63,12 +66,12 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path, monkeypatch):
     windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', texts[0])}
     assert windows == {config.model.window_at(place) or 0 for place in range(2)}
     expected = totals(ledger(config).records)
-    assert compiled.program.bytes_by() == {key: size for key, (_, size) in expected.items()}
+    assert bytes_by(compiled.collectives) == {key: size for key, (_, size) in expected.items()}
     # XLA puts several collectives into one, and never cuts one in pieces.
     for key, (calls, _) in expected.items():
-        found = sum(c.calls for c in compiled.program.collectives if (c.axes, c.operation, c.dtype) == key)
+        found = sum(c.calls for c in compiled.collectives if (c.axes, c.operation, c.dtype) == key)
         assert 1 <= found <= calls, key
-    copies = {"copy to host memory", "copy from host memory"}.intersection(compiled.program.launches)
+    copies = {"copy to host memory", "copy from host memory"}.intersection(read_launches(compiled.text))
     assert compiled.memory.host == predict_memory(compiled.config).host
     assert (":S(5)" in texts[0], len(copies), compiled.memory.host > 0) == (
         (True, 2, True) if mode == "inputs in host memory" else (False, 0, False)
@@ -86,7 +89,8 @@ def check_report(config, compiled, expected, folder):
     assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])
     assert "+10.0%" in section.text
     assert compiled.memory.outputs - compiled.memory.aliased < 4096  # the new state takes the place of the old
-    assert values["kernels"]["attention, cuDNN"]["launches"] == 3 * 4 * 2  # forward twice and backward, layers, batches
+    # Forward twice and backward, layers, batches.
+    assert read_launches(compiled.text)["attention, cuDNN"]["launches"] == 3 * 4 * 2
     if importlib.util.find_spec("flatbuffers"):
         file = folder / "step.mjax"
         save_program(file, config, compiled.step, "cuda", {"gpu": "h100"}, compiled.text)
@@ -95,7 +99,7 @@ def check_report(config, compiled, expected, folder):
         assert saved.manifest["arguments"][-1]["name"] == "tokens"
         assert "__cudnn$fmhaSoftmaxBackward" in saved.step.mlir_module()
     # Of each layer's backward all-reduces at least one runs beside the products that make weight gradients.
-    hidden = [c for c in compiled.program.collectives if c.overlap == "products"]
+    hidden = [c for c in read_overlaps(compiled.text, axes.sizes(config.mesh)) if c.overlap == "products"]
     assert {c.axes for c in hidden} == {("model",)}
 
 

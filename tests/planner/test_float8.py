@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.aot.roofline import PRODUCTS
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.float8 import ADA, check_float8, of_weights, transposed
-from mjax.planner.kernel_bytes import depending
+from mjax.planner.float8 import ADA, check_float8
 from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
-from mjax.planner.roofline import PRODUCTS
+from mjax.trace.float8 import of_weights, transposed
+from mjax.trace.kernel_bytes import depending
 from mjax.training.trace import Traced, layer_backward, layer_program
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
@@ -126,6 +127,6 @@ def test_zero_1_gathers_weights_in_float8(recompute):
     """And all products of the layers are in float8, those that are computed again too."""
     config = config_with(micro_batch=4, global_batch=32, recompute=recompute, mesh={"data": 8, "zero": 1})
     found, _ = compiled(config)
-    gathers = [each.dtype for each in found.program.collectives if each.operation == "all-gather"]
+    gathers = [each.dtype for each in found.collectives if each.operation == "all-gather"]
     assert gathers.count("float8_e4m3fn") == 4 * config.model.layers  # layer by layer
     assert set(products_of_layers(found.text)) == {"__cublas$lt$matmul$f8"}

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from matplotlib.figure import Figure
@@ -11,8 +12,8 @@ from mjax import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.hardware import GIB, gpu_named
+from mjax.pictures.longest import draw_longest
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
-from mjax.planner.longest_figure import draw_longest
 from mjax.planner.memory import HEADROOM, Memory
 from tests.small import small_config
 
@@ -32,6 +33,10 @@ def memory_of(config):
     return Memory(GIB / config.mesh.devices, 0.0, 0.0, 8192 * tokens)
 
 
+def time_of(config):
+    return Mock(mean=1.0)
+
+
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
@@ -44,10 +49,11 @@ def test_largest_number_within_limit_is_found():
 
 def test_longest_sequence_fits_and_next_does_not():
     capacity = 3 * GIB
-    config, memory = longest(small(), 4, OVER, 8, memory_of, capacity)
-    assert memory.total <= (1 - HEADROOM) * capacity
+    best = longest(small(), 4, OVER, 8, memory_of, time_of, capacity)
+    config = best.config
+    assert best.memory.total <= (1 - HEADROOM) * capacity
     assert config.mesh.context * config.mesh.model == 4
-    longer = replace(config.model, sequence=config.model.sequence + STEP * config.mesh.context)
+    longer = replace(config.model, sequence=config.model.sequence + STEP * 4)
     assert memory_of(replace(config, model=longer)).total > (1 - HEADROOM) * capacity
 
 
@@ -55,19 +61,19 @@ def test_host_memory_limits_longest_sequence():
     def with_host(config):
         return replace(memory_of(config), host=100_000.0 * config.model.sequence / config.mesh.devices)
 
-    config, memory = longest(small(), 4, WAYS[0], 8, with_host, 3 * GIB, 1 * GIB)
-    assert config.train.recompute == "offload"
-    assert 0.8 * GIB < memory.host <= 1 * GIB
-    assert memory.total < 0.5 * 3 * GIB
+    best = longest(small(), 4, WAYS[0], 8, with_host, time_of, 3 * GIB, 1 * GIB)
+    assert best.config.train.recompute == "offload"
+    assert 0.8 * GIB < best.memory.host <= 1 * GIB
+    assert best.memory.total < 0.5 * 3 * GIB
 
 
 def test_context_doubles_sequence_with_twice_the_gpus():
     def of(devices, way):
-        return longest(small(), devices, way, 2, memory_of, 3 * GIB)[0].model.sequence
+        return longest(small(), devices, way, 2, memory_of, time_of, 3 * GIB).config.model.sequence
 
     assert of(8, OVER) / of(4, OVER) == pytest.approx(2, abs=0.1)
     assert of(8, WITHOUT) / of(4, WITHOUT) == pytest.approx(1, abs=0.1)
-    assert longest(small(), 2, OVER, 8, memory_of, 1e6) is None  # nothing fits
+    assert longest(small(), 2, OVER, 8, memory_of, time_of, 1e6) is None  # nothing fits
 
 
 # --- The command ------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from mjax.hardware import gpu_named
 from mjax.parallel.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit
-from mjax.planner.loss_chunks import CHUNKS, with_loss_chunks
-from mjax.planner.memory import _in_flight, predict_memory
+from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
 from mjax.planner.memory_section import memory_section
+from mjax.planner.search import CHUNKS, with_loss_chunks
 from mjax.planner.weights import held_by
 from tests.conftest import ROOT
 from tests.planner.configs import changed
@@ -89,6 +89,13 @@ def test_without_a_loop_logits_and_gradient_exist_both():
     )
     assert (loop.moment, apart.moment) == ("head", "head")
     assert apart.logits == 2 * loop.logits == 2 * 2 * 8 * 1024 * 50304
+
+
+def test_full_recomputation_keeps_inputs_alone():
+    """2 s b h bytes of a layer in bf16."""
+    config = changed(load_config("gpt_1b"), train={"recompute": "full", "unroll": "off"})
+    model, samples = config.model, config.train.micro_batch
+    assert kept_by_layer(config) == 2 * samples * model.sequence * model.hidden
 
 
 def test_batch_is_split_over_replicas():

@@ -9,11 +9,11 @@ from mjax.config import MeshConfig, load_config
 from mjax.hardware import gpu_named
 from mjax.parallel.mesh import abstract_mesh
 from mjax.planner import muon
-from mjax.planner.comms import ledger
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.planner.weights import held_by, matrices_of
 from mjax.state.layout import lay_out
+from mjax.trace.collectives import ledger
 from mjax.training import muon as training
 from tests.planner.configs import changed
 from tests.products import one_in

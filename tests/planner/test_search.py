@@ -11,11 +11,10 @@ from mjax.batch_size import BatchSizes
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
 from mjax.errors import UsageError
 from mjax.model_config import as_kind
-from mjax.planner.loss_chunks import CHUNKS
 from mjax.planner.memory import Memory
-from mjax.planner.search import alternatives, candidates, search
+from mjax.planner.search import CHUNKS, alternatives, candidates, search
 from mjax.planner.search_command import check_searchable, enough_devices, narrowed, refuse_too_big, with_batch
-from mjax.planner.step_time import StepTime
+from mjax.planner.time import StepTime
 from mjax.validation import validate
 from tests.planner.configs import changed
 

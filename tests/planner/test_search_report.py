@@ -9,8 +9,8 @@ from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
 from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
-from mjax.planner.search_report import Question, report
-from mjax.planner.step_time import StepTime
+from mjax.planner.search_command import Question, report
+from mjax.planner.time import StepTime
 
 
 def seconds_of(matmul, model=0.0, bubble=0.0):

@@ -9,7 +9,20 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.published import as_mjax, errors, fit, fsdp_steps, table_1, table_5, v100_scaling, whole_rows
+from benchmarks.aot.roofline import LATENCY
+from benchmarks.published import (
+    MEGATRON_2021,
+    MEGATRON_A100,
+    MEGATRON_V100,
+    as_mjax,
+    errors,
+    fit,
+    fsdp_steps,
+    table_1,
+    table_5,
+    v100_scaling,
+    whole_rows,
+)
 from mjax import cli
 from mjax.batch_size import BatchSizes, at_batch
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
@@ -17,18 +30,15 @@ from mjax.hardware import gpu_named
 from mjax.model_config import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import layer_time
-from mjax.planner.bubble import bubble, ticks
-from mjax.planner.calibration import A100, MEGATRON_A100, MEGATRON_V100, write_calibration
+from mjax.planner.calibration import A100, write_calibration
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.comms import ledger
 from mjax.planner.layer_time import TILE
 from mjax.planner.rates import Rates
-from mjax.planner.roofline import LATENCY
-from mjax.planner.software import MEGATRON_2021, MJAX, Overlap
-from mjax.planner.step_time import PARTS
-from mjax.planner.time import predict_time
+from mjax.planner.software import MJAX, Overlap
+from mjax.planner.time import PARTS, bubble, predict_time, ticks
 from mjax.planner.time_section import run_tokens, time_section
 from mjax.planner.weights import held_by
+from mjax.trace.collectives import ledger
 from mjax.training.flops import hardware_flops
 from tests.planner.configs import changed
 from tests.products import one_in

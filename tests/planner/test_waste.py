@@ -9,12 +9,14 @@ from functools import cache
 import jax
 import pytest
 
+from benchmarks.aot.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
+from benchmarks.aot.schedule import read_overlaps
 from mjax.config import load_config
 from mjax.hardware import GIB, gpu_named
 from mjax.models.build import MOST_UNROLLED, with_unrolling
+from mjax.parallel import axes
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.planner.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from tests.planner.configs import changed
 
 H100 = gpu_named("h100")
@@ -55,7 +57,8 @@ def test_without_a_loop_no_stack_is_copied():
 @pytest.mark.compiler
 def test_backward_sum_over_ranks_overlaps_a_matmul():
     found, _ = compiled(gpt_1b(2, recompute="selective", model=4, sequence_parallel=True))
-    sums = [c for c in found.program.collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
+    collectives = read_overlaps(found.text, axes.sizes(found.config.mesh))
+    sums = [c for c in collectives if c.operation == "reduce-scatter" and "transpose" in c.source]
     assert len(sums) >= 4
     assert {c.overlap for c in sums} == {"products"}
 

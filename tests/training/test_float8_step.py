@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig
-from mjax.planner.comms import ledger
+from mjax.trace.collectives import ledger
 from mjax.training import forward, stages, trace
 from mjax.training import step as one_step
 from tests.against_reference import STEP, in_layer_order

@@ -1,0 +1,1 @@
+"""Pictures that mjax draws, each from plain values."""

@@ -1,0 +1,1 @@
+"""What a step does, read from its traced and its compiled program."""

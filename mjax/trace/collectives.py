@@ -1,0 +1,313 @@
+"""The communication ledger: every collective of a training step, read from the traced program, without a device.
+
+The step is one `shard_map` in which all communication is written by hand, so its jaxpr lists every collective: none is
+added by a partitioner. The reader walks it. The body of a scan counts as often as the scan is long. A conditional of
+the pipeline counts as often as the schedule's table says, stage by stage. Unused results are left out, as in XLA: the
+pipeline's backward pass traces the embedding once more, but needs only its derivative. A loop of unknown length with a
+collective in it is refused.
+
+The source of a collective is read from the names that the step puts on its equations (`parallel/scopes.py`), which JAX
+carries through differentiation; `source_of` does the same with a name in the metadata of a compiled program.
+
+Bytes are those of ring algorithms, the minimum: of a tensor of k bytes on n ranks each rank sends 2 (n − 1) / n · k in
+an all-reduce, (n − 1) / n · k in an all-gather, a reduce-scatter or an all-to-all (k is the whole tensor), and k in a
+permute (arXiv 1909.09756, section 2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from mjax.config import Config
+from mjax.parallel import scopes
+from mjax.parallel.axes import NAMES
+from mjax.parallel.mesh import abstract_mesh
+from mjax.parallel.schedules import Schedule, schedule_of
+from mjax.training.program import axes_of, inner_jaxprs
+from mjax.training.step import build_program
+
+OPERATIONS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "permute",
+    "all_to_all": "all-to-all",
+}
+# Primitives that name an axis but send nothing over it.
+SILENT = {"axis_index", "pvary", "pcast", "shard_map"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a step, from one part of the model.
+
+    Attributes:
+      operation: all-reduce, all-gather, reduce-scatter, all-to-all or permute.
+      axes: the mesh axes it runs over, without those of size 1, in the order of the mesh.
+      ranks: devices that take part in it.
+      shape: of a device's operand.
+      dtype: of the operand.
+      part: its source, one of `scopes.PARTS`; empty if unknown.
+      phase: forward, backward or recomputation; empty outside differentiation.
+      loops: lengths of the loops around it, outermost first.
+      counts: how often a step runs it on a device, for each pipeline stage.
+      calls: how often a step would run it if every conditional were taken: the count in the text of a program.
+    """
+
+    operation: str
+    axes: tuple[str, ...]
+    ranks: int
+    shape: tuple[int, ...]
+    dtype: str
+    part: str = ""
+    phase: str = ""
+    loops: tuple[int, ...] = ()
+    counts: tuple[int, ...] = (1,)
+    calls: int = 1
+
+    @property
+    def count(self) -> int:
+        """Times that a step runs it, on the stage that runs it most."""
+        return max(self.counts)
+
+    @property
+    def source(self) -> str:
+        """Its part of the model and phase, in words."""
+        return " ".join(filter(None, (self.part or "elsewhere", self.phase)))
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of a device's operand."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the whole tensor that is summed or gathered."""
+        return self.operand_bytes * (self.ranks if self.operation == "all-gather" else 1)
+
+    @property
+    def wire(self) -> float:
+        """Bytes that a device sends in one call, on a ring."""
+        shares = {"all-reduce": 2 * (self.ranks - 1), "permute": self.ranks}
+        return self.payload * shares.get(self.operation, self.ranks - 1) / self.ranks
+
+    @property
+    def sent(self) -> np.ndarray:
+        """Bytes that a device sends in a step, for each pipeline stage: float64 [stages]."""
+        return self.wire * np.array(self.counts, np.float64)
+
+    def values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "axes": list(self.axes),
+            "source": self.source,
+            "kind": self.operation,
+            "ranks": self.ranks,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "count": self.count,
+            "counts_by_stage": list(self.counts),
+            "calls_in_program": self.calls,
+            "wire_bytes_each": self.wire,
+            "wire_bytes": float(self.sent.max()),
+        }
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All collectives of a step.
+
+    Attributes:
+      records: one for each kind, shape and source, in the order of the program.
+    """
+
+    records: tuple[Collective, ...]
+
+    def over(self, *axes: str) -> Ledger:
+        """Those over exactly these axes."""
+        return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
+
+    def grouped(self, *names: str) -> dict[Any, Ledger]:
+        """A ledger for each value of these attributes of its records, in the order of the program."""
+        groups: dict[Any, list[Collective]] = {}
+        for record in self.records:
+            groups.setdefault(attrgetter(*names)(record), []).append(record)
+        return {value: Ledger(tuple(records)) for value, records in groups.items()}
+
+    def by_axis(self) -> dict[tuple[str, ...], float]:
+        """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
+        return {axes: part.sent for axes, part in self.grouped("axes").items()}
+
+    def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
+        """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
+        found = {}
+        for axes, those in self.grouped("axes").items():
+            sent = {
+                key: sum(one.sent for one in group.records) for key, group in those.grouped("part", "phase").items()
+            }
+            stage = int(np.argmax(sum(sent.values())))
+            found[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
+        return found
+
+    def by_source(self) -> dict[str, float]:
+        """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
+        return {source: part.sent for source, part in self.grouped("source").items()}
+
+    @property
+    def count(self) -> int:
+        """Collectives that a device runs in a step, on the stage that runs most."""
+        return max(map(sum, zip(*(record.counts for record in self.records), strict=True)), default=0)
+
+    @property
+    def sent(self) -> float:
+        """Bytes a device sends in a step, on the stage that sends most."""
+        return float(np.max(sum(record.sent for record in self.records), initial=0.0))
+
+
+def ledger(config: Config) -> Ledger:
+    """The ledger of a training step of `config`, which must be validated. No device is used.
+
+    Two things are traced in another form, because they do not communicate and the ledger is the same: attention with
+      XLA's
+    kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
+    """
+    config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
+    with jax.enable_x64(config.precision.compute == "fp64"):
+        program = build_program(config, abstract_mesh(config.mesh))
+        step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+    return Ledger(read_collectives(step, schedule_of(config) if config.mesh.pipe > 1 else None))
+
+
+def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:
+    """The collectives of a traced program, with equal ones counted together; those over one rank only, which send
+    nothing, are left out.
+
+    Args:
+      jaxpr: of a function that contains a `shard_map`.
+      schedule: the table that its pipeline runs, if there is one.
+
+    Raises:
+      ValueError: a collective is in a loop of unknown length, or in a conditional that is not the pipeline's, or is of
+        an unknown kind.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
+    found: dict[Collective, list[Collective]] = {}
+    for record in _read(used, runs, _Place("", {}, np.ones(stages, np.int64), 1)):
+        if record.ranks > 1:
+            found.setdefault(replace(record, counts=(), calls=0), []).append(record)
+    return tuple(
+        replace(
+            like,
+            counts=tuple(sum(counts) for counts in zip(*(record.counts for record in same), strict=True)),
+            calls=sum(record.calls for record in same),
+        )
+        for like, same in found.items()
+    )
+
+
+def source_of(name_stack: str) -> tuple[str, str]:
+    """Part of the model and phase from a name: a JAX name stack, or `op_name` in a compiled program.
+
+    >>> source_of("jit(step)/transpose(jvp(layer))/while/body/rematted_computation/psum")
+    ('layer', 'recomputation')
+    """
+    names = re.findall(r"[^/()]+", name_stack)
+    parts = [name for name in names if name in scopes.PARTS]
+    if not parts:
+        return "", ""
+    part = parts[-1]
+    differentiated = {scopes.EMBEDDING, scopes.LAYER, scopes.HEAD} & set(parts)
+    if part == scopes.GRADIENT or not differentiated:
+        return part, ""
+    if "rematted_computation" in names:
+        return part, "recomputation"
+    return part, "backward" if "transpose" in names else "forward"
+
+
+def axes_name(axes: Sequence[str]) -> str:
+    """'data', or 'pipe × data' of a collective over both."""
+    return " × ".join(axes)
+
+
+# --- The reader -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A place in the program: names so far, loops, and how often it runs."""
+
+    stack: str
+    sizes: dict[str, int]
+    counts: np.ndarray  # [stages]
+    calls: int
+    loops: tuple[int, ...] = ()
+    outside: np.ndarray = field(default_factory=lambda: np.ones(1, np.int64))  # counts before the innermost loop
+
+
+def _read(jaxpr, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+    """The collectives of a program at `place`; `runs` says how often the schedule takes each of its conditionals."""
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, list(inner_jaxprs(equation))
+        here = replace(place, stack=f"{place.stack}/{equation.source_info.name_stack}")
+        if name in OPERATIONS:
+            yield from _records(equation, here)
+        elif not inner:
+            if name not in SILENT and axes_of(equation):
+                raise ValueError(f"the ledger does not know what {name} sends over {axes_of(equation)}")
+        elif name == "while":
+            if any(True for body in inner for _ in _read(body, runs, here)):
+                raise ValueError(f"a collective is in a loop of unknown length, at {here.stack}")
+        elif name == "cond":
+            yield from _conditional(equation, inner, runs, here)
+        else:
+            if name == "scan":
+                times = equation.params["length"]
+                repeated = {"counts": here.counts * times, "calls": here.calls * times}
+                here = replace(here, **repeated, loops=(*here.loops, times), outside=here.counts)
+            if name == "shard_map":
+                here = replace(here, sizes=dict(equation.params["mesh"].shape))
+            for body in inner:
+                yield from _read(body, runs, here)
+
+
+def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _Place) -> Iterator[Collective]:
+    """A conditional of the pipeline counts by the schedule's table; all branches of any other must be equal."""
+    name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
+    if name in runs:
+        place = replace(place, counts=place.outside * runs[name])
+    found = [list(_read(branch, runs, place)) for branch in branches]
+    if name in runs:
+        yield from (record for branch in found for record in branch)
+    elif all(branch == found[0] for branch in found):
+        yield from found[0]
+    else:
+        raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {place.stack}")
+
+
+def _records(equation, place: _Place) -> Iterator[Collective]:
+    """A record for each operand of a collective."""
+    # An axis of one rank has no communication, and is not in a compiled program.
+    names = [axis for axis in axes_of(equation) if place.sizes[axis] > 1]
+    axes = tuple(sorted(names, key=lambda axis: NAMES.index(axis) if axis in NAMES else len(NAMES)))
+    groups = equation.params.get("axis_index_groups")
+    ranks = len(groups[0]) if groups else math.prod(place.sizes[axis] for axis in axes)
+    part, phase = source_of(place.stack)
+    operation, counts = OPERATIONS[equation.primitive.name], tuple(place.counts.tolist())
+    for operand in equation.invars:
+        shape, dtype = tuple(operand.aval.shape), str(operand.aval.dtype)
+        yield Collective(operation, axes, ranks, shape, dtype, part, phase, place.loops, counts, place.calls)
