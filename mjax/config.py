@@ -240,11 +240,6 @@ class HealthConfig:
     window only ten times the mean is."""
     window: Annotated[int, Bounds(ge=2)] = 100
     """Number of steps for the mean, the standard deviation and the share of unhealthy steps."""
-    rewind_batches: Count = 10
-    """With rewind: number of batches to skip, up to and including that of the spike."""
-    good_after: Count = 10
-    """Healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one, which is
-    kept whatever keep_last says until another is good."""
     skipped_in_a_row: Count = 20
     """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
     not count."""

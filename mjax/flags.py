@@ -79,7 +79,6 @@ ELSEWHERE = {
     "lr-scheduler-type": "optimizer.schedule", "lr-schedule": "optimizer.schedule", "decay-lr": "optimizer.schedule",
     "lr-warmup-iters": "optimizer.warmup-steps", "warmup-iters": "optimizer.warmup-steps",
     "lr-warmup-steps": "optimizer.warmup-steps", "num-warmup-steps": "optimizer.warmup-steps",
-    "lr-warmup-init": "optimizer.warmup-from",
     "warmup": "optimizer.warmup-steps", "lr-warmup-fraction": "optimizer.warmup-steps warmup",
     "warmup-ratio": "optimizer.warmup-steps warmup", "lr-decay-iters": "optimizer.decay-steps",
     "lr-decay-steps": "optimizer.decay-steps", "lr-wsd-decay-iters": "optimizer.wsd-decay-steps",

@@ -25,14 +25,12 @@ class OptimizerConfig:
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
     warmup_steps: CountOrZero = 0
     """Steps of linear warm-up."""
-    warmup_from: NotNegative = 0.0
-    """Learning rate at which the warm-up begins; Megatron's --lr-warmup-init."""
     decay_steps: Count | None = None
     """Step at which min_learning_rate is reached; by default train.steps."""
     wsd_decay_steps: Count | None = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
-    wsd_decay: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """wsd only: shape of the final decay."""
+    wsd_decay: Literal["exponential", "minus_sqrt"] = "exponential"
+    """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""
     beta1: Share = 0.9

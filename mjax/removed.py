@@ -22,6 +22,11 @@ class Removed(NamedTuple):
 
 
 REMOVED = {
+    "optimizer.warmup_from": Removed(
+        "the warm-up begins at 0; leave it out, with a longer --optimizer.warmup-steps", (0.0,)
+    ),
+    "health.rewind_batches": Removed("a rewind skips 10 batches; leave it out", (10,)),
+    "health.good_after": Removed("10 healthy steps make a checkpoint good; leave it out", (10,)),
     "train.streams": Removed(
         "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)
     ),

@@ -174,11 +174,6 @@ def _check_schedules(config: Config) -> None:
             f"use --optimizer.warmup-steps {decay_steps // 10}"
         )
     _check_wsd(config, decay_steps)
-    if optimizer.warmup_from > optimizer.learning_rate:
-        raise UsageError(
-            f"--optimizer.warmup-from {optimizer.warmup_from:g} is above "
-            f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
-        )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "

@@ -84,10 +84,11 @@ TRAIN_FLAGS = {
     "--train.batch-schedule '0:20 1M:512'": "type --train.batch-schedule '0:16 1M:512'",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
-    "--optimizer.warmup-from 1": "--optimizer.warmup-from 1 is above",
+    "--optimizer.warmup-from 1": "the warm-up begins at 0",
+    "--health.rewind-batches 2": "a rewind skips 10 batches",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
-    "--optimizer.wsd-decay linear": "is for --optimizer.schedule wsd",
+    "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
     "--optimizer.muon-momentum 0.9": "is for --optimizer.name muon",
     "--precision.loss-scale 8": "--precision.loss-scale needs --precision.compute fp16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",

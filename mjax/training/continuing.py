@@ -59,7 +59,7 @@ LEARNED = {
         "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
     ),
     "optimizer": (
-        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "warmup_from", "decay_steps",
+        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps",
         "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "muon_momentum", "muon_adjust_lr",
         "clip_norm",
     ),
@@ -83,7 +83,7 @@ FREE = {
 }  # fmt: skip
 
 SCHEDULE = (
-    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "warmup_from", "decay_steps", "wsd_decay_steps",
+    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps",
     "wsd_decay",
 )  # fmt: skip
 """Fields of the optimizer that may change if the learning rates of the steps taken do not."""

@@ -29,11 +29,13 @@ from mjax.errors import UnhealthyError, UsageError
 from mjax.model_file import run_flags
 from mjax.parallel.processes import from_first, is_first
 from mjax.state.checkpoint import Checkpoints
+from mjax.training import health
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
 from mjax.training.losses import StepMetrics
 from mjax.training.metrics import Record
 
 MOST_REWINDS = 3  # to one checkpoint
+REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
 
@@ -129,7 +131,7 @@ class Guard:
             self._candidate = None
         if found == HEALTHY and self._candidate is not None:
             self._healthy_since += 1
-            if self._healthy_since >= self.config.health.good_after:
+            if self._healthy_since >= health.GOOD_AFTER:
                 self._confirm()
 
     def _confirm(self) -> None:
@@ -180,7 +182,7 @@ class Guard:
         if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
             self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
         self.checkpoints.abandon(after=good)
-        first = max(good + 1, step - self.config.health.rewind_batches + 1)
+        first = max(good + 1, step - REWIND_BATCHES + 1)
         entry = {"steps": [first, step], "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")

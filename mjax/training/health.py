@@ -25,6 +25,7 @@ from mjax.config import HealthConfig
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
 FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
+GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
 LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
 
 
@@ -94,7 +95,7 @@ class Health:
     @property
     def suspect(self) -> bool:
         """Whether the state may be bad: the last step was unhealthy, or most of the last few."""
-        recent = list(self._unhealthy)[-self.config.good_after :]
+        recent = list(self._unhealthy)[-GOOD_AFTER:]
         return bool(recent) and (bool(recent[-1]) or 2 * sum(recent) > len(recent))
 
     def deviations(self, loss: float) -> str:

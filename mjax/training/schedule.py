@@ -46,9 +46,7 @@ def learning_rate(config: Config, samples: Any, xp: ModuleType = np) -> Any:
         decayed = floor + _decay(optimizer.schedule, progress, xp) * (peak - floor)
     if optimizer.schedule != "constant":
         decayed = xp.where(now > end, floor, decayed)
-    low = optimizer.warmup_from
-    warming = low + (peak - low) * now / max(warmup, 1)
-    return xp.where((warmup > 0) & (now <= warmup), warming, decayed).astype(xp.float32)
+    return xp.where((warmup > 0) & (now <= warmup), peak * now / max(warmup, 1), decayed).astype(xp.float32)
 
 
 def decay_end(config: Config) -> int:

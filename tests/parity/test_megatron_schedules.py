@@ -28,21 +28,21 @@ STYLES = {
     "inverse_square_root": {"lr_decay_style": "inverse-square-root"},
     **{
         f"wsd {shape}": {"lr_decay_style": "WSD", "lr_wsd_decay_style": shape}
-        for shape in ("exponential", "linear", "cosine", "minus_sqrt")
+        for shape in ("exponential", "minus_sqrt")
     },
 }
 
 
-@pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (7, 0.0), (7, 2e-5)])
+@pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize("style", STYLES)
-def test_schedule_equals_megatron(style, warmup, low):
+def test_schedule_equals_megatron(style, warmup):
     """From 3e-4 to 1e-5."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
     constant = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 40 * BATCH, "wd_incr_style": "constant"}
     scheduler = schedulers.OptimizerParamScheduler(
         optimizer,
-        init_lr=low,
+        init_lr=0.0,
         max_lr=3e-4,
         min_lr=1e-5,
         lr_warmup_steps=warmup * BATCH,
@@ -62,7 +62,6 @@ def test_schedule_equals_megatron(style, warmup, low):
             min_learning_rate=1e-5,
             schedule=schedule,
             warmup_steps=warmup,
-            warmup_from=low,
             wsd_decay_steps=12,
             wsd_decay=shape or "exponential",
         ),

@@ -89,8 +89,10 @@ def test_changed_batch_goes_on_from_the_next_sample(tmp_path):
 
 
 def test_wsd_decay_is_the_samples_of_its_last_steps():
-    config = _config(schedule="wsd", wsd_decay_steps=5, wsd_decay="linear")
+    config = _config(schedule="wsd", wsd_decay_steps=5, wsd_decay="minus_sqrt")
     begin, end = SAMPLES[1], SAMPLES[-1]
     config = replace(config, optimizer=replace(config.optimizer, warmup_steps=1))
     peak, floor = config.optimizer.learning_rate, config.optimizer.min_learning_rate
-    assert _rates(config, [begin, (begin + end) // 2, end]) == pytest.approx([peak, (peak + floor) / 2, floor])
+    assert _rates(config, [begin, (begin + end) // 2, end]) == pytest.approx(
+        [peak, floor + (1 - 0.5**0.5) * (peak - floor), floor]
+    )

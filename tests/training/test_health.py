@@ -13,7 +13,7 @@ from mjax.training.health import HEALTHY, SPIKE, Health
 from tests.small import small_config
 from tests.training.test_metrics import record
 
-CONFIG = HealthConfig(window=8, skipped_in_a_row=4, good_after=3)
+CONFIG = HealthConfig(window=8, skipped_in_a_row=4)
 
 
 def losses(count: int, seed: int = 0) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 
 from mjax import cli
 from mjax.config import CheckpointConfig, HealthConfig
-from mjax.training import loop
+from mjax.training import guard, health, loop
 from mjax.training.metrics import MetricsLog, read_metrics
 from tests.conftest import ROOT
 from tests.small import program_of
@@ -21,7 +21,7 @@ from tests.training.test_replicas import with_flipped_bit
 FLAGS = [
     "--config", str(ROOT / "tests" / "tiny_config.py"), "--name", "run", "--train.steps", "20",
     "--train.eval-interval", "0", "--model.attention", "xla",
-    "--health.window", "8", "--health.good-after", "2", "--health.skipped-in-a-row", "5",
+    "--health.window", "8", "--health.skipped-in-a-row", "5",
 ]  # fmt: skip
 
 
@@ -41,6 +41,8 @@ class Launcher:
         self.folder, self.poisons, self.stop_at = folder, {}, None
         self.run_folder = folder / "run"
         monkeypatch.setattr(loop, "build_program", self._build)
+        monkeypatch.setattr(health, "GOOD_AFTER", 2)
+        monkeypatch.setattr(guard, "REWIND_BATCHES", 2)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
         monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)  # takes longer than all steps
 
@@ -152,7 +154,7 @@ def test_command_goes_back_once(launcher, capfd):
 
 def test_spike_is_rewound_the_same_way_after_a_restart(launcher, capfd):
     launcher.poisons = {13: weights(30.0)}
-    assert launcher("--health.spike", "rewind", "--health.rewind-batches", "2") == 0
+    assert launcher("--health.spike", "rewind") == 0
     assert "rewinding to checkpoint 8" in capfd.readouterr().out
     records = read_metrics(launcher.run_folder / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 21))
