@@ -57,10 +57,9 @@ class MixtureConfig(LlamaConfig):
     balance_bias: Tuned = 0.0
     """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
     chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
-    balance_over: Annotated[Literal["sequence", "micro_batch", "layers"], TUNING] = "sequence"
-    """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch. For
-    comparison only: those of a micro-batch, as Megatron's aux_loss; and of it in all layers together, as
-    `transformers`, whose sum over experts is k when balanced. Both change with train.micro_batch and the mesh."""
+    balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
+    """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
+    as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
     z_loss: Tuned = 0.0
     """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
     (arXiv 2202.08906)."""
@@ -117,11 +116,6 @@ class MixtureConfig(LlamaConfig):
             raise UsageError(
                 "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
                 "use --precision.compute bf16"
-            )
-        if self.balance_over == "layers" and (config.mesh.pipe > 1 or not self.balance_loss):
-            raise UsageError(
-                "--model.balance-over layers pools the layers of the whole model, which needs --model.balance-loss, "
-                "such as 0.01, and --mesh.pipe 1; leave it out, or choose these"
             )
 
     def _check_dense(self, mesh) -> None:

@@ -23,7 +23,6 @@ from mjax.models.experts import Experts
 from mjax.models.llama import Llama, llama_layer
 from mjax.models.router import towards_balance
 from mjax.parallel import mappings, random
-from mjax.parallel.tokens import Tokens
 
 
 class Mixture(Llama):
@@ -40,10 +39,10 @@ class Mixture(Llama):
 
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)
-        pooled = config.balance_over == "layers"
-        weights = {"balance_loss": config.balance_loss * (1 if pooled else config.expert_layers)}
-        weights["z_loss"] = config.z_loss * config.expert_layers
-        self.loss_weights = {"loss": 1.0} | {name: weight for name, weight in weights.items() if weight}
+        weights = {"balance_loss": config.balance_loss, "z_loss": config.z_loss}
+        self.loss_weights = {"loss": 1.0} | {
+            name: weight * config.expert_layers for name, weight in weights.items() if weight
+        }
 
     def layers_of(self, key: Array, config: MixtureConfig, dtype):
         def dense(key: Array) -> Block:
@@ -73,8 +72,6 @@ class Mixture(Llama):
         sequences = mappings.counted_once(batch["tokens"].shape[0])
         tokens = batch["tokens"].size * layers
         counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
-        if self.config.balance_over == "layers":
-            counts["balance_loss"] = sequences
         # Not a mean but numbers of tokens, exact in float32 up to 2²⁴: dividing them would round.
         counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
         used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
@@ -94,16 +91,6 @@ class Mixture(Llama):
         load = means["expert_load"]
         step = self.config.balance_bias * towards_balance(load).astype(load.dtype)
         return {f"{self.routers}.mlp.router.bias": step}
-
-    def pool_sums(self, sums: Sums, tokens: Tokens) -> Sums:
-        """With `balance_over layers` the balance loss of the micro-batch, times its sequences, from what all layers
-        used and gave; the other sums as they are."""
-        if self.config.balance_over != "layers":
-            return sums
-        sums, compared = dict(sums), tokens.sequences * tokens.whole * self.config.expert_layers
-        used, given = (sums.pop(name) / compared for name in ("balance_used", "balance_given"))
-        loss = (used * given).sum() * self.config.experts * tokens.sequences
-        return sums | {"balance_loss": mappings.once(loss)}
 
 
 class MixtureBlock(Block):

@@ -35,9 +35,6 @@ class Model(Protocol):
       loss_weights: by name the weight of a mean in the loss; other names are metrics without a gradient.
       blocks: the layers, stacked (`block.stack`); if they differ, an `nnx.List` of stacks, or a `block.Group`.
 
-    A model may have `pool_sums(sums, tokens)`, which turns the sums of its layers (`block.py`) over a micro-batch into
-    what `counts` counts; not in a pipeline.
-
     A sum may be an array, whose count is one of the same shape; then it has `summary(means)`, which turns the means of
     the global batch into numbers []. Arrays under new names in its result get to `Record.arrays` of a training step;
     evaluations leave them out.

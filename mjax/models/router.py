@@ -127,8 +127,6 @@ class Router(nnx.Module):
         config = self.config
         if tokens.across:  # of whole sequences
             used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
-        if config.balance_over == "layers":  # `Mixture.pool_sums` has the rest
-            return {"balance_used": used, "balance_given": given}
         compared = tokens.whole * (1 if config.balance_over == "sequence" else tokens.sequences)
         products = mappings.once((used * given).sum() * config.experts / (config.experts_per_token * compared**2))
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}

@@ -56,7 +56,7 @@ class Forward:
     def __call__(self, weights: Model, micro_batch: MicroBatch):
         """The parts of the means by name, [] each; or the result of `head`."""
         x = self.embed(weights, micro_batch)
-        x, beside = self.layers(weights.blocks, x, micro_batch, pooled=getattr(weights, "pool_sums", None))
+        x, beside = self.layers(weights.blocks, x, micro_batch)
         found = self.loss(weights, x, micro_batch)
         return found if self.head else found | beside
 
@@ -66,22 +66,15 @@ class Forward:
         return weights.embed(micro_batch, self.context(micro_batch))
 
     @jax.named_scope(scopes.LAYER)
-    def layers(
-        self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1, pooled: Callable | None = None
-    ) -> tuple[Array, Sums]:
-        """The stream after some layers, the first of which has number `first`, and the parts of means that they add.
-
-        `pooled` turns the sums of all layers and their tokens into sums that are no sums over layers.
-        """
+    def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
+        """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
         gathers = partial(gather_in_loop, dtype=dtype, in_float8=context.tokens.float8)
         gathered = map_layers(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
-        if self.head:
-            return x, {}
-        return x, self._parts(pooled(sums, context.tokens) if pooled else sums)
+        return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(scopes.HEAD)
     def loss(self, weights: Model, x: Array, micro_batch: MicroBatch):

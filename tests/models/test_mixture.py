@@ -201,7 +201,6 @@ def test_published_mixtures_have_their_parameters_and_flops(name, parameters, ac
         ({"router_groups": 4}, "--model.router-groups 4 leaves one expert a group"),
         ({"router_groups": 2, "router_top_groups": 1, "experts_per_token": 3}, "more than the 2 experts"),
         ({"norms": "post"}, "--model.norms post is not there for a mixture of experts"),
-        ({"balance_over": "layers", "balance_loss": 0.0}, "--model.balance-over layers pools the layers"),
         ({"compute": "fp8"}, "--precision.compute fp8 is not there for a mixture of experts"),
     ],
 )

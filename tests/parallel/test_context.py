@@ -19,23 +19,10 @@ from mjax.trace.collectives import ledger
 from mjax.training import step
 from mjax.validation import validate
 from tests.against_reference import largest_error
-from tests.models.test_mixture import config_of as mixture_config
-from tests.models.test_mixture import means_of
 from tests.small import BLOOM, small_config
 from tests.training.test_trainer import losses as losses_of
 
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
-
-
-@pytest.mark.ci
-def test_balance_loss_over_layers_is_that_of_one_device():
-    (means, gradients), (expected, wanted) = (
-        means_of(mixture_config(1, 1, 4, mesh=mesh, layers=2, sequence=16, balance_over="layers"))
-        for mesh in ({"context": 4}, {})
-    )
-    np.testing.assert_allclose(means, expected, rtol=0, atol=1e-12)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(gradient, wanted[name], rtol=0, atol=1e-12, err_msg=name)
 
 
 # --- What others published as bugs ------------------------------------------------------------------------------------

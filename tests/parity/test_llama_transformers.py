@@ -20,6 +20,7 @@ from tests.small import gradient_program
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 
 from tests.parity.outputs import (  # noqa: E402
     assert_gradients,
@@ -186,15 +187,18 @@ def test_auxiliary_loss_equals_transformers(family, tmp_path):
     """With gradients, on one device: transformers has the tokens of the whole batch together."""
     with jax.enable_x64(True):
         peer, model, _ = both(family, tmp_path)
-        model = replace(model, balance_loss=0.5, balance_over="layers")
+        model = replace(model, balance_loss=0.5, balance_over="micro_batch")
         config, batch = config_of(model), batch_of(model)
         config = replace(config, train=replace(config.train, micro_batch=4))
         program, build = gradient_program(config, names_of(model))
         means, gradients = program(weights_of(peer, build(), table_of(model), model), batch, 0, 1.0)
         found, loss = outputs_of(peer, batch, output_router_logits=True)
-        (loss + 0.5 * found.aux_loss).backward()
+        # Theirs pools the layers, and is k when balanced: it is asked for each layer, and divided by k.
+        k = model.experts_per_token
+        theirs = [load_balancing_loss_func((each,), model.experts, k) / k for each in found.router_logits]
+        (loss + 0.5 * sum(theirs)).backward()
         assert abs(float(means[0]) - loss.item()) < 1e-12
-        assert abs(float(means[2]) - found.aux_loss.item()) < 1e-12
+        assert abs(float(means[2]) - sum(theirs).item() / len(theirs)) < 1e-12
         assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model))
 
 
