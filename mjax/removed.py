@@ -22,6 +22,7 @@ class Removed(NamedTuple):
 
 
 REMOVED = {
+    "save_program": Removed("python benchmarks/aot/step.py --save-program FILE writes the compiled step", ()),
     "train.streams": Removed(
         "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)
     ),
