@@ -159,10 +159,6 @@ UNITS = {
 }  # fmt: skip
 
 
-MOVED = {"save-program": "python benchmarks/aot/step.py --save-program FILE writes the compiled step"}
-"""Flags of earlier versions, and what to type now."""
-
-
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 
@@ -295,8 +291,6 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type instead of an unknown one."""
-    if name in MOVED:
-        return f" any more; {MOVED[name]}"
     section, _, last = name.lower().rpartition(".")
     if (gone := REMOVED.get(name.replace("-", "_"))) is not None:
         return f" any more; {gone.instead}"

@@ -27,6 +27,7 @@ REMOVED = {
     ),
     "health.rewind_batches": Removed("a rewind skips 10 batches; leave it out", (10,)),
     "health.good_after": Removed("10 healthy steps make a checkpoint good; leave it out", (10,)),
+    "save_program": Removed("python benchmarks/aot/step.py --save-program FILE writes the compiled step", ()),
     "train.streams": Removed(
         "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)
     ),

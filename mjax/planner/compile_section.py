@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -14,11 +13,8 @@ from mjax.hardware import GIB, gpu_named
 from mjax.planner.compile import Compilation, compile_step, versions
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, named_rows, table
-from mjax.trace.collectives import Collective, axes_name, ledger
-from mjax.trace.hlo import Key, bytes_by
-
-Counts = Mapping[Key, tuple[int, int]]
-"""Calls and bytes per step of collectives."""
+from mjax.trace.collectives import axes_name, ledger
+from mjax.trace.hlo import Key, counted
 
 
 def compile_and_tell(config: Config, gpu: str, per_server: int) -> Section:
@@ -26,20 +22,18 @@ def compile_and_tell(config: Config, gpu: str, per_server: int) -> Section:
     with announcing() as announce:
         compiled = compile_step(config, gpu, per_server, announce)
         formula = predict_memory(compiled.config, gpu_named(gpu).compute_capability)
-        return compile_section(compiled, totals(ledger(config).records), formula)
+        return compile_section(compiled, ledger(config).in_program(), formula)
 
 
-def compile_section(compiled: Compilation, expected: Counts, formula: Memory) -> Section:
+def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int]], formula: Memory) -> Section:
     """The section of a plan.
 
     Args:
       compiled: the step.
-      expected: the ledger's counts, in the same way: every branch taken.
+      expected: the ledger's counts (`Ledger.in_program`).
       formula: from `predict_memory`.
     """
-    memory, calls, sizes = compiled.memory, Counter(), bytes_by(compiled.collectives)
-    for collective in compiled.collectives:
-        calls[collective.key] += collective.calls
+    memory, found = compiled.memory, counted(compiled.collectives)
     values = {
         "gpu": compiled.gpu,
         "device_kind": compiled.device_kind,
@@ -54,9 +48,9 @@ def compile_section(compiled: Compilation, expected: Counts, formula: Memory) ->
                 "kind": key[1],
                 "dtype": key[2],
                 "ledger": dict(zip(("calls", "bytes"), expected.get(key, (0, 0)), strict=True)),
-                "compiled": {"calls": calls[key], "bytes": sizes.get(key, 0)},
+                "compiled": dict(zip(("calls", "bytes"), found.get(key, (0, 0)), strict=True)),
             }
-            for key in sorted(expected.keys() | sizes.keys())
+            for key in sorted(expected.keys() | found.keys())
         ],
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -85,27 +79,16 @@ def announcing() -> Iterator[Callable[[str], None]]:
         yield lambda what: advance(0, description=what)
 
 
-def totals(records: Iterable[Collective]) -> Counts:
-    """The ledger's counts as in the text of a program: calls and bytes with every branch taken."""
-    counted: dict[Key, tuple[int, int]] = {}
-    for record in records:
-        key = record.axes, record.operation, record.dtype
-        calls, size = counted.get(key, (0, 0))
-        counted[key] = calls + record.calls, size + record.calls * record.operand_bytes
-    return counted
-
-
 # --- In words ---------------------------------------------------------------------------------------------------------
 
 
 def _about(values: dict) -> list[str]:
-    seconds = values["seconds"]
     rows = {
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
         "layers": "one after the other, without a loop" if values["unrolled"] else "in a loop",
-        "took": f"{seconds['tracing']:.1f} s tracing, {seconds['compiling']:.1f} s compiling",
+        "took": ", ".join(f"{spent:.1f} s {what}" for what, spent in values["seconds"].items()),
     }
     return named_rows(rows)
 

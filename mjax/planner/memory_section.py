@@ -53,7 +53,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     if values["loss_chunks"] > 1:
-        rows["loss"] = _loss_in_words(config)
+        chunks, here = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
+        each = f"{-(-here // chunks):,} logits of a token at a time"
+        rows["loss"] = f"in {chunks} chunks of the vocabulary, {each}, computed twice"
     lines = []
     if gpu is not None:
         rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
@@ -134,9 +136,3 @@ def variants(config: Config) -> dict[str, Memory]:
                 continue
             found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
     return found
-
-
-def _loss_in_words(config: Config) -> str:
-    """The row of a plan that says how logits and loss are computed in chunks."""
-    chunks, rows = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
-    return f"in {chunks} chunks of the vocabulary, {-(-rows // chunks):,} logits of a token at a time, computed twice"

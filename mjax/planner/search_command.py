@@ -472,7 +472,7 @@ def report(
             + (f", and {len(found.slower):,} take {WITHIN - 1:.0%} longer or more" if found.slower else "")
             + f" ({seconds:.1f} s)",
             "",
-            *_table(found, shown, costs, question.price),
+            *_table(found, shown, costs),
             "",
             *_reasons(found, others),
             "",
@@ -503,40 +503,32 @@ def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
 # --- The report: lines ------------------------------------------------------------------------------------------------
 
 
-def _table(found: Found, shown: list[Candidate], costs: list[Cost], price: float | None) -> list[str]:
-    split = any(each.config.mesh.expert > 1 for each in shown)
-    cut = any(each.config.mesh.context > 1 for each in shown)
-    header = ["", "pipe", "data", *(["expert"] if split else []), *(["context"] if cut else []), "model", "schedule"]
-    header += ["micro-batch", "recompute"]
-    header += ["seq. par.", "ZeRO"]
-    some = any(each.config.train.loss_chunks > 1 for each in shown)
-    header += ["loss chunks"] if some else []
-    offloaded = any(each.memory.host for each in shown)
-    header += ["s/step", "TFLOP/s", "MFU", "GiB", *(["host GiB"] if offloaded else [])]
-    header += ["days", "GPU-hours", *(["cost"] if price else []), "held back by"]
-    rows = []
-    for number, (candidate, spent) in enumerate(zip(shown, costs, strict=True), 1):
-        mesh, train, time = candidate.config.mesh, candidate.config.train, candidate.time
-        chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
-        rows.append(
-            [
-                number, mesh.pipe, mesh.data, *([mesh.expert] if split else []),
-                *([_context(candidate.config)] if cut else []), mesh.model,
-                f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", train.micro_batch, train.recompute,
-                "yes" if mesh.splits_tokens else "-", mesh.zero or "-",
-                *([train.loss_chunks if train.loss_chunks > 1 else "-"] if some else []),
-                f"{time.mean:.3g}", f"{time.model_tflops:.0f}", "-" if time.mfu is None else f"{time.mfu:.1%}",
-                f"{candidate.memory.total / GIB:.1f}",
-                *([f"{candidate.memory.host / GIB:.1f}" if candidate.memory.host else "-"] if offloaded else []),
-                f"{spent.days:.3g}", f"{spent.gpu_hours:,.0f}",
-                *([f"{spent.money:,.0f}"] if price else []), held_back_by(candidate, found),
-            ]
-        )  # fmt: skip
-    return table(header, rows)
+# Columns that are left out where every row has this.
+OPTIONAL = {"expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-", "cost": "-"}
 
 
-def _context(config: Config) -> str:
-    return f"{config.mesh.context} ({config.across})" if config.across else "1"
+def _table(found: Found, shown: list[Candidate], costs: list[Cost]) -> list[str]:
+    pairs = enumerate(zip(shown, costs, strict=True), 1)
+    rows = [_cells(number, candidate, spent, found) for number, (candidate, spent) in pairs]
+    header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
+    return table(header, [[row[name] for name in header] for row in rows])
+
+
+def _cells(number: int, candidate: Candidate, spent: Cost, found: Found) -> dict[str, Any]:
+    config, memory, time = candidate.config, candidate.memory, candidate.time
+    mesh, train = config.mesh, config.train
+    chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
+    return {
+        "": number, "pipe": mesh.pipe, "data": mesh.data, "expert": mesh.expert,
+        "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
+        "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
+        "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
+        "loss chunks": train.loss_chunks if train.loss_chunks > 1 else "-", "s/step": f"{time.mean:.3g}",
+        "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": "-" if time.mfu is None else f"{time.mfu:.1%}",
+        "GiB": f"{memory.total / GIB:.1f}", "host GiB": f"{memory.host / GIB:.1f}" if memory.host else "-",
+        "days": f"{spent.days:.3g}", "GPU-hours": f"{spent.gpu_hours:,.0f}",
+        "cost": f"{spent.money:,.0f}" if spent.money else "-", "held back by": held_back_by(candidate, found),
+    }  # fmt: skip
 
 
 def held_back_by(candidate: Candidate, found: Found) -> str:

@@ -151,6 +151,13 @@ class Ledger:
         """Bytes a device sends in a step over each axis, or axes together, on the stage that sends most."""
         return {axes: part.sent for axes, part in self.grouped("axes").items()}
 
+    def in_program(self) -> dict[tuple[tuple[str, ...], str, str], tuple[int, int]]:
+        """Calls and bytes as in the text of a program, with every branch taken, by (axes, operation, dtype)."""
+        return {
+            key: (sum(one.calls for one in part.records), sum(one.calls * one.operand_bytes for one in part.records))
+            for key, part in self.grouped("axes", "operation", "dtype").items()
+        }
+
     def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
         """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
         found = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,12 +65,13 @@ class ScheduledCollective:
         return self.axes, self.operation, self.dtype
 
 
-def bytes_by(collectives: Iterable[ScheduledCollective]) -> dict[Key, int]:
-    """Bytes of a device's operands of collectives in a step, by (axes, operation, dtype)."""
-    total: Counter = Counter()
+def counted(collectives: Iterable[ScheduledCollective]) -> dict[Key, tuple[int, int]]:
+    """Calls of collectives in a step and bytes of a device's operands, by (axes, operation, dtype)."""
+    found: dict[Key, tuple[int, int]] = {}
     for c in collectives:
-        total[c.key] += c.count * c.bytes
-    return dict(total)
+        calls, size = found.get(c.key, (0, 0))
+        found[c.key] = calls + c.calls, size + c.count * c.bytes
+    return found
 
 
 def read_collectives(text: str, mesh: Mapping[str, int]) -> list[ScheduledCollective]:

@@ -17,10 +17,9 @@ from mjax.hardware import gpu_named
 from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters
 from mjax.planner.compile import compile_step
-from mjax.planner.compile_section import totals
 from mjax.planner.memory import predict_memory
 from mjax.trace.collectives import ledger
-from mjax.trace.hlo import bytes_by
+from mjax.trace.hlo import counted
 from mjax.training.flops import model_flops
 from mjax.training.metrics import read_metrics
 from tests import reference, toy_model
@@ -237,6 +236,7 @@ def test_ledger_and_memory_are_those_of_the_compiled_step():
     config = config_of(model, "bf16", data=2, model=4)
     config = replace(config, train=replace(config.train, global_batch=16), data=DataConfig(mock=True))
     compiled = compile_step(config, "h100")
-    assert bytes_by(compiled.collectives) == {key: size for key, (_, size) in totals(ledger(config).records).items()}
+    found, expected = counted(compiled.collectives), ledger(config).in_program()
+    assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     predicted = predict_memory(config, gpu_named("h100").compute_capability).total
     assert predicted == pytest.approx(compiled.memory.total, rel=0.05)
