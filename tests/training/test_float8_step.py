@@ -13,7 +13,7 @@ import pytest
 
 from mjax.config import MeshConfig
 from mjax.trace.collectives import ledger
-from mjax.training import forward, stages, trace
+from mjax.training import forward, trace
 from mjax.training import step as one_step
 from tests.against_reference import STEP, in_layer_order
 from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
