@@ -33,7 +33,7 @@ CASES = [
 @pytest.fixture
 def in_float8(monkeypatch):
     """Float8 operands in a step of another compute dtype."""
-    for module in (forward, stages, one_step):
+    for module in (forward, one_step):
         monkeypatch.setattr(module, "in_float8", lambda precision: True)
 
 
