@@ -2,7 +2,8 @@
 
 import sys
 
-from mjax import cli, launch, xla_flags
+from mjax.cluster import launch, xla_flags
+from mjax.commands import cli
 
 if __name__ == "__main__":
     launch.restart_with_huge_pages()

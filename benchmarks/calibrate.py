@@ -30,9 +30,9 @@ import tyro
 
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.fitting import SETTLES, Measurement, calibrate
+from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import GPTConfig
 from mjax.errors import UsageError
-from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.planner.calibration import Calibration, write_calibration
 from mjax.planner.rates import Rates
 from mjax.planner.section import table
@@ -70,7 +70,7 @@ class Arguments:
     output: Path
     """File to write: .json."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given."""
+    """Take the data sheet of this GPU (mjax/cluster/hardware.py); that of the device when not given."""
     compute: Literal["bf16", "fp16"] | None = None
     """Type of products and attention; bf16 when not given, or fp16 on a GPU that has no bf16."""
     kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
@@ -328,7 +328,8 @@ def main() -> int:
     gpu = named or gpu_of(kind)
     if gpu is None:
         raise UsageError(
-            f"no data sheet of {kind} is known; add it to mjax/hardware.py, or name one to compare with: --gpu h100"
+            f"no data sheet of {kind} is known; add it to mjax/cluster/hardware.py, or name one to "
+            "compare with: --gpu h100"
         )
     compute = arguments.compute or gpu.sixteen_bits
     if not gpu.peak(compute):

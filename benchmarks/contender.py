@@ -27,7 +27,7 @@ from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mjax import launch
+from mjax.cluster import launch
 from mjax.config import Config, from_dict
 from mjax.data.sources import open_data
 from mjax.errors import RunError, UsageError

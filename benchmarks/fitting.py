@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mjax.hardware import Gpu
+from mjax.cluster.hardware import Gpu
 from mjax.planner.calibration import FRACTIONS, LARGEST, Calibration, default_calibration
 from mjax.planner.rates import Rates
 

@@ -35,7 +35,7 @@ from benchmarks.command import in_one_sentence
 from benchmarks.day import Day, Ended, markdown
 from benchmarks.train_step import Row
 from benchmarks.train_step import table as table_of_steps
-from mjax import launch
+from mjax.cluster import launch
 from mjax.errors import UsageError, check_folder
 
 PYTHON = sys.executable
@@ -78,7 +78,7 @@ def about(day: Day) -> None:
     """What machine this is."""
     if shutil.which("nvidia-smi"):
         day.run("nvidia-smi", ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,MEMORY"], 30)
-    day.run("packages", [PYTHON, "-c", "from mjax.packages import installed; print(installed())"], 60)
+    day.run("packages", [PYTHON, "-c", "from mjax.utils.packages import installed; print(installed())"], 60)
 
 
 def doctor(day: Day) -> None:

@@ -181,7 +181,7 @@ def flops_of(compiled, on_gpu: bool) -> float:
     if not on_gpu:
         return compiled.cost_analysis()["flops"]
     from benchmarks.aot.roofline import roofline
-    from mjax.hardware import gpu_named
+    from mjax.cluster.hardware import gpu_named
 
     kernels = roofline(compiled.as_text(), gpu_named("h100"), 1).rows  # FLOPs are the same for every GPU
     return sum(row.flops for row in kernels.values())

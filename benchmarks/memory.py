@@ -22,10 +22,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_output, in_one_sentence
-from mjax import launch
+from mjax.cluster import launch
+from mjax.cluster.hardware import GIB
 from mjax.config import Config, from_dict, load_config, to_dict
 from mjax.errors import UsageError
-from mjax.hardware import GIB
 from mjax.planner.compile import check_compile
 from mjax.planner.compile import versions as compiler_versions
 from mjax.planner.memory import KINDS, predict_memory

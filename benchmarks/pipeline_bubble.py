@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax import launch
+from mjax.cluster import launch
 from mjax.errors import UsageError
 from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import Schedule, build_schedule

@@ -17,9 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax import launch
+from mjax.cluster import launch
+from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
-from mjax.hardware import gpu_named
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import search

@@ -25,10 +25,10 @@ import tyro
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.published import Run, as_mjax
 from benchmarks.train_step import Process
-from mjax import launch
+from mjax.cluster import launch
+from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import Config, MeshConfig, load_config
 from mjax.errors import RunError, UsageError
-from mjax.hardware import Gpu, gpu_named, gpu_of
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import (
     Calibration,
@@ -61,8 +61,8 @@ class Arguments:
     calibration: Path | None = None
     """Rates to predict with, from benchmarks/calibrate.py; the planner's own when not given."""
     gpu: str | None = None
-    """Take the data sheet of this GPU (mjax/hardware.py); that of the device when not given. Name one that has no bf16,
-    such as v100: the five then compute in fp16."""
+    """Take the data sheet of this GPU (mjax/cluster/hardware.py); that of the device when not given. Name one that has
+    no bf16, such as v100: the five then compute in fp16."""
     write: Path | None = None
     """Write the calibration to this file, with the largest error here as its error bar."""
     rounds: int = 3
@@ -126,7 +126,7 @@ def measured_runs(arguments: Arguments) -> tuple[list[Run], list[float], Gpu]:
         seconds, peak, device = measure(name, config, arguments, platform)
         gpu = gpu or gpu_of(device)
         if gpu is None:
-            raise UsageError(f"no data sheet of {device} is known; add it to mjax/hardware.py")
+            raise UsageError(f"no data sheet of {device} is known; add it to mjax/cluster/hardware.py")
         runs.append(Run(name, config, gpu.name, MJAX, seconds, device))
         peaks.append(peak)
     return runs, peaks, gpu

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fitting import fit_rates
+from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
-from mjax.hardware import Gpu, gpu_named
 from mjax.planner.calibration import A100, FITTED, Calibration
 from mjax.planner.software import MJAX, Overlap, Software, Written
 from mjax.planner.time import predict_time
@@ -76,7 +76,7 @@ class Run:
     Attributes:
       name: of the config, with the run's settings.
       config: as the paper ran it.
-      gpu: name in `mjax/hardware.py`.
+      gpu: name in `mjax/cluster/hardware.py`.
       software: the program, or mjax's own where that of the run is not modelled.
       seconds: of a step.
       source: paper and table.

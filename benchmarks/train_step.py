@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax import launch
+from mjax.cluster import launch
 from mjax.config import Config, load_config, to_dict
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
@@ -234,7 +234,9 @@ def notes(arguments: Arguments, processes: list[Process], platform: str, threads
         ", ".join(f"{name} {version}" for name, version in versions.items()),
     ]
     if peak_tflops(device, compute) is None:
-        lines.append(f"no MFU: no {compute} peak is known for {device}; mjax/hardware.py describes how to add it")
+        lines.append(
+            f"no MFU: no {compute} peak is known for {device}; mjax/cluster/hardware.py describes how to add it"
+        )
     return lines
 
 

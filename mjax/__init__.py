@@ -25,13 +25,13 @@ _PLACES = {
     "Trainer": "mjax.training.trainer:Trainer",
     "build_program": "mjax.training.step:build_program",
     "evaluate": "mjax.commands.evaluate:metrics_of",
-    "generate": "mjax.generation:continuations_of",
+    "generate": "mjax.generation.generate:continuations_of",
     "load_config": "mjax.config:load_config",
-    "logits": "mjax.generation:logits_of",
+    "logits": "mjax.generation.generate:logits_of",
     "make_mesh": "mjax.parallel.mesh:make_mesh",
-    "open_run": "mjax.inference:open_run",
+    "open_run": "mjax.generation.inference:open_run",
     "plan": "mjax.commands.plan:plan_of",
-    "simulate": "mjax.launch:simulate_devices",
+    "simulate": "mjax.cluster.launch:simulate_devices",
     "validate": "mjax.validation:validate",
 }
 

@@ -6,7 +6,8 @@ import sys
 def main() -> None:
     """Run the command line, after setting up the process for this machine."""
     try:
-        from mjax import cli, launch, xla_flags
+        from mjax.cluster import launch, xla_flags
+        from mjax.commands import cli
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "mjax":
             raise

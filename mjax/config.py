@@ -22,9 +22,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
-from mjax.data.atomic import write_whole
 from mjax.errors import UsageError, suggestion
-from mjax.json_files import read_json
 from mjax.llama_config import LlamaConfig as LlamaConfig  # for the files in configs/
 from mjax.mixture_config import MixtureConfig as MixtureConfig
 from mjax.model_config import (
@@ -45,6 +43,8 @@ from mjax.optimizer_config import OptimizerConfig as OptimizerConfig
 from mjax.parallel import axes
 from mjax.plain_values import build
 from mjax.removed import named_like
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 
 @dataclass(frozen=True)

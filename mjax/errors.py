@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mjax.pipes import UNREAD, output_is_unread
+from mjax.commands.pipes import UNREAD, output_is_unread
 
 LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
 

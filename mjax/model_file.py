@@ -13,11 +13,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
-from mjax.json_files import read_json
 from mjax.model_config import ModelConfig, is_own
 from mjax.plain_values import build
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 MODEL_FILE = "model.json"
 

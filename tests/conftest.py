@@ -39,7 +39,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from mjax.packages import cuda_build  # noqa: E402
+from mjax.utils.packages import cuda_build  # noqa: E402
 
 # Tracing makes many small objects and few cycles: Python's default of 700 takes a fifth of the time of a trace.
 gc.set_threshold(50_000)

@@ -20,12 +20,12 @@ from mjax.config import (
 )
 from mjax.model_config import as_kind
 from mjax.models.build import build_model
-from mjax.names import leaf_name
 from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.state.precision import parameter_type
 from mjax.training.losses import summary
 from mjax.training.step import TrainProgram, build_program, loss_and_gradients
+from mjax.utils.names import leaf_name
 
 MODEL = GPTConfig(
     layers=2,

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import LONGEST
 from mjax.state.runs import locked

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mjax import chat_template
-from mjax.chat_template import Template, TemplateError
+from mjax.generation import chat_template
+from mjax.generation.chat_template import Template, TemplateError
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from mjax import compiled_programs, launch
-from mjax.compiled_programs import keep_programs
+from mjax.cluster import compiled_programs, launch
+from mjax.cluster.compiled_programs import keep_programs
 
 
 @pytest.fixture(autouse=True)

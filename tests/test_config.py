@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mjax.batch_size import BatchSizes
+from mjax.commands.flags import parse
 from mjax.commands.train import TrainArguments
 from mjax.config import (
     Config,
@@ -25,7 +26,6 @@ from mjax.config import (
     to_dict,
 )
 from mjax.errors import UsageError
-from mjax.flags import parse
 from mjax.model_config import as_kind
 from mjax.models.build import count_parameters
 from mjax.validation import check_devices, validate

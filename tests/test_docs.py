@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import tyro
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands import lm_eval as harness_command
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import tyro
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.convert import ToHfArguments
 from mjax.commands.evaluate import EvaluateArguments
 from mjax.commands.finetune import FinetuneArguments
+from mjax.commands.flags import ELSEWHERE, NOTES, flags_of, parse
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments, name_of
 from mjax.errors import UsageError
-from mjax.flags import ELSEWHERE, NOTES, flags_of, parse
 from mjax.mixture_config import MixtureConfig
 
 TYPED = {
@@ -122,7 +122,7 @@ def test_help_is_a_screen_and_help_all_has_every_flag(command, capsys):
 
 def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     hidden = []
-    monkeypatch.setattr("mjax.launch.leave_accelerators_alone", lambda: hidden.append(True))
+    monkeypatch.setattr("mjax.cluster.launch.leave_accelerators_alone", lambda: hidden.append(True))
     monkeypatch.setattr("mjax.commands.train.train", lambda argv: 75)
     monkeypatch.setattr("mjax.commands.plan.plan", lambda argv: 3)
     assert cli.main(["train"]) == 75

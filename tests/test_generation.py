@@ -13,18 +13,19 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax import cli, generation
+from mjax.commands import cli
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
-from mjax.generation import Generator
+from mjax.generation.generate import Generator
+from mjax.generation import generate as generation
+from mjax.generation.sampling import Sampling
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
-from mjax.sampling import Sampling
 from mjax.state.checkpoint import Checkpoints
 from tests.small import BLOOM, small_config
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mjax.cluster.hardware import GPUS, gpu_named, gpu_of
 from mjax.errors import UsageError
-from mjax.hardware import GPUS, gpu_named, gpu_of
 
 
 def test_every_gpu_is_found_by_all_names():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mjax import launch
-from mjax.places import cache_home
+from mjax.cluster import launch
+from mjax.utils.places import cache_home
 
 
 @pytest.mark.parametrize(

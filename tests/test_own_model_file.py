@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 import mjax
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import load_config
 from mjax.doctor.child import run_in_child
 from mjax.doctor.driver import Driver

@@ -3,7 +3,7 @@
 import sys
 import tomllib
 
-from mjax import packages
+from mjax.utils import packages
 from tests.conftest import ROOT
 
 

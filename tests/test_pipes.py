@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from tests.conftest import ROOT
 
 

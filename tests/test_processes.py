@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from mjax.progress import progress
+from mjax.utils.progress import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.pictures.runs import draw_runs

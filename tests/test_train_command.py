@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.training import loop
 from mjax.training.metrics import read_metrics
 from tests.conftest import COMPILE_QUICKLY, ROOT

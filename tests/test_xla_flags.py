@@ -4,10 +4,11 @@ import os
 
 import pytest
 
-from mjax import cli, launch, xla_flags
+from mjax.cluster import launch, xla_flags
+from mjax.cluster.xla_flags import FASTER, REPEATABLE, XlaFlag
+from mjax.commands import cli
 from mjax.doctor.flags import refusal
 from mjax.errors import UsageError
-from mjax.xla_flags import FASTER, REPEATABLE, XlaFlag
 from tests.conftest import ROOT
 
 

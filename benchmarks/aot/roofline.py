@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mjax.hardware import Gpu
+from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.calibration import default_calibration
 from mjax.planner.rates import Rates

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config
-from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
 from mjax.parallel import axes
+from mjax.utils.atomic import put
 
 FORMAT = 1
 # Maximum unpacked size in bytes. A step has no weights: that of gpt_8b in a pipeline takes 144 kB.
@@ -72,7 +72,7 @@ def save_program(file: Path, config: Config, program, platform: str, facts: dict
     import jax
     from jax import export
 
-    from mjax.names import leaf_name
+    from mjax.utils.names import leaf_name
 
     # Leaves rather than trees: a file without our classes needs none to be read.
     arguments = (program.abstract_state, program.abstract_batch)

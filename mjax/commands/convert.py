@@ -22,11 +22,11 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count
+from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
-from mjax.flags import parse
 from mjax.interop.carried_files import GENERATION, IDS, SETTINGS, TEMPLATE, carried_files, restored_files
 from mjax.interop.convert import (
     TYPES,
@@ -50,12 +50,12 @@ from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
-from mjax.progress import progress
 from mjax.state.blocks import read_in_blocks
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import check_run_folder
 from mjax.training.metrics import read_metrics
 from mjax.training.origin import origin_of
+from mjax.utils.progress import progress
 
 
 @dataclass(frozen=True)

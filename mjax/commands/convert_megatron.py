@@ -33,8 +33,8 @@ from mjax.interop.weights import block_reader, find_tensors
 from mjax.mixture_config import MixtureConfig
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
-from mjax.progress import progress
 from mjax.state.runs import check_run_folder
+from mjax.utils.progress import progress
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from mjax.data.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, wh
 from mjax.data.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError
-from mjax.progress import progress
+from mjax.utils.progress import progress
 
 DIGEST = "V16"  # of a text: 128 bits of BLAKE2b
 EXACT, NEAR = "exact duplicate", "near-duplicate"

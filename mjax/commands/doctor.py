@@ -21,7 +21,7 @@ from typing import Annotated
 
 import tyro
 
-from mjax import __version__, packages
+from mjax import __version__
 from mjax.bounds import Bounds, check_bounds
 from mjax.config import Config, load_config
 from mjax.doctor import driver as nvidia
@@ -30,6 +30,7 @@ from mjax.doctor.child import run_in_child
 from mjax.doctor.finding import RED, Finding, guarded
 from mjax.doctor.probe import ON_DEVICES, ON_DISK
 from mjax.doctor.report import Report
+from mjax.utils import packages
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,15 @@ import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from mjax import launch
 from mjax.bounds import Count, check_bounds
-from mjax.compiled_programs import keep_programs
+from mjax.cluster import launch
+from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.data.outputs import facts
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, check_picture, either
-from mjax.launch import Distributed
 from mjax.model_config import ModelConfig
-from mjax.progress import progress
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.labelled import (
     TASKS,
@@ -44,6 +43,7 @@ from mjax.tasks.needle import Needle, NeedleOptions
 from mjax.tasks.perplexity import Perplexity
 from mjax.tasks.positions import Positions, PositionsOptions
 from mjax.tasks.wikitext import WikiText103
+from mjax.utils.progress import progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
 SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
@@ -109,7 +109,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     _check(arguments)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
-    from mjax.parallel import processes
+    from mjax.cluster import processes
 
     keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
@@ -156,9 +156,9 @@ def _check(arguments: EvaluateArguments) -> None:
 
 def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     """The step of the checkpoint, and the metrics; writes predictions on request."""
-    from mjax.inference import inference_config, run_tokenizer
+    from mjax.cluster import processes
+    from mjax.generation.inference import inference_config, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
-    from mjax.parallel import processes
     from mjax.parallel.mesh import make_mesh
     from mjax.state.checkpoint import restore_weights
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
@@ -216,7 +216,7 @@ def _text_task(arguments: EvaluateArguments, tokenizer: Tokenizer, model: ModelC
 
 def _read_run(arguments: EvaluateArguments) -> Config:
     """The config of the run, whose model must support the task."""
-    from mjax.inference import read_run
+    from mjax.generation.inference import read_run
 
     if arguments.task in TEXT_TASKS:
         return read_run(arguments.checkpoint, *FOR_TEXT)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mjax import launch
-from mjax.compiled_programs import keep_programs
+from mjax.cluster import launch
+from mjax.cluster.compiled_programs import keep_programs
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
@@ -28,8 +28,8 @@ from mjax.tasks.labelled import LabelledTask, open_task
 from mjax.validation import validate
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
+    from mjax.cluster.watchdog import Watchdog
     from mjax.training.agreement import Facts
-    from mjax.training.watchdog import Watchdog
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -42,8 +42,8 @@ def finetune(arguments: FinetuneArguments) -> int:
     recipes.check(arguments)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
-    from mjax.parallel import processes
-    from mjax.training.watchdog import watching
+    from mjax.cluster import processes
+    from mjax.cluster.watchdog import watching
 
     keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
@@ -52,10 +52,10 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
+    from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
-    from mjax.inference import check_enough_devices, read_run, run_tokenizer
+    from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
-    from mjax.parallel import processes
     from mjax.state.runs import locked
     from mjax.training.agreement import agree, check_shared, facts_of
     from mjax.training.display import lasting_console

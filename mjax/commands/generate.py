@@ -15,17 +15,17 @@ import tyro
 from rich.console import Console
 
 from mjax.bounds import Count, check_bounds
-from mjax.compiled_programs import keep_programs
+from mjax.cluster.compiled_programs import keep_programs
 from mjax.config import MeshConfig, load_own_model
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, lines_of
-from mjax.generation import Generator, Sample, continue_ids
-from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.generate import Generator, Sample, continue_ids
+from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.sampling import Sampling
+from mjax.generation.streaming import Live, Streamed
 from mjax.models.causal import CausalModel
 from mjax.parallel.mesh import make_mesh
-from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
-from mjax.streaming import Live, Streamed
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _on_terminal() -> bool:
 
 def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
-    from mjax.chat import Chat, read_conversations
+    from mjax.generation.chat import Chat, read_conversations
 
     asked = _prompts(arguments) if arguments.prompt else []
     on_terminal = not asked and _on_terminal()

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mjax import launch
-from mjax.compiled_programs import keep_programs
+from mjax.cluster import launch
+from mjax.cluster.compiled_programs import keep_programs
 from mjax.errors import UsageError
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
@@ -51,7 +51,7 @@ def lm_eval(argv: Sequence[str]) -> int:
     if arguments.run is not None:
         rest = _with_run(arguments.run, rest)
         if "--apply_chat_template" in rest:  # before weights are read
-            from mjax.chat import Chat
+            from mjax.generation.chat import Chat
 
             Chat(Path(arguments.run), 0, "--apply_chat_template")
     if arguments.simulate is not None:

@@ -32,7 +32,7 @@ from mjax.data.metadata import (
     writing,
 )
 from mjax.errors import UsageError
-from mjax.progress import progress
+from mjax.utils.progress import progress
 
 AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "bos", "sentences")  # fields of the metadata
 ADDED = ("documents", "tokens", "text_bytes", "malformed")

@@ -17,11 +17,11 @@ from typing import Annotated, ClassVar
 import tyro
 
 from mjax.bounds import Count, Positive
+from mjax.cluster.hardware import Gpu, gpu_named, human_bytes
+from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, load_config
 from mjax.errors import UsageError, check_picture
-from mjax.flags import parse, typed_flags
-from mjax.hardware import Gpu, gpu_named, human_bytes
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration, default_calibration, read_calibration
@@ -48,8 +48,8 @@ class PlanArguments:
     communication_figure: Path | None = None
     """Plot the bytes that a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes. mjax/hardware.py lists
-    all names."""
+    """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes.
+    mjax/cluster/hardware.py lists all names."""
     calibration: Path | None = None
     """Rates measured on your machine by benchmarks/calibrate.py; by default those of published runs."""
     compile: bool = False

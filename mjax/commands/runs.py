@@ -26,7 +26,6 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from mjax.config import Config, differences, read_settings
-from mjax.data.atomic import rename, take_lock
 from mjax.errors import UsageError, check_picture, suggestion
 from mjax.model_config import is_own, kind_of
 from mjax.model_file import MODEL_FILE, model_file_of
@@ -37,6 +36,7 @@ from mjax.state.manifest import GOOD, MANIFEST
 from mjax.state.runs import checkpoint_steps, locked
 from mjax.training.metrics import finite_or_none, read_metrics
 from mjax.training.origin import ORIGIN, origin_of
+from mjax.utils.atomic import rename, take_lock
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones

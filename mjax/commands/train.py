@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from mjax import launch
-from mjax.compiled_programs import keep_programs
+from mjax.cluster import launch
+from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster.launch import Distributed
+from mjax.cluster.xla_flags import be_repeatable
+from mjax.commands.flags import parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.errors import UsageError, either, exit_code, explain
-from mjax.flags import parse, typed_flags
-from mjax.launch import Distributed
 from mjax.model_config import KIND_FLAG, as_kind, kind_of
 from mjax.profiling.steps import profiled_steps
 from mjax.resolve import resolve, resolve_steps
 from mjax.validation import validate
-from mjax.xla_flags import be_repeatable
 
 if TYPE_CHECKING:
     from mjax.training.origin import Origin
@@ -84,13 +84,13 @@ def train(argv: Sequence[str]) -> int:
         _tell_the_others(argv, error)
         raise
 
-    from mjax.generation import print_sample
-    from mjax.parallel import processes
+    from mjax.cluster import processes
+    from mjax.cluster.watchdog import watching
+    from mjax.generation.generate import print_sample
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.training import loop
     from mjax.training.result import Options
-    from mjax.training.watchdog import watching
 
     config, options = arguments.settings, Options()
     keep_programs(arguments.distributed.several)
@@ -182,8 +182,8 @@ def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
     explain(error)  # at once: the others may start late
     if arguments.simulate is not None and "jax" not in sys.modules:
         launch.simulate_devices(arguments.simulate)
-    from mjax.parallel import processes
-    from mjax.training.watchdog import watching
+    from mjax.cluster import processes
+    from mjax.cluster.watchdog import watching
 
     processes.start(arguments.distributed)
     with watching(arguments.distributed, exit_code):

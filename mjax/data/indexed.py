@@ -34,8 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.data.atomic import lock, put, remove
 from mjax.errors import UsageError
+from mjax.utils.atomic import lock, put, remove
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

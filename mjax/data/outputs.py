@@ -25,12 +25,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from mjax import __version__
-from mjax.data.atomic import put
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, TextArguments
 from mjax.data.workers import Workers
 from mjax.errors import RunError, UsageError
-from mjax.progress import progress
+from mjax.utils.atomic import put
+from mjax.utils.progress import progress
 
 Part = TypeVar("Part")
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from rich.progress import TextColumn
 
-from mjax.progress import progress
+from mjax.utils.progress import progress
 
 Advance = Callable[[int, int, int], None]
 """Called with the bytes of input, documents and bytes of text done since the last call."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
+from mjax.cluster.hardware import USABLE_FRACTION
+from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.doctor.driver import Driver, visible_gpus
 from mjax.doctor.finding import (
     FIGURE,
@@ -21,8 +23,6 @@ from mjax.doctor.finding import (
     gibibytes,
     listed,
 )
-from mjax.hardware import USABLE_FRACTION
-from mjax.launch import MEMORY_FRACTIONS
 
 ENOUGH = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from mjax import launch
+from mjax.cluster import launch
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
 

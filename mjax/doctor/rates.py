@@ -12,10 +12,10 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mjax.cluster.hardware import Gpu, gpu_of
 from mjax.config import MeshConfig
 from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, Found, check, listed
-from mjax.hardware import Gpu, gpu_of
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
@@ -127,7 +127,7 @@ def _beside(
     figures = {**figures, "of_data_sheet": rate / promised}
     found = f"{found}, {rate / promised:.0%} of the {promised / scale:,.0f} {unit} of {device}"
     if rate > 1.05 * promised:
-        return YELLOW, f"{found}: impossible", "mjax/hardware.py is wrong: report it", figures
+        return YELLOW, f"{found}: impossible", "mjax/cluster/hardware.py is wrong: report it", figures
     if rate < ENOUGH[name] * promised:
         return YELLOW, f"{found}: slow", SLOW[name], figures
     return GREEN, found, None, figures

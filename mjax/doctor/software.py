@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import mjax
-from mjax import packages
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, listed
+from mjax.utils import packages
 
 PYTHON = SpecifierSet(">=3.11")
 TESTED_PYTHON = SpecifierSet("<3.14")

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mjax import compiled_programs
+from mjax.cluster import compiled_programs
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes

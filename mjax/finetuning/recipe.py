@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mjax.bounds import Count, NotNegative, Seed, Share, check_bounds
+from mjax.cluster.launch import Distributed
 from mjax.config import (
     CheckpointConfig,
     Config,
@@ -25,11 +26,10 @@ from mjax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
-from mjax.json_files import read_json
-from mjax.launch import Distributed
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 
 @dataclass(frozen=True)

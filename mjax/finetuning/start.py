@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from mjax.config import Config
 from mjax.models.build import build_model
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
 from mjax.parallel.zero import cut_into_chunks
 from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
@@ -28,6 +27,7 @@ from mjax.state.precision import parameter_type
 from mjax.state.train_state import TrainState
 from mjax.training.optimizer import adamw
 from mjax.training.step import TrainProgram, first_state
+from mjax.utils.names import leaf_name
 
 HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
 

@@ -25,15 +25,15 @@ import numpy as np
 from rich.console import Console
 
 from mjax.batch_size import BatchSizes
+from mjax.cluster.processes import is_first
+from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
-from mjax.data.atomic import rename, write_whole
 from mjax.data.batches import of_positions
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.report import print_table, summary
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.processes import is_first
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
@@ -44,7 +44,7 @@ from mjax.training.display import Display
 from mjax.training.metrics import Announced, MetricsLog
 from mjax.training.result import PREEMPTED
 from mjax.training.step import build_program
-from mjax.training.watchdog import Watchdog
+from mjax.utils.atomic import rename, write_whole
 
 
 class Finetuning:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mjax.data.atomic import rename, to_disk
 from mjax.errors import UsageError
-from mjax.json_files import read_json
+from mjax.utils.atomic import rename, to_disk
+from mjax.utils.json_files import read_json
 
 
 def check_output(folder: Path, overwrite: bool | None = None) -> None:

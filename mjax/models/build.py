@@ -16,10 +16,10 @@ from mjax.config import Config
 from mjax.model_config import ModelConfig
 from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.stacks import STACK, stack_and_turn
+from mjax.utils.names import leaf_name
 
 MOST_UNROLLED = 80
 """Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""

@@ -32,13 +32,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.names import leaf_name
 from mjax.parallel import axes, float8, mappings, scopes
 from mjax.parallel.axes import EXPERT, MODEL, PIPE
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.postponed import PostponedKernel
+from mjax.utils.names import leaf_name
 
 REPLICAS = axes.holding()
 

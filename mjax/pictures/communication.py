@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mjax.hardware import human_bytes
+from mjax.cluster.hardware import human_bytes
 from mjax.parallel import scopes
 from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from matplotlib.figure import Figure
 
-from mjax.hardware import GIB, Gpu
+from mjax.cluster.hardware import GIB, Gpu
 from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
 
 # Okabe and Ito's palette: distinguishable with colour blindness.

@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mjax.batch_size import BatchSizes, in_units
+from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config, as_flag, available_configs, differences, load_config
 from mjax.errors import UsageError, either
-from mjax.hardware import GIB, Gpu
 from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration

@@ -1,10 +1,10 @@
 """Fractions of a GPU's data-sheet rates that its kernels reach, for the model of time.
 
-A `Calibration` is a handful of rates of one GPU, each a fraction of the data-sheet values in `mjax/hardware.py`, with
-the source of each and the error of predictions with them. `benchmarks/calibrate.py` measures one, kernel by kernel, on
-the user's machine and stores it in a file. Those in this module come from published runs (`benchmarks/published.py`; a
-test repeats the fit), from one product on an H100, and from assumptions; mjax itself has not been measured on a GPU.
-"""
+A `Calibration` is a handful of rates of one GPU, each a fraction of the data-sheet values in
+`mjax/cluster/hardware.py`, with the source of each and the error of predictions with them. `benchmarks/calibrate.py`
+measures one, kernel by kernel, on the user's machine and stores it in a file. Those in this module come from published
+runs (`benchmarks/published.py`; a test repeats the fit), from one product on an H100, and from assumptions; mjax itself
+has not been measured on a GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Annotated
 
 from mjax.bounds import Bounds, check_bounds
+from mjax.cluster.hardware import GPUS, Gpu
 from mjax.config import Config
-from mjax.data.atomic import write_whole
 from mjax.errors import UsageError
-from mjax.hardware import GPUS, Gpu
-from mjax.json_files import read_json
 from mjax.plain_values import build
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 FORMAT = "mjax calibration 2"
 RATES = ("matmul", "inner", "attention", "memory", "launch", "node", "network", "collective")
@@ -36,7 +36,7 @@ class Calibration:
     """Rates that kernels of a GPU reach, and the error of a step that is predicted with them.
 
     Attributes:
-      gpu: name of the GPU they apply to (`mjax/hardware.py`).
+      gpu: name of the GPU they apply to (`mjax/cluster/hardware.py`).
       matmul: fraction of the peak that a matrix product reaches whose tiles fill the GPU.
       inner: a product's inner dim k costs a factor of k / (k + inner).
       attention: flash attention, a row for each measured head size and length: head size, positions, and the fractions
@@ -190,7 +190,9 @@ def read_calibration(file: Path) -> Calibration:
         if not 0 < low <= high <= MOST:
             raise UsageError(f"{file}: {name} is [{low}, {high}]; give the smallest and the largest, both above 0")
     if calibration.gpu not in [gpu.name for gpu in GPUS]:
-        raise UsageError(f"{file}: gpu {calibration.gpu!r} is not known; mjax/hardware.py describes how to add it")
+        raise UsageError(
+            f"{file}: gpu {calibration.gpu!r} is not known; mjax/cluster/hardware.py describes how to add it"
+        )
     return calibration
 
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.errors import RunError, UsageError
-from mjax.hardware import gpu_named
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import resolved_on_gpu
-from mjax.packages import cuda_build, installed
 from mjax.trace.hlo import HloError, ScheduledCollective, read_collectives
+from mjax.utils.packages import cuda_build, installed
 
 SHEETS = Path(__file__).parent / "targets"
 

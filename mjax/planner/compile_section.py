@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from mjax.cluster.hardware import GIB, gpu_named
 from mjax.config import Config
-from mjax.hardware import GIB, gpu_named
 from mjax.planner.compile import Compilation, compile_step, versions
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, named_rows, table
@@ -69,7 +69,7 @@ def announcing() -> Iterator[Callable[[str], None]]:
     """Announce each phase on stderr; on a terminal, with its elapsed time."""
     from rich.progress import TextColumn, TimeElapsedColumn
 
-    from mjax.progress import progress
+    from mjax.utils.progress import progress
 
     if not sys.stderr.isatty():
         yield lambda what: print(f"mjax: {what} …", file=sys.stderr, flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config, load_config, to_dict
-from mjax.data.atomic import put
 from mjax.errors import UsageError, check_folder
 from mjax.model_file import file_of
+from mjax.utils.atomic import put
 
 WIDTH = 120
 

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mjax.cluster.hardware import GIB, USABLE_FRACTION
+from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.hardware import GIB, USABLE_FRACTION
-from mjax.launch import MEMORY_FRACTIONS, host_memory
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
@@ -119,7 +119,7 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     check_float8(config, device.device_kind, capability_of(device))
     config = resolved_on_gpu(config, capability_of(device))
     try:
-        from mjax.parallel.processes import place_on_host  # imports JAX
+        from mjax.cluster.processes import place_on_host  # imports JAX
 
         host = host_memory() / (jax.local_device_count() * place_on_host()[1])
         if warning := check_memory(config, *found, name, host):

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
-from mjax.hardware import GIB, Gpu
 from mjax.models.build import scores_in_chunks
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration
@@ -27,7 +27,7 @@ from mjax.planner.memory import HEADROOM, Memory
 from mjax.planner.search import CHUNKS, SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search
 from mjax.planner.search_command import predictions
 from mjax.planner.section import Section, table
-from mjax.progress import progress
+from mjax.utils.progress import progress
 
 STEP = 1024
 """Positions of a GPU, where all share a sequence, come in multiples of this."""

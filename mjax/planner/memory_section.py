@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config
-from mjax.hardware import GIB, Gpu
 from mjax.models.build import repeats_in_stack, with_unrolling
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words

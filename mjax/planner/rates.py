@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from mjax.cluster.hardware import Gpu
 from mjax.errors import UsageError, either
-from mjax.hardware import Gpu
 from mjax.planner.calibration import Calibration
 
 # Bytes per element of each dtype.
@@ -45,7 +45,7 @@ class Rates:
             known = either([dtype for dtype in gpu.peak_tflops if dtype != "fp8"])
             raise UsageError(
                 f"no {compute} peak is known for {gpu.name}, so its time cannot be predicted; "
-                f"use --precision.compute {known}, or add the peak in mjax/hardware.py"
+                f"use --precision.compute {known}, or add the peak in mjax/cluster/hardware.py"
             )
 
     def product(self, m: float, n: float, k: float, batch: float = 1.0, float8: bool = False) -> float:

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from mjax.batch_size import BatchSizes, at_batch
+from mjax.cluster.hardware import GIB, Gpu, gpu_named
 from mjax.config import Config, DataConfig, MeshConfig, suggestion
 from mjax.errors import UsageError
-from mjax.hardware import GIB, Gpu, gpu_named
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
@@ -180,7 +180,7 @@ def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, Ti
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[int], None]]:
     """On a terminal a progress bar, after the first second."""
-    from mjax.progress import progress
+    from mjax.utils.progress import progress
 
     began, before, show = time.perf_counter(), 0, None
 

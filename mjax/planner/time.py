@@ -2,7 +2,7 @@
 
 Three things are kept apart:
 
-    hardware     `Gpu`: data-sheet values (`mjax/hardware.py`).
+    hardware     `Gpu`: data-sheet values (`mjax/cluster/hardware.py`).
     software     `Software`: properties of the program that no config contains: what it sends in addition, in which
                  dtype, and what it hides (`software.py`). Read from the code, never fitted.
     calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
@@ -42,8 +42,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from mjax.batch_size import BatchSizes
+from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig
-from mjax.hardware import Gpu
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import MODEL, copies
 from mjax.planner import muon

@@ -24,11 +24,11 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from mjax.data.atomic import make_folder, write_whole
-from mjax.hardware import human_bytes
+from mjax.cluster.hardware import human_bytes
 from mjax.profiling.breakdown import break_down, kinds_table, parts_table
 from mjax.profiling.kernels import ASIDE, WINDOW, Kernel, Trace, newest_trace, read_trace
 from mjax.training.profile import Profile
+from mjax.utils.atomic import make_folder, write_whole
 
 FOLDER, MEMORY = "profile", "memory.pprof"
 

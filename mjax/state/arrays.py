@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from mjax.errors import RunError, UsageError
-from mjax.names import leaf_name
+from mjax.utils.names import leaf_name
 
 CHUNK_BYTES = 1 << 26
 """Of one chunk on disk: what is decompressed to read one number."""

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mjax.data.atomic import make_folder, take_lock
 from mjax.errors import UsageError
 from mjax.state.manifest import steps_in
+from mjax.utils.atomic import make_folder, take_lock
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

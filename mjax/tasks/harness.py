@@ -30,16 +30,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from mjax.bounds import check_bounds
-from mjax.chat import Chat
 from mjax.config import MeshConfig, load_own_model
 from mjax.errors import UsageError
-from mjax.generation import Generator
-from mjax.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.chat import Chat
+from mjax.generation.generate import Generator
+from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.sampling import Sampling
+from mjax.generation.streaming import written_after
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
-from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
-from mjax.streaming import written_after
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 

@@ -31,16 +31,16 @@ from typing import Any
 import jax
 
 import mjax
+from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UsageError
-from mjax.packages import installed
 from mjax.state.manifest import MANIFEST
 from mjax.state.runs import checkpoint_steps
 from mjax.training.origin import Origin
-from mjax.training.watchdog import Watchdog
+from mjax.utils.packages import installed
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}
 PATHS = ("path", "train_path", "valid_path", "test_path")

@@ -14,13 +14,13 @@ from mjax.mixture_config import MixtureConfig
 from mjax.model_config import is_own, kind_of
 from mjax.model_file import file_of, run_flags
 from mjax.models.build import count_parameters
-from mjax.names import leaf_name
 from mjax.parallel import axes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.training.display import Display, verdict
 from mjax.training.flops import peak_tflops
 from mjax.training.step import TrainProgram
+from mjax.utils.names import leaf_name
 
 
 def what_runs(
@@ -48,7 +48,7 @@ def what_runs(
     if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
         display.say(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
-            "mjax/hardware.py describes how to add it"
+            "mjax/cluster/hardware.py describes how to add it"
         )
     if mesh.pipe > 1 and (whole := replicated_on_stages(program)):
         display.say(

@@ -35,7 +35,6 @@ from mjax.config import (
     differences,
     read_config,
 )
-from mjax.data.atomic import write_whole
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
@@ -44,6 +43,7 @@ from mjax.model_file import change_of_file, new_run_flags
 from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
 from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.utils.atomic import write_whole
 from mjax.validation import check_batch_sizes
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import jax
 
 import mjax
-from mjax import launch, packages
+from mjax.cluster import launch
 from mjax.config import Config
-from mjax.data.atomic import set_aside, write_whole
 from mjax.mixture_config import MixtureConfig
 from mjax.parallel import axes
+from mjax.utils import packages
+from mjax.utils.atomic import set_aside, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mjax.cluster.hardware import gpu_of
 from mjax.config import Config
-from mjax.hardware import gpu_of
 from mjax.training.trace import Layer, Traced, head, kinds_of, layer_forward
 
 
@@ -78,7 +78,7 @@ def peak_tflops(device_kind: str, compute: str) -> float | None:
     """Dense peak of one device that an MFU is a share of, in TFLOP/s, or None if it is unknown: then no MFU is printed.
 
     Args:
-      device_kind: as named by JAX. `mjax/hardware.py` has the table, and describes how to add a device.
+      device_kind: as named by JAX. `mjax/cluster/hardware.py` has the table, and describes how to add a device.
       compute: compute dtype of the config; fp8 has the peak of bf16 (`Gpu.mfu_peak`).
     """
     gpu = gpu_of(device_kind)

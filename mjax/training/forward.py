@@ -20,7 +20,6 @@ from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
-from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums
 from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
@@ -29,6 +28,7 @@ from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import gather_in_loop, is_layer
 from mjax.state.precision import COMPUTE_TYPES, in_float8, parameter_type
+from mjax.utils.names import leaf_name
 
 MicroBatch = dict[str, Array]
 

@@ -23,16 +23,16 @@ from typing import Any
 
 import numpy as np
 
+from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config
-from mjax.data.atomic import write_whole
 from mjax.errors import UnhealthyError, UsageError
 from mjax.model_file import run_flags
-from mjax.parallel.processes import from_first, is_first
 from mjax.state.checkpoint import Checkpoints
 from mjax.training import health
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
 from mjax.training.losses import StepMetrics
 from mjax.training.metrics import Record
+from mjax.utils.atomic import write_whole
 
 MOST_REWINDS = 3  # to one checkpoint
 REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike

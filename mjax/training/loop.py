@@ -19,15 +19,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.batch_size import BatchSizes
+from mjax.cluster.launch import Distributed
+from mjax.cluster.processes import from_first, is_first, told_to_stop
+from mjax.cluster.watchdog import COMPILING, Watchdog
 from mjax.config import Config
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
-from mjax.launch import Distributed
 from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
-from mjax.parallel.processes import from_first, is_first, told_to_stop
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.runs import locked
 from mjax.state.train_state import TrainState
@@ -44,7 +45,6 @@ from mjax.training.replicas import Replicas
 from mjax.training.result import PREEMPTED, Options, Result
 from mjax.training.step import TrainProgram, build_program
 from mjax.training.stop import StopSignal
-from mjax.training.watchdog import COMPILING, Watchdog
 from mjax.validation import check_devices
 
 MANY_SAMPLES = 2_000_000  # whose order takes seconds

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mjax.cluster.launch import Distributed
 from mjax.errors import UsageError
-from mjax.launch import Distributed
 
 STALL = 5.0  # seconds for one message to go through
 RETRY = 0.5  # seconds between two attempts to connect

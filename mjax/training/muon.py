@@ -24,11 +24,11 @@ import optax
 from jax import Array
 
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.names import leaf_name
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.sums import wide_type
 from mjax.state.layout import Layout
+from mjax.utils.names import leaf_name
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

@@ -11,7 +11,6 @@ import optax
 from jax import Array
 
 from mjax.config import Config, MeshConfig, OptimizerConfig
-from mjax.names import leaf_name
 from mjax.parallel import scopes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
@@ -21,6 +20,7 @@ from mjax.parallel.zero import is_layer, layer_dims
 from mjax.state.layout import Layout
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.muon import ITERATE_IN, matrices_of, scale_by_muon
+from mjax.utils.names import leaf_name
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 

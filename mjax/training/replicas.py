@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.errors import UnhealthyError
-from mjax.names import leaf_name
 from mjax.parallel import mappings
 from mjax.parallel.axes import NAMES, holding
+from mjax.utils.names import leaf_name
 
 MOST_SHOWN = 4  # devices
 DIMS = [NAMES.index(axis) for axis in holding()]

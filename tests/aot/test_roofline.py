@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.aot.roofline import COLLECTIVES, LATENCY, PRODUCTS, roofline
-from mjax.hardware import gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.planner.calibration import H100 as RATES
 from tests.trace.test_hlo import PROGRAM
 

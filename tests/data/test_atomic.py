@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mjax.config import Config, save_config
-from mjax.data import atomic
+from mjax.utils import atomic
 from tests.conftest import ROOT
 
 WRITES = [lambda file: atomic.write_whole(file, "new"), lambda file: save_config(Config(), file)]

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.inspect import document_lengths
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter

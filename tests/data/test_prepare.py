@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, load_config
 from mjax.data import wikipedia

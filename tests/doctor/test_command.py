@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands import doctor as command
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding
 from mjax.doctor.report import Report

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mjax import packages
 from mjax.doctor.finding import GREEN, RED, YELLOW
 from mjax.doctor.software import check_jax, check_packages, check_python
+from mjax.utils import packages
 
 
 def pretend(monkeypatch, **versions):

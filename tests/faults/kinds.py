@@ -17,7 +17,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mjax.data import atomic
+from mjax.utils import atomic
 from tests.faults.runs import (
     ROOT,
     SAVES,
@@ -223,7 +223,7 @@ def poison_main(argv: list[str]) -> int:
     import jax
     import numpy as np
 
-    from mjax import cli
+    from mjax.commands import cli
     from mjax.training import loop
 
     build = loop.build_program

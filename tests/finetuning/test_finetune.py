@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tyro
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
 from mjax.finetuning.seed import SeedRun, best_of, read_epochs
-from mjax.inference import restore_weights
+from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.state.layout import lay_out
 from mjax.tasks.labelled import DEFAULTS

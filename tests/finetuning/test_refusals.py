@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import save_config
 from tests.finetuning.pretrained import write_run
 from tests.small import small_config

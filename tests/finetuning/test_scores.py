@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.finetuning.seed import mean_loss
-from mjax.inference import inference_config
+from mjax.generation.inference import inference_config
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples
 from mjax.tasks.scoring import TaskScorer

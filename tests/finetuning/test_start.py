@@ -7,7 +7,7 @@ import pytest
 
 from mjax.config import MeshConfig, read_config
 from mjax.finetuning.start import Start
-from mjax.inference import restore_weights
+from mjax.generation.inference import restore_weights
 from mjax.model_config import as_kind
 from mjax.parallel.mesh import make_mesh
 from mjax.state.layout import lay_out

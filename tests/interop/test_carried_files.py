@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from mjax import cli
-from mjax.chat import Chat
+from mjax.commands import cli
 from mjax.config import Config, DataConfig, GPTConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
+from mjax.generation.chat import Chat
 from mjax.interop.carried_files import carried_files, restored_files
 from mjax.interop.convert import check_vocabulary
 from mjax.interop.tokenizer_files import find_tokenizer

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from jax.numpy import bfloat16
 
-from mjax import cli
-from mjax.commands import convert
+from mjax.commands import cli, convert
 from mjax.config import read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.interop import bert, bloom, gpt2, model_folder

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import GPTConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of, find_family

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import GPTConfig, read_config
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import model_config

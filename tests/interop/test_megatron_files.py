@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import find_folder
 from mjax.interop.megatron.distributed import DistributedTensors

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.interop.model_card import BEGIN, END
 from tests.interop.folders import LLAMA, tensors_of, write_folder
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import save_config
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family

@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
+from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig
 from mjax.errors import UsageError
-from mjax.generation import Generator
-from mjax.hardware import gpu_named
+from mjax.generation.generate import Generator
+from mjax.generation.sampling import Sampling
 from mjax.models.build import build_model, count_parameters
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
-from mjax.sampling import Sampling
 from mjax.training.flops import model_flops
 from mjax.training.step import build_program
 from mjax.validation import validate

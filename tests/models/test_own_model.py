@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mjax import cli
+from mjax.cluster.hardware import gpu_named
+from mjax.commands import cli
 from mjax.config import DataConfig, LlamaConfig, MeshConfig
 from mjax.errors import UsageError
-from mjax.hardware import gpu_named
 from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters
 from mjax.planner.compile import compile_step

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from mjax.cluster import processes
+from mjax.cluster.launch import Distributed
 from mjax.errors import UsageError
-from mjax.launch import Distributed
-from mjax.parallel import processes
 
 SLURM = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "3"}
 OPEN_MPI = {

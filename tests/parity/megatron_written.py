@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.interop.convert import abstract_weights
 from mjax.model_config import as_kind

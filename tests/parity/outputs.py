@@ -6,9 +6,9 @@ import numpy as np
 import torch
 import transformers
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.interop.weights import leaves, places
-from mjax.names import leaf_name
+from mjax.utils.names import leaf_name
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import DataConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.interop.convert import abstract_weights
 from mjax.state.checkpoint import Checkpoints

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.inference import inference_config
+from mjax.generation.inference import inference_config
 from mjax.interop.convert import family_of, write_run
 from mjax.model_config import as_kind
 from mjax.models.build import build_model

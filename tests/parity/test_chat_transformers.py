@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mjax.chat import Chat
 from mjax.data.tokenizers import load_tokenizer
+from mjax.generation.chat import Chat
 from tests.test_chat import CHATML, bytes_with_special_tokens
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")

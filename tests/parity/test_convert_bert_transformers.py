@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from tests.data.vocabularies import TEXTS, bert_file
 from tests.interop.folders import read_folder

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from tests.data.vocabularies import NAMES, NASTY, TEXTS, specs
 from tests.interop.folders import read_folder

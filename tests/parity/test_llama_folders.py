@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.generation import Generator
-from mjax.inference import inference_config
+from mjax.generation.generate import Generator
+from mjax.generation.inference import inference_config
+from mjax.generation.sampling import Sampling
 from mjax.parallel.mesh import make_mesh
-from mjax.sampling import Sampling
 from mjax.state.checkpoint import restore_weights
 from tests.data.vocabularies import NASTY, TEXTS
 from tests.interop.folders import read_folder

@@ -13,10 +13,10 @@ import sys
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
-from mjax.streaming import written_after
+from mjax.generation.streaming import written_after
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.tokenizers import load_tokenizer

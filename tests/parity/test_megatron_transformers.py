@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.interop.megatron.pickles import StandIn, load
 from tests.interop.megatron_files import draw
 from tests.interop.whole_weights import assert_same, weights_of

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mjax import cli
+from mjax.cluster.hardware import gpu_named
+from mjax.commands import cli
+from mjax.commands.flags import parse
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.flags import parse
-from mjax.hardware import gpu_named
 from mjax.models.build import count_parameters
 from mjax.planner.budget import Rung, attempt, family_ladder, ladder, largest, with_tokens
 from mjax.planner.search_flags import SearchArguments

@@ -16,8 +16,8 @@ import pytest
 
 from benchmarks.aot.saved_program import open_program, save_program
 from benchmarks.aot.schedule import read_launches, read_overlaps
+from mjax.cluster.hardware import gpu_named
 from mjax.errors import UsageError
-from mjax.hardware import gpu_named
 from mjax.parallel import axes
 from mjax.planner import compile as ahead
 from mjax.planner.compile import compile_step, sheet_names
@@ -123,7 +123,7 @@ def test_sheets_describe_their_gpus():
 
 COMPILE_REPEATABLE = """
 import re
-from mjax import xla_flags
+from mjax.cluster import xla_flags
 if {deterministic}:
     xla_flags.be_repeatable()
 from mjax.planner.compile import compile_step

@@ -6,11 +6,12 @@ from unittest.mock import Mock
 import jax
 import pytest
 
-from mjax import cli, launch
+from mjax.cluster import launch
+from mjax.cluster.hardware import GIB, USABLE_FRACTION
+from mjax.cluster.launch import claim_gpu_memory
+from mjax.commands import cli
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.hardware import GIB, USABLE_FRACTION
-from mjax.launch import claim_gpu_memory
 from mjax.planner import fit
 from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory

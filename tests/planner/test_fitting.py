@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fitting import Measurement, calibrate
-from mjax.hardware import gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.calibration import read_calibration
 from mjax.planner.rates import Rates

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.aot.roofline import PRODUCTS
+from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.errors import UsageError
-from mjax.hardware import gpu_named
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.float8 import ADA, check_float8
 from mjax.planner.memory import predict_memory

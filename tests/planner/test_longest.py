@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 from matplotlib.figure import Figure
 
-from mjax import cli
+from mjax.cluster.hardware import GIB, gpu_named
+from mjax.commands import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
-from mjax.hardware import GIB, gpu_named
 from mjax.pictures.longest import draw_longest
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
 from mjax.planner.memory import HEADROOM, Memory

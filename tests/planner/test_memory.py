@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from mjax.cluster.hardware import gpu_named
 from mjax.config import from_dict, load_config, to_dict
-from mjax.hardware import gpu_named
 from mjax.parallel.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
-from mjax.hardware import gpu_named
 from mjax.parallel.mesh import abstract_mesh
 from mjax.planner import muon
 from mjax.planner.memory import predict_memory

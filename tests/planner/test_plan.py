@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.planner import compile as ahead
 from tests.conftest import ROOT
 
@@ -40,7 +40,7 @@ def test_plan_leaves_accelerators_alone():
     argv = ["plan", "--config", "gpt_demo", "--gpu", "h100"]
     code = f"""
 import sys
-from mjax import cli
+from mjax.commands import cli
 try:
     cli.main(["plan", "--help"])
 except SystemExit:

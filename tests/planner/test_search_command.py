@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from benchmarks.published import whole_rows
-from mjax import cli
+from mjax.cluster.hardware import gpu_named
+from mjax.commands import cli
 from mjax.config import load_config
-from mjax.hardware import gpu_named
 from mjax.parallel.axes import NAMES
 from mjax.planner.memory import least_memory, predict_memory
 from mjax.planner.search import search

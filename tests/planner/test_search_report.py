@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from mjax.cluster.hardware import GIB, gpu_named
 from mjax.config import load_config
-from mjax.hardware import GIB, gpu_named
 from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
 from mjax.planner.search_command import Question, report

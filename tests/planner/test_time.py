@@ -23,10 +23,10 @@ from benchmarks.published import (
     v100_scaling,
     whole_rows,
 )
-from mjax import cli
 from mjax.batch_size import BatchSizes, at_batch
+from mjax.cluster.hardware import gpu_named
+from mjax.commands import cli
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
-from mjax.hardware import gpu_named
 from mjax.model_config import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import layer_time

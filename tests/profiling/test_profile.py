@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import load_config
 from mjax.errors import RunError, UsageError
 from mjax.profiling.recorder import Recorder

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.errors import RunError
 from mjax.state.checkpoint import Checkpoints
 

@@ -16,9 +16,9 @@ import tarfile
 import numpy as np
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
-from mjax.inference import restore_weights
+from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.state.layout import lay_out
 from mjax.training.metrics import read_metrics

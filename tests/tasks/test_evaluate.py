@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import tyro
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.evaluate import EvaluateArguments, evaluate, report
 from mjax.config import save_config
 from mjax.data.tokenizers import ByteTokenizer

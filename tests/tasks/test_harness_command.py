@@ -2,7 +2,7 @@
 
 import sys
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.commands.lm_eval import _with_run
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.inference import inference_config
+from mjax.generation.inference import inference_config
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.axes import MODEL

@@ -2,8 +2,8 @@
 
 import pytest
 
+from mjax.cluster import watchdog
 from mjax.state.checkpoint import Checkpoints
-from mjax.training import watchdog
 
 
 @pytest.fixture

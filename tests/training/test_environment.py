@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mjax import launch
+from mjax.cluster import launch
 from mjax.config import Config
 from mjax.training import environment
 

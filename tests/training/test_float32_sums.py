@@ -6,8 +6,8 @@ from collections import Counter
 import jax
 import pytest
 
-from mjax.names import leaf_name
 from mjax.parallel.schedules import build_schedule
+from mjax.utils.names import leaf_name
 from tests.small import small_config
 from tests.traced import carried, equations, traced_step
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import mjax
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, save_config
 from mjax.data.metadata import digest_of_folder
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
-from mjax.inference import open_run
+from mjax.generation.inference import open_run
 from mjax.interop.convert import write_run
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints

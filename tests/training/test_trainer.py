@@ -8,14 +8,14 @@ import optax
 import pytest
 
 import mjax
-from mjax import cli
+from mjax.cluster.watchdog import Watchdog
+from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, read_config
 from mjax.data.samples import MockDataset
 from mjax.errors import UsageError
 from mjax.training.display import Display
 from mjax.training.metrics import read_metrics
 from mjax.training.optimizer import adamw
-from mjax.training.watchdog import Watchdog
 from tests.tiny_config import config as tiny
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mjax import cli
+from mjax.commands import cli
 from mjax.config import CheckpointConfig, HealthConfig
 from mjax.training import guard, health, loop
 from mjax.training.metrics import MetricsLog, read_metrics

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from mjax.cluster import watchdog
+from mjax.cluster.launch import Distributed
+from mjax.cluster.watchdog import COMPILING, STEP, Watchdog
 from mjax.errors import RunError, UsageError
-from mjax.launch import Distributed
-from mjax.training import watchdog
-from mjax.training.watchdog import COMPILING, STEP, Watchdog
 from tests.training.watchdogs import Run
 
 pytestmark = pytest.mark.usefixtures("fast_watchdogs")

@@ -4,8 +4,8 @@ import dataclasses
 import threading
 import time
 
-from mjax.launch import Distributed
-from mjax.training.watchdog import Watchdog
+from mjax.cluster.launch import Distributed
+from mjax.cluster.watchdog import Watchdog
 
 
 class Run:

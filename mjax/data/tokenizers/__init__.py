@@ -29,7 +29,7 @@ from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
 from mjax.data.tokenizers.wordpiece import train_wordpiece as train_wordpiece
 from mjax.errors import UsageError
-from mjax.json_files import read_json
+from mjax.utils.json_files import read_json
 
 SCHEMES: dict[str, type[Tokenizer]] = {
     tokenizer.scheme: tokenizer

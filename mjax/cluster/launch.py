@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from mjax.bounds import Bounds
+from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.errors import UsageError
-from mjax.hardware import USABLE_FRACTION
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 SET_BY_MJAX: dict[str, str] = {}

@@ -28,8 +28,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mjax.bounds import check_bounds
+from mjax.cluster.launch import Distributed, has_nvidia_gpu, launched_by
 from mjax.errors import UsageError
-from mjax.launch import Distributed, has_nvidia_gpu, launched_by
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
 OURS_FIRST = 60  # seconds by which JAX's limits are longer than ours, which have a better message
@@ -67,7 +67,7 @@ def start(where: Distributed) -> None:
                 process,
                 local_device_ids=local_devices(),
                 initialization_timeout=where.start_timeout + OURS_FIRST,
-                # A fallback for mjax/training/watchdog.py, which should report first: JAX may send only one heartbeat
+                # A fallback for mjax/cluster/watchdog.py, which should report first: JAX may send only one heartbeat
                 # in half of its timeout.
                 heartbeat_timeout_seconds=2 * where.heartbeat + 10,
             )

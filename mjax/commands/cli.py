@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, get_type_hints
 
-from mjax import __version__, launch
+from mjax import __version__
+from mjax.cluster import launch
+from mjax.commands.flags import parse
+from mjax.commands.pipes import flushed_output
 from mjax.config import available_configs
 from mjax.errors import RunError, UsageError, explain, suggestion
-from mjax.flags import parse
-from mjax.pipes import flushed_output
 
 
 class Command(NamedTuple):

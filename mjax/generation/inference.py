@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.json_files import read_json
 from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.parallel import axes
@@ -20,6 +19,7 @@ from mjax.state.arrays import named
 from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
+from mjax.utils.json_files import read_json
 from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most

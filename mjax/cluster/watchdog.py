@@ -39,9 +39,9 @@ from typing import Any
 
 import jax
 
+from mjax.cluster.launch import Distributed
+from mjax.cluster.processes import bytes_from_first
 from mjax.errors import UnhealthyError, UsageError, exit_code
-from mjax.launch import Distributed
-from mjax.parallel.processes import bytes_from_first
 from mjax.training import meeting
 
 BEAT = 0.5  # seconds between two messages

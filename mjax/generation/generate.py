@@ -41,17 +41,17 @@ from mjax.config import Config, MeshConfig
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python
-from mjax.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
+from mjax.generation.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
+from mjax.generation.sampling import Sampling, draw
+from mjax.generation.streaming import Decode, Streamed, written_after
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
-from mjax.sampling import Sampling, draw
 from mjax.state.layout import lay_out
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.state.train_state import TrainState
-from mjax.streaming import Decode, Streamed, written_after
 from mjax.training.loop import Run
 
 # --- On the devices ---------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
 
+from mjax.cluster.launch import set_variable
 from mjax.errors import UsageError
-from mjax.launch import set_variable
-from mjax.packages import installed
+from mjax.utils.packages import installed
 
 
 @dataclass(frozen=True)

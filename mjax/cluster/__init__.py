@@ -1,0 +1,1 @@
+"""Processes, devices and flags of a machine or a cluster."""

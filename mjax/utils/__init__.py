@@ -1,0 +1,1 @@
+"""Files, names and progress."""
