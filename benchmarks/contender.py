@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mjax.cluster import launch
 from mjax.config import Config, from_dict
+from mjax.config.checks import check_devices
 from mjax.data.sources import open_data
 from mjax.errors import RunError, UsageError
-from mjax.validation import check_devices
 
 DISTINCT_BATCHES = 4  # tokens are drawn before the clock runs, and used in turn
 

@@ -21,12 +21,12 @@ import tyro
 from benchmarks.calibrate import drawn, seconds_of
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from mjax.config import Config, MeshConfig, load_config
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.section import table
 from mjax.state.precision import COMPUTE_TYPES
 from mjax.training.flops import model_flops
-from mjax.validation import validate
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import Batches
 from mjax.data.blend import build_blend_index, normalize, number_within
 from mjax.data.cache import IndexCache

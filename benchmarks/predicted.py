@@ -28,6 +28,7 @@ from benchmarks.train_step import Process
 from mjax.cluster import launch
 from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import Config, MeshConfig, load_config
+from mjax.config.checks import validate
 from mjax.errors import RunError, UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import (
@@ -40,7 +41,6 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.section import table
 from mjax.planner.software import MJAX
 from mjax.planner.time import PARTS, predict_time
-from mjax.validation import validate
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.
 CASES = (

@@ -36,10 +36,10 @@ import tyro
 from benchmarks.command import check_counts, in_one_sentence
 from mjax.cluster import launch
 from mjax.config import Config, load_config, to_dict
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.training.flops import model_flops, peak_tflops
-from mjax.validation import validate
 
 HERE = Path(__file__).resolve().parent
 NAMES = {"mjax": "mjax", "eager": "PyTorch eager", "compile": "PyTorch compiled"}

@@ -32,7 +32,7 @@ _PLACES = {
     "open_run": "mjax.generation.inference:open_run",
     "plan": "mjax.commands.plan:plan_of",
     "simulate": "mjax.cluster.launch:simulate_devices",
-    "validate": "mjax.validation:validate",
+    "validate": "mjax.config.checks:validate",
 }
 
 __all__ = ["__version__", *_PLACES]

@@ -18,7 +18,7 @@ from mjax.config import (
     PrecisionConfig,
     TrainConfig,
 )
-from mjax.model_config import as_kind
+from mjax.config.model import as_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mjax.commands import cli
+from mjax.config.checks import check_devices
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import LONGEST
 from mjax.state.runs import locked
-from mjax.validation import check_devices
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "tests" / "tiny_config.py")

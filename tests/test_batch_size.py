@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.batch_size import BatchSizes, at_batch, in_units, parse_schedule, parse_tokens, training_samples
+from mjax.config.batch_size import BatchSizes, at_batch, in_units, parse_schedule, parse_tokens, training_samples
 from mjax.errors import UsageError
 from tests.small import small_config
 

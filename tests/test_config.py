@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.batch_size import BatchSizes
 from mjax.commands.flags import parse
 from mjax.commands.train import TrainArguments
 from mjax.config import (
@@ -25,10 +24,11 @@ from mjax.config import (
     save_config,
     to_dict,
 )
+from mjax.config.batch_size import BatchSizes
+from mjax.config.checks import check_devices, validate
+from mjax.config.model import as_kind
 from mjax.errors import UsageError
-from mjax.model_config import as_kind
 from mjax.models.build import count_parameters
-from mjax.validation import check_devices, validate
 from tests.conftest import ROOT
 
 # --- Published models and runs ----------------------------------------------------------------------------------------
@@ -247,6 +247,9 @@ def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
     file = tmp_path / "old.py"
     file.write_text("from mjax.config import Config, TrainConfig\nconfig = Config(train=TrainConfig(streams=2))\n")
     with pytest.raises(UsageError, match=r"train\.streams was removed; layers compute a whole micro-batch"):
+        load_config(str(file))
+    file.write_text("from mjax.model_config import register\n")
+    with pytest.raises(UsageError, match=r"No module named 'mjax\.model_config': it is mjax\.config\.model now"):
         load_config(str(file))
 
 

@@ -21,7 +21,7 @@ from mjax.commands import cli
 from mjax.commands import lm_eval as harness_command
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
-from mjax.validation import validate
+from mjax.config.checks import validate
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 FILES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]

@@ -15,8 +15,8 @@ from mjax.commands.finetune import FinetuneArguments
 from mjax.commands.flags import ELSEWHERE, NOTES, flags_of, parse
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments, name_of
+from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
-from mjax.mixture_config import MixtureConfig
 
 TYPED = {
     "train --lr 3e-4": "mjax train has no --lr; type --optimizer.learning-rate 3e-4",

@@ -13,12 +13,12 @@ import pytest
 import mjax
 from mjax.commands import cli
 from mjax.config import load_config
+from mjax.config.model import REGISTRY
+from mjax.config.model_file import file_of
 from mjax.doctor.child import run_in_child
 from mjax.doctor.driver import Driver
 from mjax.doctor.finding import RED
 from mjax.errors import UsageError
-from mjax.model_config import REGISTRY
-from mjax.model_file import file_of
 from mjax.models.build import count_parameters
 from mjax.planner.config_file import write_config
 from mjax.training.metrics import read_metrics

@@ -13,9 +13,9 @@ from mjax.commands import cli
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, load_config, save_config
+from mjax.config.resolve import resolve
 from mjax.data.metadata import DatasetMetadata, write_metadata
 from mjax.errors import UsageError
-from mjax.resolve import resolve
 from mjax.training.origin import Origin, save_origin
 
 GPT = load_config("gpt_345m")

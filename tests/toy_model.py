@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.bounds import Count, NotNegative
 from mjax.config import Config, PrecisionConfig, TrainConfig
-from mjax.model_config import ModelConfig, register
+from mjax.config.bounds import Count, NotNegative
+from mjax.config.model import ModelConfig, register
 from mjax.models.attention import Attention
 from mjax.models.block import Block, stack
 from mjax.models.causal import CausalModel

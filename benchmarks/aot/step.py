@@ -24,16 +24,16 @@ from benchmarks.aot.roofline import Roofline, roofline
 from benchmarks.aot.saved_program import check_save, save_program
 from benchmarks.aot.schedule import Overlapped, read_launches, read_overlaps
 from benchmarks.command import in_one_sentence
-from mjax.bounds import Count
 from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named, human_bytes
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import choose_config
 from mjax.config import Config
+from mjax.config.bounds import Count
+from mjax.config.checks import validate
+from mjax.config.resolve import resolve
 from mjax.planner.compile import check_compile
 from mjax.planner.section import table
-from mjax.resolve import resolve
-from mjax.validation import validate
 
 
 @dataclass(frozen=True)

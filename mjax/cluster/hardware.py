@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mjax.config import suggestion
-from mjax.errors import UsageError
+from mjax.errors import UsageError, suggestion
 
 # Share of a GPU's memory that mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
 USABLE_FRACTION = 0.9

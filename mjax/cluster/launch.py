@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from mjax.bounds import Bounds
 from mjax.cluster.hardware import USABLE_FRACTION
+from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"

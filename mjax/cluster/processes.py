@@ -27,8 +27,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from mjax.bounds import check_bounds
 from mjax.cluster.launch import Distributed, has_nvidia_gpu, launched_by
+from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 
 MESSAGE_BYTES = 2048  # of bytes_from_first

@@ -25,7 +25,7 @@ import ftfy
 import numpy as np
 import tyro
 
-from mjax.bounds import Count, CountOrZero
+from mjax.config.bounds import Count, CountOrZero
 from mjax.data import decontaminate, outputs
 from mjax.data.blocks import Block
 from mjax.data.corpus import Document, TextFiles, find_files, parse

@@ -21,9 +21,10 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from mjax.bounds import Count
 from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
+from mjax.config.bounds import Count
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
@@ -48,7 +49,6 @@ from mjax.interop.settings import config_values, model_config
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
-from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.state.blocks import read_in_blocks
 from mjax.state.checkpoint import Checkpoints

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from mjax.bounds import Count
 from mjax.commands.convert import print_next_steps
+from mjax.config.bounds import Count
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.interop.carried_files import carried_files
@@ -30,8 +32,6 @@ from mjax.interop.model_folder import check_output
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import block_reader, find_tensors
-from mjax.mixture_config import MixtureConfig
-from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.state.runs import check_run_folder
 from mjax.utils.progress import progress

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
-from mjax.bounds import Count
+from mjax.config.bounds import Count
 from mjax.data import outputs
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, parse

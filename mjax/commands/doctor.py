@@ -22,8 +22,8 @@ from typing import Annotated
 import tyro
 
 from mjax import __version__
-from mjax.bounds import Bounds, check_bounds
 from mjax.config import Config, load_config
+from mjax.config.bounds import Bounds, check_bounds
 from mjax.doctor import driver as nvidia
 from mjax.doctor import flags, host, software
 from mjax.doctor.child import run_in_child

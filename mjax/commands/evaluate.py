@@ -19,15 +19,15 @@ import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from mjax.bounds import Count, check_bounds
 from mjax.cluster import launch
 from mjax.cluster.compiled_programs import keep_programs
 from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
+from mjax.config.bounds import Count, check_bounds
+from mjax.config.model import ModelConfig
 from mjax.data.outputs import facts
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, check_picture, either
-from mjax.model_config import ModelConfig
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.labelled import (
     TASKS,

@@ -20,12 +20,12 @@ import numpy as np
 
 from mjax.cluster import launch
 from mjax.cluster.compiled_programs import keep_programs
+from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
 from mjax.state.runs import check_run_folder
 from mjax.tasks.labelled import LabelledTask, open_task
-from mjax.validation import validate
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
     from mjax.cluster.watchdog import Watchdog

@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 
-from mjax.bounds import check_bounds, fields_of
+from mjax.config.bounds import check_bounds, fields_of
+from mjax.config.model import KIND_FLAG, kinds_with
+from mjax.config.removed import REMOVED
 from mjax.errors import UsageError, either, suggestion
-from mjax.model_config import KIND_FLAG, kinds_with
-from mjax.removed import REMOVED
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from mjax.bounds import Count, check_bounds
 from mjax.cluster.compiled_programs import keep_programs
 from mjax.config import MeshConfig, load_own_model
+from mjax.config.bounds import Count, check_bounds
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, lines_of
 from mjax.generation.generate import Generator, Sample, continue_ids

@@ -16,11 +16,13 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from mjax.bounds import Count, Positive
 from mjax.cluster.hardware import Gpu, gpu_named, human_bytes
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, load_config
+from mjax.config.bounds import Count, Positive
+from mjax.config.checks import validate
+from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, check_picture
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel import axes
@@ -29,8 +31,6 @@ from mjax.planner.config_file import write_config
 from mjax.planner.rates import Rates
 from mjax.planner.search_flags import SearchArguments, check_search
 from mjax.planner.section import Section, named_rows, table
-from mjax.resolve import resolve, resolve_steps
-from mjax.validation import validate
 
 
 @dataclass(frozen=True)

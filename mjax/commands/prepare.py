@@ -33,8 +33,8 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.bounds import Bounds, check_bounds
 from mjax.config import DataConfig, load_config
+from mjax.config.bounds import Bounds, check_bounds
 from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, TextArguments, parse
 from mjax.data.indexed import token_dtype

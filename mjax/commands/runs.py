@@ -26,9 +26,9 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from mjax.config import Config, differences, read_settings
+from mjax.config.model import is_own, kind_of
+from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.errors import UsageError, check_picture, suggestion
-from mjax.model_config import is_own, kind_of
-from mjax.model_file import MODEL_FILE, model_file_of
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import in_words
 from mjax.pictures.runs import draw_runs, smoothed

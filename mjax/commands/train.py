@@ -17,11 +17,11 @@ from mjax.cluster.launch import Distributed
 from mjax.cluster.xla_flags import be_repeatable
 from mjax.commands.flags import parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
+from mjax.config.checks import validate
+from mjax.config.model import KIND_FLAG, as_kind, kind_of
+from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, either, exit_code, explain
-from mjax.model_config import KIND_FLAG, as_kind, kind_of
 from mjax.profiling.steps import profiled_steps
-from mjax.resolve import resolve, resolve_steps
-from mjax.validation import validate
 
 if TYPE_CHECKING:
     from mjax.training.origin import Origin

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from mjax.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes
 from mjax.data.samples import labelled
 
 Step = TypeVar("Step")

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 
-from mjax.bounds import Count, check_bounds
+from mjax.config.bounds import Count, check_bounds
 from mjax.data.blocks import ENDINGS, MOST_BYTES, OTHER_TEXT, Block, ending_of, raw_lines, read_blocks
 from mjax.errors import UsageError, either
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.config.plain_values import build
 from mjax.data.indexed import IndexedDatasetWriter, index_file, temporary_files, token_file
 from mjax.errors import RunError, UsageError
-from mjax.plain_values import build
 from mjax.utils.atomic import put, remove, write_whole
 from mjax.utils.json_files import read_json
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.errors import UsageError
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.batch_size import BatchSizes, training_samples
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes, training_samples
+from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset
 from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
@@ -27,7 +28,6 @@ from mjax.data.metadata import DatasetMetadata, digest_of_folder, read_metadata,
 from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.model_config import KIND_FLAG, kind_of
 
 FEW_EPOCHS = 10
 """Above this a model is told that it learns the text by heart (arXiv 2305.16264 finds little gain after four)."""

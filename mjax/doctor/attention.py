@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mjax.config import Config
+from mjax.config.model import GPTConfig, ModelConfig
 from mjax.doctor.devices import called
 from mjax.doctor.finding import GREEN, RED, YELLOW, Found, advice_on, check
 from mjax.doctor.numerics import relative_error
 from mjax.errors import UsageError
-from mjax.model_config import GPTConfig, ModelConfig
 from mjax.models import attention_kernels, kernel_trial
 
 # Largest allowed difference from NumPy's float64, relative to the largest value: products of 16-bit inputs are summed

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mjax.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.cluster.launch import Distributed
 from mjax.config import (
     CheckpointConfig,
@@ -26,6 +25,7 @@ from mjax.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.errors import UsageError
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
 from mjax.utils.atomic import write_whole

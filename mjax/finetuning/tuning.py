@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mjax.batch_size import BatchSizes
 from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
+from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.report import print_table, summary

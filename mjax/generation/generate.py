@@ -36,8 +36,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.text import Text
 
-from mjax.bounds import check_bounds
 from mjax.config import Config, MeshConfig
+from mjax.config.bounds import check_bounds
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python

@@ -9,9 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
+from mjax.config.checks import validate
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.model_config import ModelConfig
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
@@ -20,7 +21,6 @@ from mjax.state.checkpoint import restore_weights
 from mjax.state.layout import lay_out
 from mjax.state.runs import checkpoint_steps
 from mjax.utils.json_files import read_json
-from mjax.validation import validate
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
+from mjax.config.llama import LlamaConfig, RopeScaling
+from mjax.config.model import ModelConfig
 from mjax.errors import UsageError, either
 from mjax.interop.carried_files import SETTINGS
-from mjax.llama_config import LlamaConfig, RopeScaling
-from mjax.model_config import ModelConfig
 
 SCALINGS = tuple(name for name in get_args(RopeScaling) if name != "none")
 LONGEST = 2**31

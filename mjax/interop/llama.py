@@ -12,9 +12,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from mjax.config.llama import LlamaConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family, Reader
-from mjax.llama_config import LlamaConfig
 
 LAYER = "model.layers.{0}"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family, Reader
 from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN2, QWEN3, omitted
-from mjax.mixture_config import MixtureConfig
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""

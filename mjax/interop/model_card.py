@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family
-from mjax.model_config import ModelConfig
 
 CARD = "README.md"
 BEGIN, END = "<!-- mjax convert: begin -->", "<!-- mjax convert: end -->"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from mjax.config.model import ModelConfig, config_class
 from mjax.errors import UsageError
 from mjax.interop.family import Family
-from mjax.model_config import ModelConfig, config_class
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",

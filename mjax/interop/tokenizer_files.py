@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import (
     DESCRIPTION,
     BertTokenizer,
@@ -33,7 +34,6 @@ from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
-from mjax.model_config import ModelConfig
 
 ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Settings of an added token."""

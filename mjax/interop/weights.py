@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
-from mjax.model_config import ModelConfig
 from mjax.models.build import abstract_weights
 from mjax.models.protocol import Model
 from mjax.parallel.stacks import name_in_layer, numbers_of_layers

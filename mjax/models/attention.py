@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.model_config import ModelConfig
+from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import attend_across, for_every_query
 from mjax.models.context import Context
 from mjax.models.flash import MASKED

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from mjax.model_config import BERTConfig, EncoderConfig
+from mjax.config.model import BERTConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
 from mjax.models.mlp import activate

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.model_config import ModelConfig
+from mjax.config.model import ModelConfig
 from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
 from mjax.parallel.axes import EXPERT

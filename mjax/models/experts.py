@@ -38,7 +38,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.mixture_config import MixtureConfig
+from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
 from mjax.models.mlp import GatedMLP, gated
 from mjax.models.router import Choice, Router, Sums

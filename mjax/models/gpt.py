@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.model_config import GPTConfig
+from mjax.config.model import GPTConfig
 from mjax.models.block import stack
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mjax.model_config import BERTTaskConfig
+from mjax.config.model import BERTTaskConfig
 from mjax.models.bert import Encoder, Linear
 from mjax.models.context import Context
 from mjax.models.flash import MASKED

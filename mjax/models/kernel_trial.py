@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config import Config
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
-from mjax.mixture_config import MixtureConfig
-from mjax.model_config import ModelConfig
 from mjax.models.attention_kernels import attend
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, choose_grouped, choose_kernel

@@ -10,9 +10,9 @@ import math
 from dataclasses import replace
 
 from mjax.config import Config
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
-from mjax.mixture_config import MixtureConfig
-from mjax.model_config import ModelConfig
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities, NVIDIA's numbers for GPU generations."""

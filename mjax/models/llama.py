@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from mjax.llama_config import LlamaConfig
+from mjax.config.llama import LlamaConfig
 from mjax.models.attention import Attention
 from mjax.models.block import Block, OutputNormBlock, stack
 from mjax.models.causal import CausalModel

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.mixture_config import MixtureConfig
+from mjax.config.mixture import MixtureConfig
 from mjax.models.attention import KeyValues
 from mjax.models.block import Block, Group, Sums, stack
 from mjax.models.context import Context

@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.llama_config import LlamaConfig
-from mjax.model_config import TransformerConfig
+from mjax.config.llama import LlamaConfig
+from mjax.config.model import TransformerConfig
 from mjax.models.context import Context
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
 from mjax.parallel.sums import wide_type

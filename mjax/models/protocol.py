@@ -1,6 +1,6 @@
 """The interface of a model: an architecture is a config and a module that follow this page.
 
-The config (`mjax/model_config.py`) lists the arrays of a batch and the sizes that the `model` axis divides, and builds
+The config (`mjax/config/model.py`) lists the arrays of a batch and the sizes that the `model` axis divides, and builds
 the module. The module turns a batch into the stream, has stacks of layers, and turns the stream into a loss. Everything
 else is derived from the traced program: storage, checkpoints, the pipeline, FLOPs, memory, the communication ledger.
 
@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
-from mjax.model_config import ModelConfig
+from mjax.config.model import ModelConfig
 from mjax.models.context import Context
 
 Batch = dict[str, Array]

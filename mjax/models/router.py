@@ -34,7 +34,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
-from mjax.mixture_config import MixtureConfig
+from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
 from mjax.parallel import mappings
 from mjax.parallel.axes import CONTEXT

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 from jax import Array
 
-from mjax.model_config import TransformerConfig
+from mjax.config.model import TransformerConfig
 from mjax.models.attention import Attention
 from mjax.models.block import Block
 from mjax.models.mlp import MLP

@@ -17,18 +17,18 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mjax.batch_size import BatchSizes, in_units
 from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config, as_flag, available_configs, differences, load_config
+from mjax.config.batch_size import BatchSizes, in_units
+from mjax.config.model import ModelConfig
+from mjax.config.resolve import shorter_warmup
 from mjax.errors import UsageError, either
-from mjax.model_config import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration
 from mjax.planner.search import SEARCHED, Candidate, Found, candidates, rank, search, value_of, with_values
 from mjax.planner.search_command import check_searchable, find, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to, table
-from mjax.resolve import shorter_warmup
 from mjax.training.flops import model_flops
 
 STRAIGHT = 5  # trials after which halves are taken

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from mjax.bounds import Bounds, check_bounds
 from mjax.cluster.hardware import GPUS, Gpu
 from mjax.config import Config
+from mjax.config.bounds import Bounds, check_bounds
+from mjax.config.plain_values import build
 from mjax.errors import UsageError
-from mjax.plain_values import build
 from mjax.utils.atomic import write_whole
 from mjax.utils.json_files import read_json
 

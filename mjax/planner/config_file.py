@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config import Config, load_config, to_dict
+from mjax.config.model_file import file_of
 from mjax.errors import UsageError, check_folder
-from mjax.model_file import file_of
 from mjax.utils.atomic import put
 
 WIDTH = 120

@@ -29,13 +29,13 @@ from typing import Any
 from mjax.cluster.hardware import GIB, USABLE_FRACTION
 from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import with_unrolling
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, memory_of, predict_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
-from mjax.validation import validate
 
 # Ranks of the cost of a change; a combination costs their sum.
 SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (

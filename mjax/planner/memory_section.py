@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config
+from mjax.config.checks import can_run_layers
 from mjax.models.build import repeats_in_stack, with_unrolling
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
@@ -15,7 +16,6 @@ from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, named_rows
 from mjax.state.precision import in_float8
-from mjax.validation import can_run_layers
 
 WHEN = {
     "head": "with the logits of a micro-batch",

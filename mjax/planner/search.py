@@ -1,7 +1,7 @@
 """The planner's search for the mesh, micro-batch and recomputation that run a config fastest on a number of GPUs.
 
-A candidate is the config with another mesh, micro-batch and recomputation, never another model: all have the
-same loss curve. Candidates that `mjax.validation` would refuse are never made, because sizes are taken from divisors:
+A candidate is the config with another mesh, micro-batch and recomputation, never another model: all have the same loss
+curve. Candidates that `mjax.config.checks` would refuse are never made, because sizes are taken from divisors:
 
     model         divides devices, heads, feed-forward width and padded vocabulary
     pipe          divides the remaining devices, and the layers
@@ -40,14 +40,14 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any, NamedTuple
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config, MeshConfig
+from mjax.config.batch_size import BatchSizes
+from mjax.config.checks import can_run_layers
 from mjax.models.build import scores_in_chunks
 from mjax.models.kernels import ways_across
 from mjax.parallel import axes
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
 from mjax.planner.time import StepTime
-from mjax.validation import can_run_layers
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from mjax.batch_size import BatchSizes, at_batch
 from mjax.cluster.hardware import GIB, Gpu, gpu_named
-from mjax.config import Config, DataConfig, MeshConfig, suggestion
-from mjax.errors import UsageError
+from mjax.config import Config, DataConfig, MeshConfig
+from mjax.config.batch_size import BatchSizes, at_batch
+from mjax.config.checks import validate
+from mjax.errors import UsageError, suggestion
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
@@ -48,7 +49,6 @@ from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to, table
 from mjax.planner.time import LeastTime, StepTime, predict_time
 from mjax.planner.time_section import run_tokens
-from mjax.validation import validate
 
 LIKE_THE_BEST = (
     "mesh.model",

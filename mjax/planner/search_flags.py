@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from mjax.bounds import Count, NotNegative, Positive
+from mjax.config.bounds import Count, NotNegative, Positive
 from mjax.errors import UsageError
 from mjax.planner.config_file import check_new
 

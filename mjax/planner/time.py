@@ -41,9 +41,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from mjax.batch_size import BatchSizes
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig
+from mjax.config.batch_size import BatchSizes
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import MODEL, copies
 from mjax.planner import muon

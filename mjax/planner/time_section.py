@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from mjax.batch_size import BatchSizes
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes
 from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.section import Section, good_to, named_rows, table
 from mjax.planner.time import PARTS, StepTime, predict_time

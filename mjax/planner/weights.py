@@ -13,7 +13,7 @@ from functools import lru_cache
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
-from mjax.model_config import ModelConfig
+from mjax.config.model import ModelConfig
 from mjax.models.build import abstract_weights, matrix_dims
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.axes import sizes as sizes_of

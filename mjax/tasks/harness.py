@@ -29,8 +29,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from mjax.bounds import check_bounds
 from mjax.config import MeshConfig, load_own_model
+from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.generation.generate import Generator

@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from mjax.config.model import BERTTaskConfig, ModelConfig, as_kind
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
-from mjax.model_config import BERTTaskConfig, ModelConfig, as_kind
 from mjax.tasks.interface import Metric
 from mjax.tasks.rows import Examples, Pair, as_rows
 

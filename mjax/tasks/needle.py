@@ -27,10 +27,10 @@ from typing import Annotated
 import numpy as np
 from rich.table import Table
 
-from mjax.bounds import Bounds, Count, Seed
+from mjax.config.bounds import Bounds, Count, Seed
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.model_config import ModelConfig
 from mjax.tasks.interface import Metric, Score, Window
 from mjax.tasks.perplexity import open_text
 

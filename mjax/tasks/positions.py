@@ -28,10 +28,10 @@ from typing import Literal
 import numpy as np
 from rich.table import Table
 
-from mjax.bounds import Count
+from mjax.config.bounds import Count
+from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import RunError, UsageError
-from mjax.model_config import ModelConfig
 from mjax.tasks.interface import Metric, Window, perplexity
 from mjax.tasks.perplexity import open_text
 from mjax.tasks.windows import overlapping_windows

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import jax
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import is_own, kind_of
+from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
-from mjax.mixture_config import MixtureConfig
-from mjax.model_config import is_own, kind_of
-from mjax.model_file import file_of, run_flags
 from mjax.models.build import count_parameters
 from mjax.parallel import axes
 from mjax.parallel.axes import PIPE

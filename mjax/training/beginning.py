@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 
 from mjax.config import Config, read_config, save_config
+from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
-from mjax.model_file import save_model_file
 from mjax.models.build import count_parameters
 from mjax.state.checkpoint import Checkpoints, restore_weights
 from mjax.state.precision import parameter_type

@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from mjax.batch_size import BatchSizes, training_samples
-from mjax.bounds import fields_of
 from mjax.config import (
     CheckpointConfig,
     Config,
@@ -35,16 +33,18 @@ from mjax.config import (
     differences,
     read_config,
 )
+from mjax.config.batch_size import BatchSizes, training_samples
+from mjax.config.bounds import fields_of
+from mjax.config.checks import check_batch_sizes
+from mjax.config.model import TUNING
+from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
-from mjax.model_config import TUNING
-from mjax.model_file import change_of_file, new_run_flags
 from mjax.parallel.axes import NAMES
 from mjax.state.runs import checkpoint_steps
 from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.atomic import write_whole
-from mjax.validation import check_batch_sizes
 
 
 def _every_field(section: type) -> tuple[str, ...]:

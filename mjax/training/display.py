@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Column
 from rich.text import Text
 
-from mjax.batch_size import in_units
+from mjax.config.batch_size import in_units
 from mjax.training.metrics import Record
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -18,7 +18,7 @@ import jax
 import mjax
 from mjax.cluster import launch
 from mjax.config import Config
-from mjax.mixture_config import MixtureConfig
+from mjax.config.mixture import MixtureConfig
 from mjax.parallel import axes
 from mjax.utils import packages
 from mjax.utils.atomic import set_aside, write_whole

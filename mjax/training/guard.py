@@ -25,8 +25,8 @@ import numpy as np
 
 from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config
+from mjax.config.model_file import run_flags
 from mjax.errors import UnhealthyError, UsageError
-from mjax.model_file import run_flags
 from mjax.state.checkpoint import Checkpoints
 from mjax.training import health
 from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health

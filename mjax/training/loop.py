@@ -18,11 +18,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mjax.batch_size import BatchSizes
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import COMPILING, Watchdog
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes
+from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import TrainingData, open_data
 from mjax.models.kernel_trial import with_kernel
@@ -45,7 +46,6 @@ from mjax.training.replicas import Replicas
 from mjax.training.result import PREEMPTED, Options, Result
 from mjax.training.step import TrainProgram, build_program
 from mjax.training.stop import StopSignal
-from mjax.validation import check_devices
 
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
 DAY = 86_400.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes
 
 
 def learning_rate(config: Config, samples: Any, xp: ModuleType = np) -> Any:

@@ -25,8 +25,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.batch_size import at_batch
 from mjax.config import Config
+from mjax.config.batch_size import at_batch
 from mjax.errors import UsageError
 from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model

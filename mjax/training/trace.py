@@ -29,8 +29,8 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.mixture_config import MixtureConfig
-from mjax.model_config import ModelConfig
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import optax
 
-from mjax.batch_size import BatchSizes, with_steps
 from mjax.config import Config
+from mjax.config.batch_size import BatchSizes, with_steps
+from mjax.config.checks import check_batch_sizes, validate
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
@@ -20,7 +21,6 @@ from mjax.training.metrics import Record
 from mjax.training.origin import choose_origin
 from mjax.training.result import Options, Result
 from mjax.training.schedule import decay_end
-from mjax.validation import check_batch_sizes, validate
 
 Callback = Callable[[Record], bool | None]
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from mjax.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import Batches, label_entropy, of_positions, prefetch
 from mjax.data.samples import MockDataset
 

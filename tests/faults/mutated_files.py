@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.aot.saved_program import open_program
 from mjax.config import Config, read_config, save_config, to_dict
+from mjax.config.checks import validate
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
@@ -41,7 +42,6 @@ from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.wikitext import WikiText103
 from mjax.training.metrics import read_metrics
-from mjax.validation import validate
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file
 from tests.faults.mutated_models import (
     expected_hf,

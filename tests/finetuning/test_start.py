@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig, read_config
+from mjax.config.model import as_kind
 from mjax.finetuning.start import Start
 from mjax.generation.inference import restore_weights
-from mjax.model_config import as_kind
 from mjax.parallel.mesh import make_mesh
 from mjax.state.layout import lay_out
 from mjax.training.step import build_program

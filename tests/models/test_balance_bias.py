@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.config import PrecisionConfig
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of
 from mjax.models.router import towards_balance
@@ -17,7 +18,6 @@ from mjax.parallel.zero import cut_into_chunks
 from mjax.state.checkpoint import Checkpoints
 from mjax.state.layout import lay_out
 from mjax.training.muon import matrices_of
-from mjax.validation import validate
 from tests import reference
 from tests.against_reference import in_layer_order
 from tests.models.test_mixture import DEEPSEEK, config_of

@@ -8,6 +8,7 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.generation.generate import Generator
 from mjax.generation.sampling import Sampling
@@ -18,7 +19,6 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.training.flops import model_flops
 from mjax.training.step import build_program
-from mjax.validation import validate
 from tests import reference
 from tests.models.test_balance_bias import biased, steps_on_mesh, trained
 from tests.models.test_mixture import config_of

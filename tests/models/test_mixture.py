@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mjax.config import load_config
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.models.kernels import choose_grouped
@@ -15,7 +16,6 @@ from mjax.models.router import Router
 from mjax.parallel.mesh import abstract_mesh
 from mjax.training.flops import model_flops
 from mjax.training.step import build_program
-from mjax.validation import validate
 from tests import reference
 from tests.against_reference import in_layer_order
 from tests.small import (

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.config import MeshConfig
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models import attention_kernels, causal
 from mjax.parallel import mappings, scopes
@@ -17,7 +18,6 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
 from mjax.trace.collectives import ledger
 from mjax.training import step
-from mjax.validation import validate
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
 from tests.training.test_trainer import losses as losses_of

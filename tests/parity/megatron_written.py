@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.commands import cli
 from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
+from mjax.config.model import as_kind
 from mjax.interop.convert import abstract_weights
-from mjax.model_config import as_kind
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.state.checkpoint import Checkpoints

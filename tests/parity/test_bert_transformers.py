@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config.model import as_kind
 from mjax.generation.inference import inference_config
 from mjax.interop.convert import family_of, write_run
-from mjax.model_config import as_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.labelled import Examples

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.batch_size import BatchSizes
 from mjax.config import PrecisionConfig
+from mjax.config.batch_size import BatchSizes
 from mjax.state.precision import LossScale
 from mjax.training.schedule import learning_rate
 from tests.small import small_config

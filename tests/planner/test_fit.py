@@ -11,11 +11,11 @@ from mjax.cluster.hardware import GIB, USABLE_FRACTION
 from mjax.cluster.launch import claim_gpu_memory
 from mjax.commands import cli
 from mjax.config import load_config
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.planner import fit
 from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory
-from mjax.validation import validate
 from tests.conftest import ROOT
 from tests.planner.configs import changed
 from tests.products import one_in

@@ -7,15 +7,15 @@ from itertools import product
 
 import pytest
 
-from mjax.batch_size import BatchSizes
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
+from mjax.config.batch_size import BatchSizes
+from mjax.config.checks import validate
+from mjax.config.model import as_kind
 from mjax.errors import UsageError
-from mjax.model_config import as_kind
 from mjax.planner.memory import Memory
 from mjax.planner.search import CHUNKS, alternatives, candidates, search
 from mjax.planner.search_command import check_searchable, enough_devices, narrowed, refuse_too_big, with_batch
 from mjax.planner.time import StepTime
-from mjax.validation import validate
 from tests.planner.configs import changed
 
 SMALL = Config(

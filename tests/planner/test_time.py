@@ -23,11 +23,11 @@ from benchmarks.published import (
     v100_scaling,
     whole_rows,
 )
-from mjax.batch_size import BatchSizes, at_batch
 from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfig, load_config
-from mjax.model_config import as_kind
+from mjax.config.batch_size import BatchSizes, at_batch
+from mjax.config.model import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import layer_time
 from mjax.planner.calibration import A100, write_calibration

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from mjax.bounds import Count
-from mjax.model_config import GPTConfig, register
+from mjax.config.bounds import Count
+from mjax.config.model import GPTConfig, register
 from mjax.models.gpt import GPT
 
 

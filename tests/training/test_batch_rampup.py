@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mjax
-from mjax.batch_size import BatchSizes
 from mjax.config import read_config
+from mjax.config.batch_size import BatchSizes
 from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop

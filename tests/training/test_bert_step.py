@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.parallel.mesh import make_mesh
 from mjax.training import loop

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.parallel import layers, mappings
-from mjax.validation import validate
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
 

@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from mjax.config.model import ModelConfig, config_class
 from mjax.errors import UsageError
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, TRUNKS
 from mjax.interop.megatron.pickles import StandIn
 from mjax.interop.tensor_files import Tensors
-from mjax.model_config import ModelConfig, config_class
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from mjax.config.llama import LlamaConfig
+from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
 from mjax.interop.llama import LAYER, LLAMA
 from mjax.interop.megatron.arguments import ONLY, check_known, numbers_of, shapes_of
@@ -28,8 +30,6 @@ from mjax.interop.megatron.experts import EXPERT, check_experts, mixture_fields
 from mjax.interop.megatron.names import EMBEDDING, SCORES
 from mjax.interop.mixture import QWEN3_MOE
 from mjax.interop.tensor_files import Kind, Tensors
-from mjax.llama_config import LlamaConfig
-from mjax.mixture_config import MixtureConfig
 
 ONLY_DECODER: dict[str, Any] = {name: value for name, value in ONLY.items() if name != "num_experts"} | {
     "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "normalization": "RMSNorm",

@@ -13,11 +13,11 @@ from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
-from mjax.batch_size import with_steps
-from mjax.config import Config, MeshConfig, read_settings
+from mjax.config.batch_size import with_steps
+from mjax.config.checks import check_batch_sizes
+from mjax.config.run import Config, MeshConfig, read_settings
 from mjax.data.blend import parse_blend
 from mjax.data.metadata import read_metadata
-from mjax.validation import check_batch_sizes
 
 
 def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Share
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Share
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from mjax.bounds import Bounds, Count, Positive
+from mjax.config.bounds import Bounds, Count, Positive
+from mjax.config.model import TUNING, ModelConfig, Rate, Tuned, register
 from mjax.errors import UsageError
-from mjax.model_config import TUNING, ModelConfig, Rate, Tuned, register
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from mjax.bounds import Count, CountOrZero, Positive
+from mjax.config.bounds import Count, CountOrZero, Positive
+from mjax.config.llama import LlamaConfig
+from mjax.config.model import TUNING, Tuned, register
 from mjax.errors import UsageError
-from mjax.llama_config import LlamaConfig
-from mjax.model_config import TUNING, Tuned, register
 
 
 @register

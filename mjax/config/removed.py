@@ -35,9 +35,22 @@ REMOVED = {
 """By dotted name."""
 
 
+MOVED = {
+    "model_config": "config.model", "llama_config": "config.llama", "mixture_config": "config.mixture",
+    "optimizer_config": "config.optimizer", "validation": "config.checks", "generation": "generation.generate",
+    "inference": "generation.inference", "sampling": "generation.sampling", "launch": "cluster.launch",
+    "hardware": "cluster.hardware", "names": "utils.names", "planner.comms": "trace.collectives",
+}  # fmt: skip
+"""Modules that a file of one's own may import, and where they are now."""
+
+
 def named_like(text: str) -> str:
-    """', which was removed: …' if a message names a field that is gone, as the error of a dataclass does; else ''."""
+    """': … was removed; …' or ': it is … now' if a message names a field that is gone or a module that has moved, as
+    the errors of a dataclass and of an import do; else ''."""
     for name, (instead, _) in REMOVED.items():
         if f"'{name.rpartition('.')[2]}'" in text:
             return f": {name} was removed; {instead}"
+    for old, new in MOVED.items():
+        if f"'mjax.{old}'" in text:
+            return f": it is mjax.{new} now"
     return ""

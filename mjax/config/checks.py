@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mjax.batch_size import BatchSizes, parse_schedule
-from mjax.bounds import check_bounds
-from mjax.config import Config
+from mjax.config.batch_size import BatchSizes, parse_schedule
+from mjax.config.bounds import check_bounds
+from mjax.config.model import KIND_FLAG
+from mjax.config.run import Config
 from mjax.data.blend import parse_blend
 from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
-from mjax.model_config import KIND_FLAG
 from mjax.models.kernels import ways_across
 from mjax.parallel import axes
 from mjax.parallel.schedules import check_counts

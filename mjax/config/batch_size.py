@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from mjax.config import Config
+from mjax.config.run import Config
 from mjax.errors import UsageError
 
 TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)")

@@ -6,8 +6,8 @@ import dataclasses
 import sys
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from mjax.config.removed import REMOVED
 from mjax.errors import UsageError, suggestion
-from mjax.removed import REMOVED
 
 T = TypeVar("T")
 WHOLE = 2**63  # above any valid number, and below what JSON can spell

@@ -21,11 +21,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from mjax.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
-from mjax.errors import UsageError, suggestion
-from mjax.llama_config import LlamaConfig as LlamaConfig  # for the files in configs/
-from mjax.mixture_config import MixtureConfig as MixtureConfig
-from mjax.model_config import (
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
+from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
+from mjax.config.mixture import MixtureConfig as MixtureConfig
+from mjax.config.model import (
     REGISTRY,
     Arrays,
     GPTConfig,
@@ -36,13 +35,14 @@ from mjax.model_config import (
     stand_in,
     upgraded,
 )
-from mjax.model_config import BERTConfig as BERTConfig  # for the files in configs/
-from mjax.model_config import BERTTaskConfig as BERTTaskConfig
-from mjax.model_file import change_of_file, file_of, model_file_of, refuse_unknown
-from mjax.optimizer_config import OptimizerConfig as OptimizerConfig
+from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
+from mjax.config.model import BERTTaskConfig as BERTTaskConfig
+from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
+from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
+from mjax.config.plain_values import build
+from mjax.config.removed import named_like
+from mjax.errors import UsageError, suggestion
 from mjax.parallel import axes
-from mjax.plain_values import build
-from mjax.removed import named_like
 from mjax.utils.atomic import write_whole
 from mjax.utils.json_files import read_json
 
@@ -310,7 +310,7 @@ class Config:
 
 def config_folders() -> list[Path]:
     """Folders searched for `--config NAME`: the working directory's, the source tree's, the installed package's."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     folders = [Path.cwd() / "configs", package.parent / "configs", package / "configs"]
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))
 

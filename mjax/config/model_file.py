@@ -13,9 +13,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mjax.config.model import ModelConfig, is_own
+from mjax.config.plain_values import build
 from mjax.errors import UsageError
-from mjax.model_config import ModelConfig, is_own
-from mjax.plain_values import build
 from mjax.utils.atomic import write_whole
 from mjax.utils.json_files import read_json
 
