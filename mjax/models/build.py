@@ -71,15 +71,16 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
 
 
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
-    """`config` with `train.unroll` decided. `auto`: on a GPU, where nothing is done layer by layer that XLA would
-    begin for many layers at once if they were in no loop: weights gathered from several servers (FSDP), all-to-alls
-    over `context`, copies to the host, rows of experts; and not for a pipeline, whose stages keep activations in slots,
-    nor for layers of several kinds, or more than can be compiled in two minutes."""
+    """`config` with `train.unroll` decided. `auto`: on a GPU, where nothing is done layer by layer that XLA would begin
+    for many layers at once if they were in no loop: weights gathered from several servers (FSDP), all-to-alls
+    over `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline,
+    whose stages keep activations in slots, nor for layers of several kinds, or more than can be compiled in two
+    minutes."""
     train, mesh, model = config.train, config.mesh, config.model
     if train.unroll != "auto":
         return config
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
-    by_layer = from_servers or mesh.context > 1 or train.recompute == "offload" or model.parted_experts()
+    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.parted_experts()
     looped = not on_gpu or by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED
     return replace(config, train=replace(train, unroll="off" if looped else "on"))
 

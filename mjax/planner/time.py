@@ -296,7 +296,8 @@ class _Step(Common):
         seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
         shared = self.held.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.held.layers + shared
-        hidden = self.overlap.gradients and not self.looped and m == 1
+        # A traced program sums the gradients of several micro-batches behind the loop over them.
+        hidden = self.overlap.gradients and not self.looped and (m == 1 or software.written is not None)
         beside = hidden * sum(sum(each.values()) for each in self.passes[1:])
         if not mesh.zero:
             whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)

@@ -102,13 +102,14 @@ def test_loss_in_chunks_writes_no_whole_logits():
 @pytest.mark.parametrize(
     ("layers", "mesh", "recompute", "unroll"),
     [
-        (MOST_UNROLLED, {"data": 8, "zero": 1}, "full", "on"),
+        (MOST_UNROLLED, {"data": 8, "zero": 1}, "selective", "on"),
         (MOST_UNROLLED + 1, {}, "none", "off"),
         (40, {"pipe": 2}, "none", "off"),
         (40, {"context": 2}, "none", "off"),
         (40, {"data": 8, "zero": 3}, "none", "on"),
         (40, {"data": 16, "zero": 3}, "none", "off"),
         (40, {}, "offload", "off"),
+        (40, {"data": 8}, "full", "off"),  # XLA would keep what all gradients of weights are computed from
     ],
 )
 def test_layers_are_unrolled_on_gpus(layers, mesh, recompute, unroll):
