@@ -40,3 +40,7 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
     assert [frame for frame in of_step if (Path(frame.filename).name, frame.name) == ("attention.py", "__call__")], (
         shown
     )
+
+
+def test_every_module_is_in_a_room():
+    assert {file.name for file in (ROOT / "mjax").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}

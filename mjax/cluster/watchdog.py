@@ -39,10 +39,10 @@ from typing import Any
 
 import jax
 
+from mjax.cluster import meeting
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import bytes_from_first
 from mjax.errors import UnhealthyError, UsageError, exit_code
-from mjax.training import meeting
 
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
