@@ -37,7 +37,6 @@ RUNS = {
     "olmo2_1b": "--mesh.data 2 --model.feed-forward 64 --precision.compute fp8 --optimizer.name muon",
     "gpt_demo": "--mesh.data 2 --mesh.model 2 --train.loss-chunks 4 --precision.compute fp16",
 }
-DEVICES = 4
 
 
 def run(name: str, changes: str, folder: Path) -> dict:

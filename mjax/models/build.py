@@ -70,19 +70,22 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
     return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
 
 
-def with_unrolling(config: Config, on_gpu: bool) -> Config:
-    """`config` with `train.unroll` decided. `auto`: on a GPU, where nothing is done layer by layer that XLA would begin
-    for many layers at once if they were in no loop: weights gathered from several servers (FSDP), all-to-alls
-    over `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline,
-    whose stages keep activations in slots, nor for layers of several kinds, or more than can be compiled in two
-    minutes."""
+def is_unrolled(config: Config, on_gpu: bool) -> bool:
+    """True if the layers are compiled without a loop. With `auto` that is so on a GPU, where nothing is done layer by
+    layer that XLA would begin for many layers at once: weights gathered from several servers (FSDP), all-to-alls over
+    `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline, whose stages
+    keep activations in slots, nor for layers of several kinds, or more than can be compiled in two minutes."""
     train, mesh, model = config.train, config.mesh, config.model
     if train.unroll != "auto":
-        return config
+        return train.unroll == "on"
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
     by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.parted_experts()
-    looped = not on_gpu or by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED
-    return replace(config, train=replace(train, unroll="off" if looped else "on"))
+    return on_gpu and not (by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED)
+
+
+def with_unrolling(config: Config, on_gpu: bool) -> Config:
+    """`config` with `train.unroll` decided (`is_unrolled`)."""
+    return replace(config, train=replace(config.train, unroll="on" if is_unrolled(config, on_gpu) else "off"))
 
 
 def repeats_in_stack(config: ModelConfig) -> bool:

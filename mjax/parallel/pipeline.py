@@ -447,9 +447,6 @@ def vary_over_pipe(tree):
 # --- Generation: stages that run one after the other ------------------------------------------------------------------
 
 
-Weights = Any  # a pytree of arrays
-
-
 def pipeline_decode(
     stages: int,
     chunks: int,

@@ -12,7 +12,7 @@ from mjax.cluster.hardware import GIB, gpu_named
 from mjax.config import Config
 from mjax.planner.compile import Compilation, compile_step, versions
 from mjax.planner.memory import Memory, predict_memory
-from mjax.planner.section import Section, named_rows, table
+from mjax.planner.section import Section, layers_in_words, named_rows, table
 from mjax.trace.collectives import axes_name, ledger
 from mjax.trace.hlo import Key, counted
 
@@ -87,7 +87,7 @@ def _about(values: dict) -> list[str]:
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
-        "layers": "one after the other, without a loop" if values["unrolled"] else "in a loop",
+        "layers": layers_in_words(values["unrolled"]),
         "took": ", ".join(f"{spent:.1f} s {what}" for what, spent in values["seconds"].items()),
     }
     return named_rows(rows)

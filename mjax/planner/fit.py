@@ -31,7 +31,7 @@ from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.models.build import with_unrolling
+from mjax.models.build import is_unrolled
 from mjax.models.kernels import capability_of, resolved_on_gpu
 from mjax.planner.float8 import check_float8
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, memory_of, predict_memory
@@ -183,7 +183,7 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every combination of changes: its price, and the changed fields by dotted name."""
     mesh, train = config.mesh, config.train
     losses = [each.train.loss_chunks for each in (config, *with_loss_chunks(config, predict_memory(config)))]
-    unrolled = with_unrolling(config, on_gpu=True).train.unroll == "on"
+    unrolled = is_unrolled(config, on_gpu=True)
     recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
     for (pipe, data, context, model), recompute in itertools.product(_meshes(config), recomputes):
         devices = pipe * data * context * model

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from mjax.config import Config
-from mjax.models.build import with_unrolling
+from mjax.models.build import is_unrolled
 from mjax.models.kernels import FUSED, attention_on_gpu
 from mjax.parallel.axes import CONTEXT, EXPERT, copies
 from mjax.parallel.grouped import ROWS
@@ -96,7 +96,7 @@ class Common:
     @cached_property
     def looped(self) -> bool:
         """Whether the layers of a traced program run in a loop."""
-        return self.software.written is None and with_unrolling(self.config, on_gpu=True).train.unroll == "off"
+        return self.software.written is None and not is_unrolled(self.config, on_gpu=True)
 
 
 class LayerTime:

@@ -9,12 +9,12 @@ from typing import Any, BinaryIO
 from mjax.cluster.hardware import GIB, Gpu
 from mjax.config import Config
 from mjax.config.checks import can_run_layers
-from mjax.models.build import repeats_in_stack, with_unrolling
+from mjax.models.build import is_unrolled, repeats_in_stack
 from mjax.models.kernels import HOPPER, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
-from mjax.planner.section import Section, named_rows
+from mjax.planner.section import Section, layers_in_words, named_rows
 from mjax.state.precision import in_float8
 
 WHEN = {
@@ -40,7 +40,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "host": memory.host,
         "moment": memory.moment,
         "attention": config.model.attention,
-        "unrolled": with_unrolling(config, on_gpu=True).train.unroll == "on",
+        "unrolled": is_unrolled(config, on_gpu=True),
         "float8": in_float8(config.precision),
         "loss_chunks": config.train.loss_chunks,
         "figure": None if figure is None else str(figure),
@@ -58,7 +58,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         rows["loss"] = f"in {chunks} chunks of the vocabulary, {each}, computed twice"
     lines = []
     if gpu is not None:
-        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
+        rows["layers"] = layers_in_words(values["unrolled"])
         if values["unrolled"] and config.mesh.context > 1 and config.train.recompute != "none":
             rows["layers"] += " (over context XLA then recomputed many at once: llama3_8b_128k took 64 GiB, not 34)"
         if not values["unrolled"] and repeats_in_stack(config.model):

@@ -331,13 +331,12 @@ def loss_and_gradients(
       Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
       shard of `model`, sharded like it.
     """
-    compute = COMPUTE_TYPES[config.precision.compute]
+    compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
-    scale = jnp.asarray(scale, parameter_type(config.precision.compute))  # 1 / count is as exact as the weights
+    scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, objective=objective)
     micro_batches = micro_batches_of(config, batch)
-    wide = parameter_type(config.precision.compute)
 
     def differentiate(micro_batch: MicroBatch):
         means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch), weights)
