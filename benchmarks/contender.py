@@ -62,7 +62,7 @@ class Mjax:
 
         from mjax.models.kernel_trial import with_kernel
         from mjax.parallel.mesh import make_mesh
-        from mjax.training.step import build_program
+        from mjax.step.step import build_program
 
         if jax.default_backend() != platform:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")

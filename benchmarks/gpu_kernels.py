@@ -25,8 +25,8 @@ from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.section import table
-from mjax.state.precision import COMPUTE_TYPES
-from mjax.training.flops import model_flops
+from mjax.step.precision import COMPUTE_TYPES
+from mjax.trace.flops import model_flops
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.planner.calibration import A100, FITTED, Calibration
 from mjax.planner.software import MJAX, Overlap, Software, Written
 from mjax.planner.time import predict_time
-from mjax.training.flops import hardware_flops
+from mjax.trace.flops import hardware_flops
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from mjax.models.build import count_parameters
 from mjax.pictures.figures import INK, SOFT_INK, save
 from mjax.planner.calibration import Calibration
 from mjax.planner.time import predict_time
-from mjax.training.flops import hardware_flops
+from mjax.trace.flops import hardware_flops
 
 # Okabe and Ito's palette, as in the other figures.
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"

@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Config": "mjax.config:Config",
-    "Trainer": "mjax.training.trainer:Trainer",
-    "build_program": "mjax.training.step:build_program",
+    "Trainer": "mjax.run.trainer:Trainer",
+    "build_program": "mjax.step.step:build_program",
     "evaluate": "mjax.commands.evaluate:metrics_of",
     "generate": "mjax.generation.generate:continuations_of",
     "load_config": "mjax.config:load_config",

@@ -66,14 +66,14 @@ def freeze_garbage():
 @pytest.fixture
 def fewer_devices(monkeypatch):
     """A run in this process may leave some of its sixteen devices alone."""
-    monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+    monkeypatch.setattr("mjax.run.loop.check_devices", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
 def quick_runs():
     """Runs of a module share the programs of equal configs, which would be traced again, and draw no curves."""
-    from mjax.training import loop
-    from mjax.training.metrics import MetricsLog
+    from mjax.run import loop
+    from mjax.run.metrics import MetricsLog
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_program", functools.cache(loop.build_program))

@@ -24,12 +24,12 @@ def terminate():
 
 def change_the_run():
     """Have the run send itself signals; JAX must not be imported before the command line does so."""
-    while "mjax.training.loop" not in sys.modules:
+    while "mjax.run.loop" not in sys.modules:
         time.sleep(0.01)
     import jax
 
-    from mjax.state import checkpoint
-    from mjax.training.loop import Display
+    from mjax.checkpoint import checkpoint
+    from mjax.run.loop import Display
 
     commit, wait = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait
     put, show = checkpoint.put, Display.show

@@ -22,9 +22,9 @@ from mjax.config.model import as_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.state.precision import parameter_type
-from mjax.training.losses import summary
-from mjax.training.step import TrainProgram, build_program, loss_and_gradients
+from mjax.step.losses import summary
+from mjax.step.precision import parameter_type
+from mjax.step.step import TrainProgram, build_program, loss_and_gradients
 from mjax.utils.names import leaf_name
 
 MODEL = GPTConfig(

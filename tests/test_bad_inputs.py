@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mjax.checkpoint.runs import locked
 from mjax.commands import cli
 from mjax.config.checks import check_devices
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import LONGEST
-from mjax.state.runs import locked
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "tests" / "tiny_config.py")
@@ -110,7 +110,7 @@ def test_impossible_settings_get_one_sentence(flags, capsys):
 def one_device(quick_runs):
     """A run sees a machine with one device, so that small programs suffice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.check_devices", lambda config, _, name: check_devices(config, 1, name))
+        patch.setattr("mjax.run.loop.check_devices", lambda config, _, name: check_devices(config, 1, name))
         yield
 
 

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.tokenizers import load_tokenizer
@@ -17,7 +18,6 @@ from mjax.errors import UsageError
 from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.inference import ends_of_text
 from mjax.models.build import build_model
-from mjax.state.checkpoint import Checkpoints
 from tests.small import small_config
 
 CHATML = """{%- for message in messages -%}

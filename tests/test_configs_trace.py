@@ -39,7 +39,7 @@ import sys, jax
 from dataclasses import replace
 from mjax.config import load_config
 from mjax.parallel.mesh import make_mesh
-from mjax.training.step import build_program
+from mjax.step.step import build_program
 from mjax.models.build import count_parameters
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 assert jax.device_count() == 3072  # also in the other process: they meet here

@@ -13,6 +13,7 @@ import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.generate import generate as run_generate
@@ -26,7 +27,6 @@ from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
-from mjax.state.checkpoint import Checkpoints
 from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]  # as many in every test: another number is another program

@@ -16,7 +16,7 @@ from mjax.data.sources import open_data
 from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
-from mjax.training.step import build_program
+from mjax.step.step import build_program
 from tests.small import small_config
 
 GPU = jax.default_backend() == "gpu"

@@ -21,7 +21,7 @@ from mjax.doctor.finding import RED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.config_file import write_config
-from mjax.training.metrics import read_metrics
+from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_runs_command import make_run
 
@@ -50,7 +50,7 @@ def trained(tmp_path_factory, quick_runs):
     folder = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+        patch.setattr("mjax.run.loop.check_devices", lambda *_: None)
         (folder / "text.txt").write_text("the city of the sea and the sea of the city\n" * 200)
         assert (
             cli.main(shlex.split("prepare text.txt --tokenizer bytes --output data/corpus --split-documents 20")) == 0
@@ -66,7 +66,7 @@ def place(trained, tmp_path, monkeypatch):
     """A copy of the folder, so that no test sees another's changes; the file's path is still the first one."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+    monkeypatch.setattr("mjax.run.loop.check_devices", lambda *_: None)
     return tmp_path
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import mjax
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
-from mjax.state.checkpoint import Checkpoints
 from mjax.utils.names import leaf_name
 from tests.small import batch_of, program_of, small_config
 

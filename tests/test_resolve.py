@@ -16,7 +16,7 @@ from mjax.config import DataConfig, load_config, save_config
 from mjax.config.resolve import resolve
 from mjax.data.metadata import DatasetMetadata, write_metadata
 from mjax.errors import UsageError
-from mjax.training.origin import Origin, save_origin
+from mjax.run.origin import Origin, save_origin
 
 GPT = load_config("gpt_345m")
 
@@ -97,7 +97,7 @@ def started(monkeypatch):
         found.append((config, step))
         return SimpleNamespace(exit_code=0)
 
-    monkeypatch.setattr("mjax.training.loop.train", train)
+    monkeypatch.setattr("mjax.run.loop.train", train)
     monkeypatch.setattr("mjax.commands.plan.run_plan", lambda arguments: found.append((arguments.settings, None)) or 0)
     return found
 
@@ -142,6 +142,6 @@ def test_existing_weights_keep_their_vocabulary(data, started, capsys):
 
 
 def test_init_step_is_not_step_of_new_run(data, started, monkeypatch):
-    monkeypatch.setattr("mjax.training.origin.choose_origin", lambda *_: None)
+    monkeypatch.setattr("mjax.run.origin.choose_origin", lambda *_: None)
     assert cli.main(["train", *SHORT, "--name", "new", "--init", str(run_of(data / "old")), "--step", "3"]) == 0
     assert started[0][1] is None

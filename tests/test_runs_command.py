@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
+from mjax.checkpoint.runs import locked
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.pictures.runs import draw_runs
-from mjax.state.runs import locked
 from tests.tiny_config import config as TINY
 
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from mjax.commands import cli
-from mjax.training import loop
-from mjax.training.metrics import read_metrics
+from mjax.run import loop
+from mjax.run.metrics import read_metrics
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 CONFIG = str(ROOT / "tests" / "tiny_config.py")

@@ -1,7 +1,7 @@
 """The traced training step, and what is in it."""
 
 from mjax.parallel.mesh import abstract_mesh
-from mjax.training.step import build_program
+from mjax.step.step import build_program
 
 
 def traced_step(config):

@@ -68,7 +68,7 @@ def main() -> int:
     from mjax.parallel import axes
     from mjax.planner.compile import compile_step, versions
     from mjax.planner.compile_section import announcing
-    from mjax.training.flops import model_flops
+    from mjax.trace.flops import model_flops
 
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
     with announcing() as announce:

@@ -17,7 +17,7 @@ JAX's own heartbeat remains as a fallback; it ends a process with a C++ stack tr
 Process 0 also watches the steps. If none has finished for long, it reports which processes are behind, where they are
 and since when. It only reports, unless `--distributed.hang-limit` says after how long the run is to end.
 
-The same connections carry what the processes compare before the first step (mjax/training/agreement.py).
+The same connections carry what the processes compare before the first step (mjax/run/agreement.py).
 """
 
 from __future__ import annotations

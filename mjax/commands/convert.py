@@ -21,6 +21,9 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.runs import check_run_folder
 from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
 from mjax.config.bounds import Count
@@ -50,11 +53,8 @@ from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
 from mjax.models.build import count_parameters
-from mjax.state.blocks import read_in_blocks
-from mjax.state.checkpoint import Checkpoints
-from mjax.state.runs import check_run_folder
-from mjax.training.metrics import read_metrics
-from mjax.training.origin import origin_of
+from mjax.run.metrics import read_metrics
+from mjax.run.origin import origin_of
 from mjax.utils.progress import progress
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from mjax.checkpoint.runs import check_run_folder
 from mjax.commands.convert import print_next_steps
 from mjax.config.bounds import Count
 from mjax.config.mixture import MixtureConfig
@@ -33,7 +34,6 @@ from mjax.interop.tensor_files import Tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import block_reader, find_tensors
 from mjax.models.build import count_parameters
-from mjax.state.runs import check_run_folder
 from mjax.utils.progress import progress
 
 

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mjax.checkpoint.runs import check_run_folder
 from mjax.cluster import launch
 from mjax.cluster.compiled_programs import keep_programs
 from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
-from mjax.state.runs import check_run_folder
 from mjax.tasks.labelled import LabelledTask, open_task
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
     from mjax.cluster.watchdog import Watchdog
-    from mjax.training.agreement import Facts
+    from mjax.run.agreement import Facts
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -52,13 +52,13 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
+    from mjax.checkpoint.runs import locked
     from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.models.kernel_trial import with_kernel
-    from mjax.state.runs import locked
-    from mjax.training.agreement import agree, check_shared, facts_of
-    from mjax.training.display import lasting_console
+    from mjax.run.agreement import agree, check_shared, facts_of
+    from mjax.run.display import lasting_console
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = lasting_console(sys.stderr, processes.is_first())
@@ -103,7 +103,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
 
 def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     """Facts that the processes compare besides the config: the examples and the initial weights."""
-    from mjax.training.agreement import newest_checkpoint
+    from mjax.run.agreement import newest_checkpoint
 
     digest = hashlib.sha256()
     for examples in (task.train, *task.validation.values()):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
+from mjax.checkpoint.checkpoint import restore_weights
 from mjax.cluster.compiled_programs import keep_programs
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import Count, check_bounds
@@ -25,7 +26,6 @@ from mjax.generation.sampling import Sampling
 from mjax.generation.streaming import Live, Streamed
 from mjax.models.causal import CausalModel
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import restore_weights
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
+from mjax.checkpoint.manifest import GOOD, MANIFEST
+from mjax.checkpoint.runs import checkpoint_steps, locked
 from mjax.config import Config, differences, read_settings
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
@@ -32,10 +34,8 @@ from mjax.errors import UsageError, check_picture, suggestion
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import in_words
 from mjax.pictures.runs import draw_runs, smoothed
-from mjax.state.manifest import GOOD, MANIFEST
-from mjax.state.runs import checkpoint_steps, locked
-from mjax.training.metrics import finite_or_none, read_metrics
-from mjax.training.origin import ORIGIN, origin_of
+from mjax.run.metrics import finite_or_none, read_metrics
+from mjax.run.origin import ORIGIN, origin_of
 from mjax.utils.atomic import rename, take_lock
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps

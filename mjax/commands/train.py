@@ -24,7 +24,7 @@ from mjax.errors import UsageError, either, exit_code, explain
 from mjax.profiling.steps import profiled_steps
 
 if TYPE_CHECKING:
-    from mjax.training.origin import Origin
+    from mjax.run.origin import Origin
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def train(argv: Sequence[str]) -> int:
     from mjax.generation.generate import print_sample
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
-    from mjax.training import loop
-    from mjax.training.result import Options
+    from mjax.run import loop
+    from mjax.run.result import Options
 
     config, options = arguments.settings, Options()
     keep_programs(arguments.distributed.several)
@@ -118,12 +118,12 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     arguments = parse(TrainArguments, argv, "mjax train", chosen)
     folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
     label = arguments.config if arguments.resume is None else str(folder)
-    from mjax.state.runs import check_run_folder, has_checkpoint
+    from mjax.checkpoint.runs import check_run_folder, has_checkpoint
 
     check_run_folder(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
-    from mjax.training.continuing import after_steps_taken, changes_since
+    from mjax.run.continuing import after_steps_taken, changes_since
 
     step = arguments.step if arguments.resume is not None else None
     arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
@@ -136,7 +136,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     validate(arguments.settings, label)
     if arguments.profile is not None:
         _profiled(arguments)
-    from mjax.training.origin import choose_origin
+    from mjax.run.origin import choose_origin
 
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
     changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
@@ -144,7 +144,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
         be_repeatable()
-    from mjax.training.metrics import check_wandb
+    from mjax.run.metrics import check_wandb
 
     check_wandb(arguments.settings.log.wandb)
     return replace(arguments, resume=folder), label, origin, [*taken, *changes]
@@ -157,7 +157,7 @@ def _profiled(arguments: TrainArguments) -> range:
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
     """Refuse a --step without a checkpoint in the run that is resumed."""
-    from mjax.state.runs import checkpoint_steps
+    from mjax.checkpoint.runs import checkpoint_steps
 
     if arguments.resume is None:
         raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
@@ -206,7 +206,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
-        from mjax.state.runs import has_checkpoint
+        from mjax.checkpoint.runs import has_checkpoint
 
         if not has_checkpoint(first.resume):
             raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")

@@ -40,6 +40,9 @@ MOVED = {
     "optimizer_config": "config.optimizer", "validation": "config.checks", "generation": "generation.generate",
     "inference": "generation.inference", "sampling": "generation.sampling", "launch": "cluster.launch",
     "hardware": "cluster.hardware", "names": "utils.names", "planner.comms": "trace.collectives",
+    "training.step": "step.step",
+    "training.forward": "step.forward", "training.muon": "step.muon", "training.optimizer": "step.optimizer",
+    "training.trainer": "run.trainer", "state.layout": "step.layout", "state.precision": "step.precision",
 }  # fmt: skip
 """Modules that a file of one's own may import, and where they are now."""
 

@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from mjax.checkpoint.manifest import steps_in
 from mjax.cluster import compiled_programs
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes
-from mjax.state.manifest import steps_in
 
 FILE_BYTES = 64 * 2**20
 SLOW = 100e6  # bytes per second, those of a hard disk; a parallel file system or an NVMe drive is ten times faster

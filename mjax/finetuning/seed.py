@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.errors import UnhealthyError, UsageError
 from mjax.models.heads import TaskBERT
-from mjax.state.checkpoint import Checkpoints
+from mjax.run.loop import Run
 from mjax.tasks.labelled import Examples, LabelledTask, write_predictions
 from mjax.tasks.scoring import TaskScorer
-from mjax.training.loop import Run
 from mjax.utils.atomic import write_whole
 from mjax.utils.json_files import read_json
 

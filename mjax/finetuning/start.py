@@ -17,16 +17,16 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from mjax.checkpoint.checkpoint import restore_weights
 from mjax.config import Config
 from mjax.models.build import build_model
 from mjax.models.protocol import Model
 from mjax.parallel.zero import cut_into_chunks
-from mjax.state.checkpoint import restore_weights
-from mjax.state.layout import lay_out
-from mjax.state.precision import parameter_type
-from mjax.state.train_state import TrainState
-from mjax.training.optimizer import adamw
-from mjax.training.step import TrainProgram, first_state
+from mjax.step.layout import lay_out
+from mjax.step.optimizer import adamw
+from mjax.step.precision import parameter_type
+from mjax.step.step import TrainProgram, first_state
+from mjax.step.train_state import TrainState
 from mjax.utils.names import leaf_name
 
 HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
@@ -34,16 +35,15 @@ from mjax.finetuning.report import print_table, summary
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
-from mjax.state.train_state import TrainState
+from mjax.run import environment
+from mjax.run.display import Display
+from mjax.run.metrics import Announced, MetricsLog
+from mjax.run.result import PREEMPTED
+from mjax.step.step import build_program
+from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
 from mjax.tasks.rows import Batch, Examples
 from mjax.tasks.scoring import TaskScorer
-from mjax.training import environment
-from mjax.training.display import Display
-from mjax.training.metrics import Announced, MetricsLog
-from mjax.training.result import PREEMPTED
-from mjax.training.step import build_program
 from mjax.utils.atomic import rename, write_whole
 
 

@@ -49,10 +49,10 @@ from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import gather_for_inference, gather_in_loop
-from mjax.state.layout import lay_out
-from mjax.state.precision import COMPUTE_TYPES
-from mjax.state.train_state import TrainState
-from mjax.training.loop import Run
+from mjax.run.loop import Run
+from mjax.step.layout import lay_out
+from mjax.step.precision import COMPUTE_TYPES
+from mjax.step.train_state import TrainState
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from mjax.checkpoint.arrays import named
+from mjax.checkpoint.checkpoint import restore_weights
+from mjax.checkpoint.runs import checkpoint_steps
 from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
@@ -16,10 +19,7 @@ from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
-from mjax.state.arrays import named
-from mjax.state.checkpoint import restore_weights
-from mjax.state.layout import lay_out
-from mjax.state.runs import checkpoint_steps
+from mjax.step.layout import lay_out
 from mjax.utils.json_files import read_json
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.numpy import bfloat16
 
+from mjax.checkpoint.blocks import write_in_blocks
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig, is_own, kind_of
@@ -33,8 +34,7 @@ from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
-from mjax.state.blocks import write_in_blocks
-from mjax.state.layout import initial_weights, lay_out
+from mjax.step.layout import initial_weights, lay_out
 
 FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, MIXTRAL, QWEN3_MOE, OLMOE)
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}

@@ -29,7 +29,7 @@ from mjax.planner.search import SEARCHED, Candidate, Found, candidates, rank, se
 from mjax.planner.search_command import check_searchable, find, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to, table
-from mjax.training.flops import model_flops
+from mjax.trace.flops import model_flops
 
 STRAIGHT = 5  # trials after which halves are taken
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs

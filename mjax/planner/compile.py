@@ -150,7 +150,7 @@ def compile_step(
     from jax.experimental.topologies import get_topology_desc
 
     from mjax.parallel.mesh import make_mesh
-    from mjax.training.step import build_program
+    from mjax.step.step import build_program
 
     sizes = config.mesh
     config = resolved_on_gpu(config, gpu_named(gpu).compute_capability)

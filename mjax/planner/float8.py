@@ -8,8 +8,8 @@ from mjax.config import Config, MeshConfig
 from mjax.errors import UsageError
 from mjax.parallel.axes import DATA, MODEL, copies, sizes
 from mjax.planner.rates import Rates
-from mjax.state.precision import in_float8
-from mjax.training.trace import kinds_of, layer_forward
+from mjax.step.precision import in_float8
+from mjax.trace.layers import kinds_of, layer_forward
 
 ADA = (8, 9)
 """Compute capability of the first GPUs with float8 products; Hopper's is 9.0."""

@@ -18,11 +18,11 @@ from mjax.planner.float8 import agreement_seconds
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.software import Software
 from mjax.planner.weights import held_by
-from mjax.state.precision import in_float8
+from mjax.step.precision import in_float8
 from mjax.trace import kernel_bytes
+from mjax.trace import layers as trace
 from mjax.trace.kernel_bytes import Kernels, Moved
-from mjax.training import trace
-from mjax.training.program import Product
+from mjax.trace.program import Product
 
 # Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
 # xla_gpu_dot_merger_threshold_mb.

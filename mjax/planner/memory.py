@@ -8,7 +8,7 @@
     logits                 [b s, v / p] of one micro-batch
     work                   temporaries of one layer's backward pass at its peak
 
-What a layer keeps, and the temporaries of its backward pass, are read from the traced layer (`training/trace.py`,
+What a layer keeps, and the temporaries of its backward pass, are read from the traced layer (`trace/layers.py`,
 `regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in a step, and the
 largest of them determines the step:
 
@@ -42,8 +42,8 @@ from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner import muon
 from mjax.planner.rates import WIDTHS
 from mjax.planner.weights import Held, held_by
+from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
-from mjax.training import trace
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05

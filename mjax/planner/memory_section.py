@@ -15,7 +15,7 @@ from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.section import Section, layers_in_words, named_rows
-from mjax.state.precision import in_float8
+from mjax.step.precision import in_float8
 
 WHEN = {
     "head": "with the logits of a micro-batch",

@@ -1,6 +1,6 @@
 """Muon in a plan: the products of its iteration, what a device sends so that each matrix is whole, and its memory.
 
-Shapes are those of the weights (`parallel/matrices.py`), products those of the traced iteration (`training/muon.py`).
+Shapes are those of the weights (`parallel/matrices.py`), products those of the traced iteration (`step/muon.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mjax.parallel import axes
 from mjax.parallel.matrices import Matrices
 from mjax.planner.rates import WIDTHS, Rates
 from mjax.planner.weights import matrices_of
-from mjax.training.muon import ITERATE_IN, newton_schulz
-from mjax.training.program import Product, Program
+from mjax.step.muon import ITERATE_IN, newton_schulz
+from mjax.trace.program import Product, Program
 
 
 class Sent(NamedTuple):

@@ -31,7 +31,7 @@ The parts of a step, and how each is modelled:
     once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`muon.py`)
 
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
-model (`training/trace.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
+model (`trace/layers.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
 arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 """
 
@@ -52,8 +52,8 @@ from mjax.planner.layer_time import Common, LayerTime
 from mjax.planner.rates import Rates
 from mjax.planner.software import MJAX, Software
 from mjax.planner.weights import held_by
-from mjax.training import trace
-from mjax.training.flops import model_flops
+from mjax.trace import layers as trace
+from mjax.trace.flops import model_flops
 
 # Parts of a step, in display order.
 PARTS = (

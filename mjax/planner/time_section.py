@@ -10,8 +10,8 @@ from mjax.config.batch_size import BatchSizes
 from mjax.planner.calibration import Calibration, default_calibration
 from mjax.planner.section import Section, good_to, named_rows, table
 from mjax.planner.time import PARTS, StepTime, predict_time
-from mjax.state.precision import in_float8
-from mjax.training.flops import hardware_flops, model_flops
+from mjax.step.precision import in_float8
+from mjax.trace.flops import hardware_flops, model_flops
 
 NAMES = {
     "matmul": "matrix products of the layers",

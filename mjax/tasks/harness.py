@@ -29,6 +29,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from mjax.checkpoint.checkpoint import restore_weights
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
@@ -39,7 +40,6 @@ from mjax.generation.sampling import Sampling
 from mjax.generation.streaming import written_after
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import restore_weights
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 

@@ -35,10 +35,10 @@ from mjax.models.protocol import Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs
-from mjax.state.layout import lay_out
+from mjax.step.layout import lay_out
+from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.rows import Batch, Examples, padded_batches
-from mjax.training.step import sum_over_batch
 
 T = TypeVar("T")
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs

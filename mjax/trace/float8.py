@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from mjax.parallel.float8 import BACKWARD
-from mjax.training.program import Operation, Program, axes_of, is_float8
+from mjax.trace.program import Operation, Program, axes_of, is_float8
 
 JOINS = ("broadcast_in_dim", "pad", "add")
 """Operations of `products._joined`."""

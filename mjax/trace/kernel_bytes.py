@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from mjax.trace import layers as trace
 from mjax.trace.float8 import SCALE_KERNELS, agreed, of_weights, transposed
+from mjax.trace.program import Program
 from mjax.trace.regions import Region, Regions, activation_elements
-from mjax.training import trace
-from mjax.training.program import Program
 
 PRODUCT, COLLECTIVE = "dot_general", "collective"
 # Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of

@@ -16,8 +16,8 @@ import numpy as np
 
 from mjax.parallel.float8 import BACKWARD
 from mjax.trace.float8 import roundings
-from mjax.training.program import REDUCTIONS, Operation, Program, is_float8
-from mjax.training.trace import Backward
+from mjax.trace.layers import Backward
+from mjax.trace.program import REDUCTIONS, Operation, Program, is_float8
 
 STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention_kernels.py`)
 FUNCTIONS = {"tanh", "erf", "erfc", "exp", "exp2", "log", "log1p", "expm1", "logistic", "sin", "cos"}

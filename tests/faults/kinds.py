@@ -224,7 +224,7 @@ def poison_main(argv: list[str]) -> int:
     import numpy as np
 
     from mjax.commands import cli
-    from mjax.training import loop
+    from mjax.run import loop
 
     build = loop.build_program
 

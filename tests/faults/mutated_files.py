@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.aot.saved_program import open_program
+from mjax.checkpoint.manifest import check_files, read_manifest, write_manifest
 from mjax.config import Config, read_config, save_config, to_dict
 from mjax.config.checks import validate
 from mjax.data.cache import WORTH_KEEPING, IndexCache
@@ -37,11 +38,10 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
-from mjax.state.manifest import check_files, read_manifest, write_manifest
+from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.lambada import Lambada
 from mjax.tasks.wikitext import WikiText103
-from mjax.training.metrics import read_metrics
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file
 from tests.faults.mutated_models import (
     expected_hf,

@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import check_counts, in_one_sentence
+from mjax.checkpoint.manifest import Unusable
 from mjax.errors import RunError, UsageError
-from mjax.state.manifest import Unusable
 from tests.faults.damage import damage
 from tests.faults.mutated_files import READERS, Files, Reader
 

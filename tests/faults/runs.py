@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.checkpoint.manifest import Unusable, read_manifest
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import RunError
-from mjax.state.manifest import Unusable, read_manifest
-from mjax.training.metrics import read_metrics
+from mjax.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVES, EVALUATES = 60, 5, 4

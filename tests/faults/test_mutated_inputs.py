@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from mjax.checkpoint.manifest import Unusable
 from mjax.errors import LONGEST, RunError, UsageError, one_sentence
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import flat
 from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
-from mjax.state.manifest import Unusable
 from tests.faults.mutated_files import READERS
 from tests.faults.mutations import _read, run
 

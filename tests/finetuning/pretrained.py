@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands.finetune import FinetuneArguments, finetune
 from mjax.config import save_config
 from mjax.models.build import build_model
-from mjax.state.checkpoint import Checkpoints
 from tests.small import QUICKLY, small_config
 from tests.tasks.synthetic import VOCABULARY, TaskFiles, tokenizer_of
 

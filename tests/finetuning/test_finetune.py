@@ -20,9 +20,9 @@ from mjax.finetuning import tuning
 from mjax.finetuning.seed import SeedRun, best_of, read_epochs
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.state.layout import lay_out
+from mjax.run.metrics import read_metrics
+from mjax.step.layout import lay_out
 from mjax.tasks.labelled import DEFAULTS
-from mjax.training.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, words_of, write_run
 from tests.small import named
@@ -62,7 +62,7 @@ ASKED = []
 def done(run, mnli):
     """The folder of a fine-tuning of two seeds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.told_to_stop", ASKED.append)
+        patch.setattr("mjax.run.loop.told_to_stop", ASKED.append)
         assert finetune(arguments_of(run, "mnli", mnli, *MNLI)) == 0
     return run.parent / "bert-mnli"
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from mjax.models.build import build_model, count_parameters
-from mjax.training.optimizer import backward_order, gradient_names
+from mjax.step.optimizer import backward_order, gradient_names
 from tests.small import small_config
 
 HEADS = {

@@ -10,8 +10,8 @@ from mjax.config.model import as_kind
 from mjax.finetuning.start import Start
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.state.layout import lay_out
-from mjax.training.step import build_program
+from mjax.step.layout import lay_out
+from mjax.step.step import build_program
 from tests.finetuning.pretrained import write_run
 from tests.small import named
 

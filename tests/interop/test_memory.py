@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mjax.checkpoint import arrays, blocks
 from mjax.commands import cli
-from mjax.state import arrays, blocks
 from tests.interop.folders import LLAMA, read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same
 

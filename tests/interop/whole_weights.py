@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import Config, read_config
 from mjax.interop.convert import abstract_weights, find_family
 from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import open_tensors
 from mjax.interop.weights import as_stored, block_reader, find_tensors, leaves, tensor_parts
-from mjax.state.checkpoint import Checkpoints
 from tests.small import named
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
@@ -15,9 +16,8 @@ from mjax.interop.convert import family_of
 from mjax.models.router import towards_balance
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import cut_into_chunks
-from mjax.state.checkpoint import Checkpoints
-from mjax.state.layout import lay_out
-from mjax.training.muon import matrices_of
+from mjax.step.layout import lay_out
+from mjax.step.muon import matrices_of
 from tests import reference
 from tests.against_reference import in_layer_order
 from tests.models.test_mixture import DEEPSEEK, config_of

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import mjax
+from mjax.checkpoint import arrays
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.state import arrays
-from mjax.state.layout import lay_out
+from mjax.run.replicas import Replicas
+from mjax.step.layout import lay_out
 from mjax.trace.collectives import ledger
-from mjax.training.replicas import Replicas
 from tests.models.test_mixture import MIXTURE
 from tests.small import named, small_config
 from tests.training.saved import abstract

@@ -33,19 +33,20 @@ PACKAGES_BELOW = {
     "cluster": "config utils",
     "models": "config parallel utils",
     "data": "config utils",
-    "state": "cluster config models parallel utils",
     "pictures": "cluster parallel utils",
-    "training": "cluster config data models parallel pictures state utils",
-    "trace": "config parallel training",
-    "generation": "config data models parallel state training utils",
-    "interop": "config data models parallel state utils",
-    "planner": "cluster config models parallel pictures state trace training utils",
-    "profiling": "cluster parallel planner trace training utils",
-    "tasks": "config data generation models parallel pictures state training utils",
-    "finetuning": "cluster config data models parallel pictures state tasks training utils",
-    "doctor": "cluster config models parallel state utils",
-    "commands": "cluster config data doctor finetuning generation interop models parallel pictures planner profiling "
-    "state tasks trace training utils",
+    "step": "config models parallel utils",
+    "trace": "cluster config models parallel step",
+    "checkpoint": "cluster models utils",
+    "run": "checkpoint cluster config data models parallel pictures step trace utils",
+    "generation": "checkpoint config data models parallel run step utils",
+    "interop": "checkpoint config data models parallel step utils",
+    "planner": "cluster config models parallel pictures step trace utils",
+    "profiling": "cluster parallel planner run trace utils",
+    "tasks": "checkpoint config data generation models parallel pictures step utils",
+    "finetuning": "checkpoint cluster config data models parallel pictures run step tasks utils",
+    "doctor": "checkpoint cluster config models parallel utils",
+    "commands": "checkpoint cluster config data doctor finetuning generation interop models parallel pictures planner "
+    "profiling run tasks trace utils",
 }
 """What a room of mjax may import from, besides itself and `errors`."""
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import own_shard
-from mjax.state.layout import initial_weights
-from mjax.training.step import build_program
+from mjax.step.layout import initial_weights
+from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, program_of, small_config
 

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.model import as_kind
 from mjax.interop.convert import abstract_weights
 from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
 from tests.interop.megatron_files import share
 
 GPT = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import DataConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.interop.convert import abstract_weights
-from mjax.state.checkpoint import Checkpoints
 
 
 def imported(peer, folder: Path, *flags: str):

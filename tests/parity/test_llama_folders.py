@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from mjax.checkpoint.checkpoint import restore_weights
 from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import tokenizer_from_folder
@@ -12,7 +13,6 @@ from mjax.generation.generate import Generator
 from mjax.generation.inference import inference_config
 from mjax.generation.sampling import Sampling
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import restore_weights
 from tests.data.vocabularies import NASTY, TEXTS
 from tests.interop.folders import read_folder
 from tests.interop.whole_weights import assert_same

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mjax.parallel.mesh import make_mesh
-from mjax.training.step import build_program
+from mjax.step.step import build_program
 
 
 def losses_of_both(config, weights, peer, peer_loss, batches, steps=20):

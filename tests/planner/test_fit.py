@@ -89,7 +89,7 @@ def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, 
     train = Mock(return_value=SimpleNamespace(exit_code=0))
     monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
     monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
-    monkeypatch.setattr("mjax.training.loop.train", train)
+    monkeypatch.setattr("mjax.run.loop.train", train)
     assert cli.main([*TINY, *flags, "--runs", str(tmp_path)]) == code
     shown = capsys.readouterr()
     assert words in shown.err + shown.out

@@ -15,7 +15,7 @@ from mjax.planner.memory import predict_memory
 from mjax.planner.rates import Rates, filled_share
 from mjax.trace.float8 import of_weights, transposed
 from mjax.trace.kernel_bytes import depending
-from mjax.training.trace import Traced, layer_backward, layer_program
+from mjax.trace.layers import Traced, layer_backward, layer_program
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
 

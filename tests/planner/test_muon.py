@@ -12,9 +12,9 @@ from mjax.planner import muon
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.planner.weights import held_by, matrices_of
-from mjax.state.layout import lay_out
+from mjax.step import muon as training
+from mjax.step.layout import lay_out
 from mjax.trace.collectives import ledger
-from mjax.training import muon as training
 from tests.planner.configs import changed
 from tests.products import one_in
 from tests.small import small_config

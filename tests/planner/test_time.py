@@ -39,7 +39,7 @@ from mjax.planner.time import PARTS, bubble, predict_time, ticks
 from mjax.planner.time_section import run_tokens, time_section
 from mjax.planner.weights import held_by
 from mjax.trace.collectives import ledger
-from mjax.training.flops import hardware_flops
+from mjax.trace.flops import hardware_flops
 from tests.planner.configs import changed
 from tests.products import one_in
 

@@ -11,8 +11,8 @@ from mjax.parallel import axes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer, layer_dims
 from mjax.planner.weights import Held, held_by
-from mjax.state.layout import lay_out
-from mjax.training.muon import matrices_of
+from mjax.step.layout import lay_out
+from mjax.step.muon import matrices_of
 from mjax.utils.names import leaf_name
 from tests.planner.configs import changed
 from tests.products import one_in

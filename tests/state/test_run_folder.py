@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.errors import RunError
-from mjax.state.checkpoint import Checkpoints
 
 
 @pytest.mark.parametrize(

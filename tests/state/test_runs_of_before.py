@@ -20,8 +20,8 @@ from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
-from mjax.state.layout import lay_out
-from mjax.training.metrics import read_metrics
+from mjax.run.metrics import read_metrics
+from mjax.step.layout import lay_out
 from tests.conftest import ROOT
 from tests.small import named
 

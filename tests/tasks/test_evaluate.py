@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 import tyro
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.commands.evaluate import EvaluateArguments, evaluate, report
 from mjax.config import save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.models.build import build_model
-from mjax.state.checkpoint import Checkpoints
 from tests.small import QUICKLY, small_config
 
 POEM = "Whose woods these are I think I know . \n His house is in the village though . \n"

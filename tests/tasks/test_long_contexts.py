@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import tyro
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands.evaluate import EvaluateArguments, evaluate, metrics_of
 from mjax.config import LlamaConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
-from mjax.state.checkpoint import Checkpoints
 from mjax.tasks.interface import Score
 from mjax.tasks.needle import CITIES, Needle, NeedleOptions
 from mjax.tasks.positions import Positions, PositionsOptions, mean_and_error

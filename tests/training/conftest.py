@@ -2,8 +2,8 @@
 
 import pytest
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster import watchdog
-from mjax.state.checkpoint import Checkpoints
 
 
 @pytest.fixture

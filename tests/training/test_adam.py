@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.training.optimizer import scale_by_adam
+from mjax.step.optimizer import scale_by_adam
 
 
 @pytest.mark.parametrize(("beta1", "beta2"), [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9999)])

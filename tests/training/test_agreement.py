@@ -14,9 +14,9 @@ from mjax.commands.finetune import FinetuneArguments, _task_facts
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
+from mjax.run import agreement
+from mjax.run.agreement import agree, check_shared, config_facts, data_facts, disagreement, software_facts
 from mjax.tasks.rows import Examples
-from mjax.training import agreement
-from mjax.training.agreement import agree, check_shared, config_facts, data_facts, disagreement, software_facts
 from tests.small import small_config
 from tests.training.watchdogs import Run
 
@@ -89,7 +89,7 @@ def test_data_facts_are_digests_of_the_contents(tmp_path):
 
 def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
     before = compared(software_facts())
-    assert {"jax", "numpy", "Python", "XLA_FLAGS", "jax_enable_x64", "mjax/training/loop.py"} <= before.keys()
+    assert {"jax", "numpy", "Python", "XLA_FLAGS", "jax_enable_x64", "mjax/run/loop.py"} <= before.keys()
     monkeypatch.setattr(agreement, "installed", lambda: {"jax": "0.0.1", "unrelated": "1"})
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/of/process/7 --xla_x=1")
     same = compared(software_facts())

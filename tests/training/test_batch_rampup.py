@@ -12,10 +12,10 @@ from mjax.config import read_config
 from mjax.config.batch_size import BatchSizes
 from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
-from mjax.training import loop
-from mjax.training.metrics import read_metrics
-from mjax.training.result import Options
-from mjax.training.schedule import learning_rate
+from mjax.run import loop
+from mjax.run.metrics import read_metrics
+from mjax.run.result import Options
+from mjax.step.schedule import learning_rate
 from tests.small import small_config
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")

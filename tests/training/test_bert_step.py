@@ -10,9 +10,9 @@ import pytest
 from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.parallel.mesh import make_mesh
-from mjax.training import loop
-from mjax.training.display import verdict
-from mjax.training.step import build_program
+from mjax.run import loop
+from mjax.run.display import verdict
+from mjax.step.step import build_program
 from tests import reference
 from tests.small import batch_of, gradient_program, named, small_config
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mjax.checkpoint import arrays, blocks
+from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import MeshConfig
 from mjax.parallel.mesh import make_mesh
-from mjax.state import arrays, blocks
-from mjax.state.blocks import read_in_blocks, write_in_blocks
-from mjax.state.checkpoint import Checkpoints
 
 RANDOM = np.random.default_rng(0)
 NAMES = {

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.errors import RunError, UsageError
-from mjax.state.checkpoint import Checkpoints
 from tests.conftest import ROOT
 from tests.training.saved import abstract, assert_same_bits, data_file, entries, mesh_of, save_all, save_large, state_on
 
@@ -159,7 +159,7 @@ def test_remains_of_a_killed_save_are_removed(checkpoints):
 SAVING_FOR_EVER = """
 import itertools, sys
 import jax.numpy as jnp
-from mjax.state.checkpoint import Checkpoints
+from mjax.checkpoint.checkpoint import Checkpoints
 
 checkpoints = Checkpoints(sys.argv[1], on_notice=lambda line: print(line, flush=True))
 for step in itertools.count(max(checkpoints.steps(), default=0) + 1):

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from mjax.checkpoint import manifest as manifests
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.runs import has_checkpoint
 from mjax.errors import RunError, UsageError
-from mjax.state import manifest as manifests
-from mjax.state.checkpoint import Checkpoints
-from mjax.state.runs import has_checkpoint
 from tests.training.saved import data_file, entries, save_all, save_large, small_disk
 from tests.training.test_what_fails_beside_training import error_of, fail_with
 

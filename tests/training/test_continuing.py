@@ -10,8 +10,8 @@ import pytest
 from mjax.config import BERTConfig, Config, DataConfig, save_config
 from mjax.data.indexed import SAMPLED, SAMPLED_TOKENS, IndexedDataset, IndexedDatasetWriter
 from mjax.errors import UsageError
-from mjax.training import continuing
-from mjax.training.continuing import changes_since, save_digests
+from mjax.run import continuing
+from mjax.run.continuing import changes_since, save_digests
 
 CONFIG = Config(data=DataConfig(mock=True))
 
@@ -82,7 +82,7 @@ def test_every_field_is_free_learned_or_fixed(run_of):
                 with pytest.raises(UsageError, match=rf"{section}\.{knob} .*{way}"):
                     changes_since(folder, now)
                 changed = changes_since(folder, now, allow=True)
-            else:  # a new field needs a class in mjax/training/continuing.py
+            else:  # a new field needs a class in mjax/run/continuing.py
                 words = rf"another model \(model\.{knob} .* choose another --name|{knob} adamw to continue it"
                 with pytest.raises(UsageError, match=words):
                     changes_since(folder, now, allow=True)

@@ -8,7 +8,7 @@ import pytest
 
 from mjax.cluster import launch
 from mjax.config import Config
-from mjax.training import environment
+from mjax.run import environment
 
 
 def test_environment_keeps_flags_and_no_secrets(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mjax
-from mjax.training.metrics import read_metrics
+from mjax.run.metrics import read_metrics
 from tests.models.test_mixture import config_of as mixture
 from tests.tiny_config import config as tiny
 

@@ -6,7 +6,7 @@ A checkpoint of one mesh continues on every other.
 import numpy as np
 import pytest
 
-from mjax.state.checkpoint import Checkpoints
+from mjax.checkpoint.checkpoint import Checkpoints
 from tests.against_reference import in_layer_order
 from tests.small import batch_of, initial_state, named, program_of, small_config
 from tests.training.test_optimizer import poisoned

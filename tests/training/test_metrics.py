@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from mjax.config import load_config
 from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import draw_experts, draw_loss
-from mjax.training import metrics
-from mjax.training.flops import hardware_flops, model_flops, peak_tflops
-from mjax.training.metrics import MetricsLog, Record, read_metrics
+from mjax.run import metrics
+from mjax.run.metrics import MetricsLog, Record, read_metrics
+from mjax.trace.flops import hardware_flops, model_flops, peak_tflops
 
 
 def record(step, **changes):

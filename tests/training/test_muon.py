@@ -11,9 +11,9 @@ import pytest
 import mjax
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.mesh import make_mesh
-from mjax.state.layout import lay_out
-from mjax.training.muon import newton_schulz
-from mjax.training.optimizer import optimizer_of
+from mjax.step.layout import lay_out
+from mjax.step.muon import newton_schulz
+from mjax.step.optimizer import optimizer_of
 from tests.against_reference import in_layer_order
 from tests.products import one_in
 from tests.small import QUICKLY, small_config

@@ -10,9 +10,9 @@ import pytest
 
 from mjax.config import OptimizerConfig, PrecisionConfig
 from mjax.models.build import build_model
-from mjax.state.precision import LossScale
-from mjax.training.optimizer import backward_order, gradient_names
-from mjax.training.schedule import learning_rate
+from mjax.step.optimizer import backward_order, gradient_names
+from mjax.step.precision import LossScale
+from mjax.step.schedule import learning_rate
 from mjax.utils.names import leaf_name
 from tests.small import batch_of, named, program_of, small_config
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mjax
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, save_config
 from mjax.data.metadata import digest_of_folder
@@ -16,12 +17,11 @@ from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop.convert import write_run
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
-from mjax.training import loop
-from mjax.training.agreement import facts_of
-from mjax.training.beginning import first_state
-from mjax.training.origin import Origin, choose_origin, origin_of
-from mjax.training.step import build_program
+from mjax.run import loop
+from mjax.run.agreement import facts_of
+from mjax.run.beginning import first_state
+from mjax.run.origin import Origin, choose_origin, origin_of
+from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
 from tests.interop.whole_weights import reader_of
 from tests.small import named

@@ -13,9 +13,9 @@ from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, read_config
 from mjax.data.samples import MockDataset
 from mjax.errors import UsageError
-from mjax.training.display import Display
-from mjax.training.metrics import read_metrics
-from mjax.training.optimizer import adamw
+from mjax.run.display import Display
+from mjax.run.metrics import read_metrics
+from mjax.step.optimizer import adamw
 from tests.tiny_config import config as tiny
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
     """The same run from the config's own data."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mjax.training.loop.check_devices", lambda *_: None)
+        patch.setattr("mjax.run.loop.check_devices", lambda *_: None)
         assert mjax.Trainer(replace(CONFIG, data=DataConfig(mock=True)), folder).train().exit_code == 0
     return folder
 

@@ -11,8 +11,8 @@ import pytest
 
 from mjax.commands import cli
 from mjax.config import CheckpointConfig, HealthConfig
-from mjax.training import guard, health, loop
-from mjax.training.metrics import MetricsLog, read_metrics
+from mjax.run import guard, health, loop
+from mjax.run.metrics import MetricsLog, read_metrics
 from tests.conftest import ROOT
 from tests.small import program_of
 from tests.training.test_optimizer import poisoned

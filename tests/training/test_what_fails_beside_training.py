@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from mjax.checkpoint.runs import locked
 from mjax.config import Config
-from mjax.state.runs import locked
-from mjax.training import environment, metrics
-from mjax.training.display import Display, lasting_console
-from mjax.training.metrics import read_metrics
+from mjax.run import environment, metrics
+from mjax.run.display import Display, lasting_console
+from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.training.test_metrics import log_of, record
 
@@ -169,8 +169,8 @@ def test_terminal_without_the_characters_gets_others(tmp_path):
 HOMELESS = """
 import os, sys, tempfile
 from pathlib import Path
-from mjax.training.display import Display
-from mjax.training.metrics import MetricsLog
+from mjax.run.display import Display
+from mjax.run.metrics import MetricsLog
 
 os.close(0)
 tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")

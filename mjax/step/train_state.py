@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from mjax.models.protocol import Model
-from mjax.state.precision import LossScale
+from mjax.step.precision import LossScale
 
 
 @jax.tree_util.register_dataclass

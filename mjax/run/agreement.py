@@ -31,15 +31,15 @@ from typing import Any
 import jax
 
 import mjax
+from mjax.checkpoint.manifest import MANIFEST
+from mjax.checkpoint.runs import checkpoint_steps
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UsageError
-from mjax.state.manifest import MANIFEST
-from mjax.state.runs import checkpoint_steps
-from mjax.training.origin import Origin
+from mjax.run.origin import Origin
 from mjax.utils.packages import installed
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}

@@ -15,7 +15,7 @@ from mjax.models.build import build_model, has_several_stacks
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.state.precision import parameter_type
+from mjax.step.precision import parameter_type
 
 
 @dataclass(frozen=True)

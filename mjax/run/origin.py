@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mjax.checkpoint.runs import checkpoint_steps
 from mjax.config import Config, as_flag, differences, read_config, read_settings
 from mjax.config.bounds import fields_of
 from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import new_run_flags
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.state.runs import checkpoint_steps
 from mjax.utils.atomic import write_whole
 from mjax.utils.json_files import read_json
 

@@ -27,7 +27,7 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.sums import wide_type
-from mjax.state.layout import Layout
+from mjax.step.layout import Layout
 from mjax.utils.names import leaf_name
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -35,11 +35,9 @@ from mjax.parallel.means import weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
 from mjax.parallel.pipeline import add, at
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
-from mjax.state.layout import initial_weights, lay_out
-from mjax.state.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
-from mjax.state.train_state import TrainState
-from mjax.training.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
-from mjax.training.losses import (
+from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
+from mjax.step.layout import initial_weights, lay_out
+from mjax.step.losses import (
     EvalMetrics,
     StepMetrics,
     adjustments,
@@ -49,7 +47,7 @@ from mjax.training.losses import (
     shares,
     summary,
 )
-from mjax.training.optimizer import (
+from mjax.step.optimizer import (
     backward_order,
     broken_elements,
     gradient_names,
@@ -57,7 +55,9 @@ from mjax.training.optimizer import (
     optimizer_of,
     squared_norms,
 )
-from mjax.training.schedule import learning_rate
+from mjax.step.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
+from mjax.step.schedule import learning_rate
+from mjax.step.train_state import TrainState
 
 
 @dataclass(frozen=True)

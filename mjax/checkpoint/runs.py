@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mjax.checkpoint.manifest import steps_in
 from mjax.errors import UsageError
-from mjax.state.manifest import steps_in
 from mjax.utils.atomic import make_folder, take_lock
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from mjax.cluster.hardware import gpu_of
 from mjax.config import Config
-from mjax.training.trace import Layer, Traced, head, kinds_of, layer_forward
+from mjax.trace.layers import Layer, Traced, head, kinds_of, layer_forward
 
 
 def model_flops(config: Config, causal: bool = False) -> float:

@@ -18,7 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from mjax.config.batch_size import in_units
-from mjax.training.metrics import Record
+from mjax.run.metrics import Record
 
 SECONDS_BETWEEN_LINES = 10.0
 BAR = 24

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import optax
 
+from mjax.checkpoint.runs import check_run_folder
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate
 from mjax.data.own import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
-from mjax.state.runs import check_run_folder
-from mjax.training import loop
-from mjax.training.continuing import after_steps_taken, changes_since
-from mjax.training.metrics import Record
-from mjax.training.origin import choose_origin
-from mjax.training.result import Options, Result
-from mjax.training.schedule import decay_end
+from mjax.run import loop
+from mjax.run.continuing import after_steps_taken, changes_since
+from mjax.run.metrics import Record
+from mjax.run.origin import choose_origin
+from mjax.run.result import Options, Result
+from mjax.step.schedule import decay_end
 
 Callback = Callable[[Record], bool | None]
 

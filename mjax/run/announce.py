@@ -17,9 +17,9 @@ from mjax.models.build import count_parameters
 from mjax.parallel import axes
 from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import schedule_of, slot_times
-from mjax.training.display import Display, verdict
-from mjax.training.flops import peak_tflops
-from mjax.training.step import TrainProgram
+from mjax.run.display import Display, verdict
+from mjax.step.step import TrainProgram
+from mjax.trace.flops import peak_tflops
 from mjax.utils.names import leaf_name
 
 

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.runs import locked
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import COMPILING, Watchdog
@@ -30,22 +32,20 @@ from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
-from mjax.state.checkpoint import Checkpoints
-from mjax.state.runs import locked
-from mjax.state.train_state import TrainState
-from mjax.training import announce
-from mjax.training.agreement import agree, check_shared, facts_of
-from mjax.training.beginning import first_state, write_folder, write_origin
-from mjax.training.display import Display, losses
-from mjax.training.flops import model_flops, peak_tflops
-from mjax.training.guard import Guard, broken_state, check_start, continue_from, not_finite
-from mjax.training.losses import StepMetrics, mean_of
-from mjax.training.metrics import MetricsLog, Record, finite_or_none
-from mjax.training.origin import Origin
-from mjax.training.replicas import Replicas
-from mjax.training.result import PREEMPTED, Options, Result
-from mjax.training.step import TrainProgram, build_program
-from mjax.training.stop import StopSignal
+from mjax.run import announce
+from mjax.run.agreement import agree, check_shared, facts_of
+from mjax.run.beginning import first_state, write_folder, write_origin
+from mjax.run.display import Display, losses
+from mjax.run.guard import Guard, broken_state, check_start, continue_from, not_finite
+from mjax.run.metrics import MetricsLog, Record, finite_or_none
+from mjax.run.origin import Origin
+from mjax.run.replicas import Replicas
+from mjax.run.result import PREEMPTED, Options, Result
+from mjax.run.stop import StopSignal
+from mjax.step.losses import StepMetrics, mean_of
+from mjax.step.step import TrainProgram, build_program
+from mjax.step.train_state import TrainState
+from mjax.trace.flops import model_flops, peak_tflops
 
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
 DAY = 86_400.0

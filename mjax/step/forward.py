@@ -27,7 +27,7 @@ from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.zero import gather_in_loop, is_layer
-from mjax.state.precision import COMPUTE_TYPES, in_float8, parameter_type
+from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
 from mjax.utils.names import leaf_name
 
 MicroBatch = dict[str, Array]

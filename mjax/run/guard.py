@@ -23,15 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config
 from mjax.config.model_file import run_flags
 from mjax.errors import UnhealthyError, UsageError
-from mjax.state.checkpoint import Checkpoints
-from mjax.training import health
-from mjax.training.health import HEALTHY, SKIPPED, SPIKE, Health
-from mjax.training.losses import StepMetrics
-from mjax.training.metrics import Record
+from mjax.run import health
+from mjax.run.health import HEALTHY, SKIPPED, SPIKE, Health
+from mjax.run.metrics import Record
+from mjax.step.losses import StepMetrics
 from mjax.utils.atomic import write_whole
 
 MOST_REWINDS = 3  # to one checkpoint

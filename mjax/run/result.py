@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import optax
 
-from mjax.state.train_state import TrainState
-from mjax.training.metrics import Record
-from mjax.training.profile import Profile
+from mjax.run.metrics import Record
+from mjax.run.profile import Profile
+from mjax.step.train_state import TrainState
 
 PREEMPTED = 75  # exit code: saved, run the same command again
 

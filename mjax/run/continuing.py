@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from mjax.checkpoint.runs import checkpoint_steps
 from mjax.config import (
     CheckpointConfig,
     Config,
@@ -42,8 +43,7 @@ from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 from mjax.parallel.axes import NAMES
-from mjax.state.runs import checkpoint_steps
-from mjax.training.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
+from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.atomic import write_whole
 
 

@@ -39,11 +39,11 @@ from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.zero import gather_weights
-from mjax.state.layout import Layout, lay_out
-from mjax.state.precision import COMPUTE_TYPES
-from mjax.training.forward import Forward
-from mjax.training.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
-from mjax.training.step import micro_batches_of
+from mjax.step.forward import Forward
+from mjax.step.layout import Layout, lay_out
+from mjax.step.precision import COMPUTE_TYPES
+from mjax.step.step import micro_batches_of
+from mjax.trace.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
 
 Kind = tuple[int, int]
 

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import jax
 
+from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
 from mjax.config import Config, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
-from mjax.state.checkpoint import Checkpoints, restore_weights
-from mjax.state.precision import parameter_type
-from mjax.state.train_state import TrainState
-from mjax.training import environment
-from mjax.training.continuing import save_digests
-from mjax.training.origin import Origin, save_origin
-from mjax.training.step import TrainProgram
+from mjax.run import environment
+from mjax.run.continuing import save_digests
+from mjax.run.origin import Origin, save_origin
+from mjax.step.precision import parameter_type
+from mjax.step.step import TrainProgram
+from mjax.step.train_state import TrainState
 
 FRESH = "starting with fresh optimizer state"
 

@@ -46,10 +46,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from mjax.cluster.processes import from_first, is_first, wait_for_all
-from mjax.errors import RunError, UsageError
-from mjax.models.protocol import Model
-from mjax.state.arrays import (
+from mjax.checkpoint.arrays import (
     by_field,
     check_fits,
     check_opens,
@@ -60,7 +57,7 @@ from mjax.state.arrays import (
     reshape,
     type_and_shape,
 )
-from mjax.state.manifest import (
+from mjax.checkpoint.manifest import (
     GOOD,
     Damaged,
     Unusable,
@@ -70,6 +67,9 @@ from mjax.state.manifest import (
     steps_in,
     write_manifest,
 )
+from mjax.cluster.processes import from_first, is_first, wait_for_all
+from mjax.errors import RunError, UsageError
+from mjax.models.protocol import Model
 from mjax.utils.atomic import make_folder, put, rename, set_aside, write_whole
 
 SAVE_SECONDS = 4 * 3600  # Orbax's timeout is 20 minutes: too short for a large state on a slow file system

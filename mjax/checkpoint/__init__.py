@@ -1,0 +1,1 @@
+"""Checkpoints: their files, what each holds, and whether it is whole."""

@@ -1,1 +1,0 @@
-"""The state of a run: its layout on a mesh, its precision, and its checkpoints."""

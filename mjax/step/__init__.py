@@ -1,0 +1,1 @@
+"""What is compiled: the train step, its forward pass, losses, optimizer, precision, and the layout of its state."""
