@@ -155,10 +155,11 @@ def from_hf(arguments: FromHfArguments) -> int:
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     extension.announce()
     if coefficient := values.get("router_aux_loss_coef"):
-        loss = coefficient * model.experts_per_token  # transformers counts every choice of a token, mjax its share
+        # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
+        loss = coefficient * model.experts_per_token / model.expert_layers
         print(
             f"router_aux_loss_coef {coefficient:g} is a setting of training; to train on with it type "
-            f"--model.balance-loss {loss:g} --model.balance-over layers"
+            f"--model.balance-loss {loss:g}, which is of each layer and has the same size when balanced"
         )
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
