@@ -14,6 +14,7 @@ from mjax.config import (
     LlamaConfig,
     LogConfig,
     MeshConfig,
+    OptimizerConfig,
     TrainConfig,
     as_flag,
     available_configs,
@@ -233,6 +234,8 @@ def test_llama_has_published_default_width():
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
         ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
+        ({"optimizer": {"wsd_decay": "linear"}}, "; it was removed: use exponential"),
+        ({"model": {"kind": "mixture", "balance_over": "layers"}}, "; it was removed: use micro_batch"),
         ({"train": {"streams": 3}}, "train.streams 3 was removed; layers compute a whole micro-batch at a time"),
     ],
 )
@@ -251,6 +254,12 @@ def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
     file.write_text("from mjax.model_config import register\n")
     with pytest.raises(UsageError, match=r"No module named 'mjax\.model_config': it is mjax\.config\.model now"):
         load_config(str(file))
+
+
+def test_removed_value_in_python_is_refused():
+    config = Config(data=DataConfig(mock=True), optimizer=OptimizerConfig(schedule="wsd", wsd_decay="cosine"))
+    with pytest.raises(UsageError, match=r"^--optimizer\.wsd-decay is cosine; it must be one of .*: use minus_sqrt$"):
+        validate(config)
 
 
 # --- Numbers and devices ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import tyro
 
 from mjax.config.bounds import check_bounds, fields_of
 from mjax.config.model import KIND_FLAG, kinds_with
-from mjax.config.removed import REMOVED
+from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, either, suggestion
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
         values = [value] if equals else list(after)
         if not _can_be(values, kind):
             given = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
-            raise UsageError(f"{given}: it takes {_takes(kind)}")
+            raise UsageError(f"{given}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:

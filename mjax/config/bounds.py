@@ -3,7 +3,7 @@
     layers: Annotated[int, Bounds(ge=1)] = 24      or, as it is common, layers: Count = 24
 
 All refusals have one form, for flags, files and Python: `--model.layers is 0; it must be at least 1`. Infinite numbers
-and NaN are always refused. This module imports no JAX.
+and NaN are always refused, and a choice (`Literal`) has only its values. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from mjax.errors import UsageError
+from mjax.removed import instead_of_value
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
 
 
 def check_bounds(values: Any, prefix: str = "--") -> None:
-    """Refuse a dataclass, possibly nested, with a number that is out of bounds.
+    """Refuse a dataclass, possibly nested, with a number that is out of bounds or a value that is no choice.
 
     Args:
       values: the dataclass.
@@ -80,7 +81,10 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
     Raises:
       UsageError: one sentence with the flag, its value and what is allowed.
     """
-    for flag, value, marks in _values(values, prefix):
+    for flag, value, kind, marks in _values(values, prefix):
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            gone = instead_of_value(flag.removeprefix("--"), value)
+            raise UsageError(f"{flag} is {value}; it must be one of {', '.join(map(str, get_args(kind)))}{gone}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{flag} is {value}; it must be a finite number")
         for bounds in marks:
@@ -88,11 +92,11 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
                 raise UsageError(f"{flag} is {value}; it must be {bounds}")
 
 
-def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """Flag, value and annotations of each field, including nested dataclasses."""
-    for name, flag, _, marks in fields_of(type(values)):
+def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Flag, value, type and annotations of each field, including nested dataclasses."""
+    for name, flag, kind, marks in fields_of(type(values)):
         value, flag = getattr(values, name), flag if prefix.startswith("--") else name
         if dataclasses.is_dataclass(value):
             yield from _values(value, f"{prefix}{flag}." if flag else prefix)
         else:
-            yield prefix + flag, value, marks
+            yield prefix + flag, value, kind, marks

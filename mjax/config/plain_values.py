@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from mjax.config.removed import REMOVED
+from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, suggestion
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
             arguments[name] = _as_tuples(value) if listed else value
         else:
-            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
+            gone = instead_of_value(f"{prefix}{name}", value)
+            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}{gone}")
     for f in dataclasses.fields(cls):
         if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
             raise UsageError(f"{source}: there is no {prefix}{f.name}")

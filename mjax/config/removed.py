@@ -1,4 +1,4 @@
-"""Options that are gone: for one release each is refused by its name, with what to use instead.
+"""Options and values that are gone: for one release each is refused by its name, with what to use instead.
 
 The config.json of a run from before may still have them. A value that changed no number, or that says what mjax does
 now, is dropped from it.
@@ -33,6 +33,21 @@ REMOVED = {
     ),
 }
 """By dotted name."""
+
+REMOVED_VALUES = {
+    ("model.balance_over", "layers"): (
+        "use micro_batch, and --model.balance-loss times the experts per token / the layers with experts"
+    ),
+    ("optimizer.wsd_decay", "cosine"): "use minus_sqrt",
+    ("optimizer.wsd_decay", "linear"): "use exponential, which is at most 0.09 of the peak below a line",
+}
+"""Values of fields that are still there: (dotted name, value) → what to use."""
+
+
+def instead_of_value(name: str, value: Any) -> str:
+    """'; it was removed: use …' if a field, or a flag without its dashes, once had this value; else ''."""
+    gone = REMOVED_VALUES.get((name.replace("-", "_"), value)) if isinstance(value, str) else None
+    return f"; it was removed: {gone}" if gone else ""
 
 
 MOVED = {
