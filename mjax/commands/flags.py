@@ -79,6 +79,7 @@ ELSEWHERE = {
     "lr-scheduler-type": "optimizer.schedule", "lr-schedule": "optimizer.schedule", "decay-lr": "optimizer.schedule",
     "lr-warmup-iters": "optimizer.warmup-steps", "warmup-iters": "optimizer.warmup-steps",
     "lr-warmup-steps": "optimizer.warmup-steps", "num-warmup-steps": "optimizer.warmup-steps",
+    "lr-warmup-init": "optimizer.warmup-from",
     "warmup": "optimizer.warmup-steps", "lr-warmup-fraction": "optimizer.warmup-steps warmup",
     "warmup-ratio": "optimizer.warmup-steps warmup", "lr-decay-iters": "optimizer.decay-steps",
     "lr-decay-steps": "optimizer.decay-steps", "lr-wsd-decay-iters": "optimizer.wsd-decay-steps",
@@ -292,11 +293,13 @@ def _negative(name: str) -> str:
 def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
-    if (gone := REMOVED.get(name.replace("-", "_"))) is not None:
-        return f" any more; {gone.instead}"
+    theirs = ELSEWHERE.get(last, "").split()
+    typed = {field.replace("-", "_") for field in (name, *theirs)}
+    for field, gone in REMOVED.items():
+        if field in typed or (not section and field.endswith(f".{last.replace('-', '_')}")):
+            return f" any more; {gone.instead}"
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
-    theirs = ELSEWHERE.get(last, "").split()
     ours = [flag for flag in theirs if flag in known]
     if not ours and theirs and (kinds := list(kinds_with(theirs[0].removeprefix("model.").replace("-", "_")))):
         return f" for this model; it is --{theirs[0]}, for {KIND_FLAG} {either(kinds)}: leave it out"
