@@ -71,6 +71,7 @@ TRAIN_FLAGS = {
     "--mesh.pipe 2 --train.recompute offload": "use --train.recompute full",
     # --- offloading, and what was removed
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
+    "--data.test-path data/a": "training never read it",
     "--train.streams 2": "layers compute a whole micro-batch at a time",
     # --- the batch
     "--train.batch-rampup 0 8 100": "type --train.batch-rampup 8 8 100",
@@ -181,7 +182,7 @@ MISTAKES = {
     f"{READ} data/foreign --data.split all": "--data.split",
     f"{READ} 0.3 data/foreign data/corpus": "write a weight before every prefix",
     f"{READ} data/foreign data/foreign --data.split 1,1,0 --train.steps 100000": "0.5 PREFIX 0.5 PREFIX",
-    f"{READ} data/foreign --data.train-path data/corpus": "leave out these three, or --data.path",
+    f"{READ} data/foreign --data.train-path data/corpus": "leave out these two, or --data.path",
     f"{NEW} --data.no-mock --data.train-path data/foreign": "add --data.valid-path, or --train.eval-interval 0",
     # --- names that no file system has
     f"train --name {LONG}": "xxxx",

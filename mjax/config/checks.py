@@ -248,14 +248,14 @@ def _check_data(config: Config, name: str) -> None:
             f"{name} has no data: prepare some with `python -m mjax prepare FILES --output data/corpus` and add "
             "--data.path data/corpus, or add --data.mock to measure speed"
         )
-    if data.path and (data.train_path or data.valid_path or data.test_path):
+    if data.path and (data.train_path or data.valid_path):
         raise UsageError(
-            "--data.path is split into parts by --data.split, while --data.train-path, --data.valid-path and "
-            "--data.test-path name one part each; leave out these three, or --data.path (write it with no value)"
+            "--data.path is split into parts by --data.split, while --data.train-path and --data.valid-path name one "
+            "part each; leave out these two, or --data.path (write it with no value)"
         )
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
-    for field in ("path", "train_path", "valid_path", "test_path"):
+    for field in ("path", "train_path", "valid_path"):
         if getattr(data, field):
             parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
     split_sequences(data.split, 0)

@@ -6,6 +6,7 @@ now, is dropped from it.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 
@@ -18,10 +19,18 @@ class Removed(NamedTuple):
     """
 
     instead: str
-    harmless: tuple[Any, ...]
+    harmless: Container[Any]
+
+
+class _Anything:
+    def __contains__(self, value: Any) -> bool:
+        return True
 
 
 REMOVED = {
+    "data.test_path": Removed(
+        "training never read it; give the dataset to `mjax evaluate --task perplexity --data PREFIX`", _Anything()
+    ),
     "optimizer.warmup_from": Removed(
         "the warm-up begins at 0; leave it out, with a longer --optimizer.warmup-steps", (0.0,)
     ),

@@ -99,11 +99,9 @@ class DataConfig:
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
     train_path: tuple[str, ...] = ()
-    """Instead of path: a blend used for training only. valid_path and test_path go with it."""
+    """Instead of path: a blend used for training only. valid_path goes with it."""
     valid_path: tuple[str, ...] = ()
     """With train_path: a blend used for validation only."""
-    test_path: tuple[str, ...] = ()
-    """With train_path: a blend for tests after training. Training only checks that it exists."""
     mock: bool = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
     own: bool = False
@@ -130,7 +128,7 @@ class DataConfig:
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
-        for name in ("path", "train_path", "valid_path", "test_path"):
+        for name in ("path", "train_path", "valid_path"):
             value = getattr(self, name)
             if value is None or isinstance(value, str):  # one prefix or none, as it was before there were blends
                 object.__setattr__(self, name, (value,) if value else ())

@@ -3,7 +3,7 @@
 data.path    data/a                        one dataset, split by data.split into training, validation and test
              0.3 data/a 0.7 data/b         a blend with weights, each dataset split like that
              data/a data/b                 a blend of everything, once
-data.train_path, valid_path, test_path     one blend each, of whole datasets
+data.train_path, valid_path                one blend each, of whole datasets
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ class _Files:
         self.config, self.say = config, say
         if data.train_path:
             paths = {"--data.train-path": data.train_path, "--data.valid-path": data.valid_path}
-            paths["--data.test-path"] = data.test_path
-            found = [parse_blend(values, flag) if values else None for flag, values in paths.items()]
+            found = [parse_blend(values, flag) if values else None for flag, values in paths.items()] + [None]
         else:
             found = [parse_blend(data.path, "--data.path")] * len(PARTS)
         self.blends = dict(zip(PARTS, found, strict=True))

@@ -43,7 +43,7 @@ from mjax.run.origin import Origin
 from mjax.utils.packages import installed
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}
-PATHS = ("path", "train_path", "valid_path", "test_path")
+PATHS = ("path", "train_path", "valid_path")
 PACKAGES = re.compile(
     r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
 )

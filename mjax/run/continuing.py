@@ -71,7 +71,7 @@ LEARNED = {
 FREE = {
     "model": ("attention",),
     "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
-    "data": ("test_path", "cache"),
+    "data": ("cache",),
     "train": (
         "steps", "tokens", "taken", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval",
         "eval_batches",

@@ -79,7 +79,7 @@ class Trainer:
                     "data is given and validation is not, and --train.eval-interval is "
                     f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
                 )
-            named = dict.fromkeys(("path", "train_path", "valid_path", "test_path"), ())
+            named = dict.fromkeys(("path", "train_path", "valid_path"), ())
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
         config, _ = with_steps(after_steps_taken(config, self.folder))

@@ -61,7 +61,7 @@ def test_config_facts_have_every_shared_field():
                 unseen.add(f"{section}.{knob}")
     assert unseen == {
         "data.cache", "log.tensorboard", "log.wandb",
-        "data.path", "data.train_path", "data.valid_path", "data.test_path",  # compared by what they hold
+        "data.path", "data.train_path", "data.valid_path",  # compared by what they hold
     }  # fmt: skip
 
 
