@@ -72,6 +72,8 @@ TRAIN_FLAGS = {
     # --- offloading, and what was removed
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
     "--data.test-path data/a": "training never read it",
+    "--precision.hysteresis 1": "the second overflow halves the loss scale",
+    "--precision.min-loss-scale 2": "the dynamic loss scale falls to 1",
     "--train.streams 2": "layers compute a whole micro-batch at a time",
     # --- the batch
     "--train.batch-rampup 0 8 100": "type --train.batch-rampup 8 8 100",

@@ -236,6 +236,7 @@ def test_llama_has_published_default_width():
         ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
         ({"optimizer": {"wsd_decay": "linear"}}, "; it was removed: use exponential"),
         ({"model": {"kind": "mixture", "balance_over": "layers"}}, "; it was removed: use micro_batch"),
+        ({"precision": {"hysteresis": 1}}, "precision.hysteresis 1 was removed; the second overflow halves"),
         ({"train": {"streams": 3}}, "train.streams 3 was removed; layers compute a whole micro-batch at a time"),
     ],
 )
@@ -247,6 +248,7 @@ def test_invalid_config_json_names_field(values, words):
 
 def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
     old = {"train": {"streams": 2, "seed": 3}, "data": {"test_path": ["data/c"]}}
+    old["precision"] = {"min_loss_scale": 1, "hysteresis": 2}
     assert from_dict(old) == from_dict({"train": {"seed": 3}})
     file = tmp_path / "old.py"
     file.write_text("from mjax.config import Config, TrainConfig\nconfig = Config(train=TrainConfig(streams=2))\n")
@@ -274,7 +276,7 @@ OUT_OF_BOUNDS = [
     ("optimizer", "learning_rate", float("inf")),
     ("optimizer", "epsilon", 0.0),
     ("optimizer", "weight_decay", -0.1),
-    ("precision", "min_loss_scale", 0.5),
+    ("precision", "initial_loss_scale", 0.5),
     ("precision", "loss_scale", float("nan")),
     ("train", "seed", 2**32),
     ("train", "eval_interval", -1),

@@ -36,6 +36,8 @@ REMOVED = {
     ),
     "health.rewind_batches": Removed("a rewind skips 10 batches; leave it out", (10,)),
     "health.good_after": Removed("10 healthy steps make a checkpoint good; leave it out", (10,)),
+    "precision.min_loss_scale": Removed("the dynamic loss scale falls to 1; leave it out", (1.0,)),
+    "precision.hysteresis": Removed("the second overflow halves the loss scale; leave it out", (2,)),
     "save_program": Removed("python benchmarks/aot/step.py --save-program FILE writes the compiled step", ()),
     "train.streams": Removed(
         "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)

@@ -165,12 +165,8 @@ class PrecisionConfig:
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1)] = 2.0**32
     """fp16 only: initial dynamic loss scale."""
-    min_loss_scale: Annotated[float, Bounds(ge=1)] = 1.0
-    """fp16 only: smallest dynamic loss scale."""
     loss_scale_window: Count = 1000
     """fp16 only: finite steps in a row after which the loss scale doubles."""
-    hysteresis: Count = 2
-    """fp16 only: overflows tolerated before the loss scale halves."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ LEARNED = {
         "clip_norm",
     ),
     "precision": (
-        "compute", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
+        "compute", "loss_scale", "initial_loss_scale", "loss_scale_window",
     ),
     "train": ("global_batch", "batch_rampup", "batch_schedule", "seed"),
 }  # fmt: skip

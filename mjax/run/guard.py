@@ -32,6 +32,7 @@ from mjax.run import health
 from mjax.run.health import HEALTHY, SKIPPED, SPIKE, Health
 from mjax.run.metrics import Record
 from mjax.step.losses import StepMetrics
+from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.atomic import write_whole
 
 MOST_REWINDS = 3  # to one checkpoint
@@ -123,7 +124,7 @@ class Guard:
         """Whether the step was skipped because fp16's dynamic loss scale is too large and can still fall."""
         precision = self.config.precision
         dynamic = precision.compute == "fp16" and precision.loss_scale is None
-        return record.nonfinite is not None and dynamic and record.loss_scale > precision.min_loss_scale
+        return record.nonfinite is not None and dynamic and record.loss_scale > SMALLEST_LOSS_SCALE
 
     def _follow(self, found: str) -> None:
         """Update the candidate checkpoint from a step."""

@@ -17,6 +17,10 @@ from jax import Array
 from mjax.config import PrecisionConfig
 from mjax.errors import UsageError
 
+HYSTERESIS = 2
+"""Overflows until the dynamic loss scale halves, refilled when it doubles."""
+SMALLEST_LOSS_SCALE = 1.0
+
 COMPUTE_TYPES = {
     "fp8": jnp.bfloat16,  # of everything but the products of linear layers (`parallel/float8.py`)
     "bf16": jnp.bfloat16,
@@ -63,7 +67,7 @@ class LossScale:
     def initial(cls, config: PrecisionConfig) -> LossScale:
         """The initial loss scale: 1 outside fp16, the constant scale if there is one, else the initial one."""
         value = 1.0 if config.compute != "fp16" else config.loss_scale or config.initial_loss_scale
-        return cls(jnp.float32(value), jnp.int32(0), jnp.int32(config.hysteresis))
+        return cls(jnp.float32(value), jnp.int32(0), jnp.int32(HYSTERESIS))
 
     def update(self, finite: Array, config: PrecisionConfig) -> LossScale:
         """The scale after a step whose gradients were all `finite` (bool []).
@@ -75,11 +79,11 @@ class LossScale:
         if config.compute != "fp16" or config.loss_scale is not None:
             return self
         hysteresis = jnp.where(finite, self.hysteresis, self.hysteresis - 1)
-        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, config.min_loss_scale), self.scale)
+        shrunk = jnp.where(hysteresis <= 0, jnp.maximum(self.scale * 0.5, SMALLEST_LOSS_SCALE), self.scale)
         clean_steps = jnp.where(finite, self.clean_steps + 1, 0)
         grow = clean_steps == config.loss_scale_window
         return LossScale(
             scale=jnp.where(finite, jnp.where(grow, self.scale * 2.0, self.scale), shrunk).astype(jnp.float32),
             clean_steps=jnp.where(grow, 0, clean_steps).astype(jnp.int32),
-            hysteresis=jnp.where(grow, config.hysteresis, hysteresis).astype(jnp.int32),
+            hysteresis=jnp.where(grow, HYSTERESIS, hysteresis).astype(jnp.int32),
         )

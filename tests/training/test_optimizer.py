@@ -49,7 +49,7 @@ SCALED = {"loss_scale_window": 3, "initial_loss_scale": 8.0}
     [
         # Halves after the hysteresis is used up; a window of clean steps doubles it and refills the hysteresis.
         ("--+++--", SCALED, [8, 4, 4, 4, 8, 8, 4]),
-        ("----", {"initial_loss_scale": 4.0, "min_loss_scale": 2.0}, [4, 2, 2, 2]),
+        ("----", {"initial_loss_scale": 2.0}, [2, 1, 1, 1]),
         ("-+-", {"loss_scale": 128.0}, [128, 128, 128]),
     ],
 )
