@@ -72,6 +72,7 @@ TRAIN_FLAGS = {
     # --- offloading, and what was removed
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
     "--data.test-path data/a": "training never read it",
+    "--health.unhealthy-share 0.2": "more than half of a window ends a run",
     "--precision.hysteresis 1": "the second overflow halves the loss scale",
     "--precision.min-loss-scale 2": "the dynamic loss scale falls to 1",
     "--train.streams 2": "layers compute a whole micro-batch at a time",

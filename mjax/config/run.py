@@ -233,13 +233,11 @@ class HealthConfig:
     """A loss this many standard deviations above its running mean is a spike; 0: no spikes. In the first quarter of a
     window only ten times the mean is."""
     window: Annotated[int, Bounds(ge=2)] = 100
-    """Number of steps for the mean, the standard deviation and the share of unhealthy steps."""
+    """Number of steps for the mean and the standard deviation; more than half of them unhealthy, also of a whole run
+    that is shorter, end the run with exit code 3."""
     skipped_in_a_row: Count = 20
     """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
     not count."""
-    unhealthy_share: Annotated[float, Bounds(gt=0, le=1)] = 0.5
-    """Share of unhealthy steps in a window, or in a whole run shorter than one, above which the run ends with exit code
-    3."""
     replica_interval: CountOrZero = 100
     """Steps between comparisons of the weights of all replicas, bit for bit; they are also compared before each
     checkpoint. Replicas that differ end the run with exit code 3. 0: never."""

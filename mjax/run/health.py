@@ -112,7 +112,7 @@ class Health:
         if self.skipped_in_a_row >= self.config.skipped_in_a_row:
             return f"{self.skipped_in_a_row} steps in a row were skipped"
         bad, steps = sum(self._unhealthy), len(self._unhealthy)
-        if (steps == self.config.window or ended) and bad > self.config.unhealthy_share * steps:
+        if (steps == self.config.window or ended) and 2 * bad > steps:
             return f"{bad} of the last {steps} steps were skipped or had a loss far above its running mean"
         return None
 
