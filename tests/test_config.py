@@ -249,6 +249,7 @@ def test_invalid_config_json_names_field(values, words):
 def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
     old = {"train": {"streams": 2, "seed": 3}, "data": {"test_path": ["data/c"]}}
     old["health"] = {"unhealthy_share": 0.5, "good_after": 10}
+    old["optimizer"] = {"muon_momentum": 0.95, "warmup_from": 0.0}
     old["precision"] = {"min_loss_scale": 1, "hysteresis": 2}
     assert from_dict(old) == from_dict({"train": {"seed": 3}})
     file = tmp_path / "old.py"

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from mjax.config.removed import instead_of_value
 from mjax.errors import UsageError
-from mjax.removed import instead_of_value
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_sequence_parallel(config)
     check_offload(config)
     _check_schedules(config)
-    _check_for_one(config, "name", "muon", "muon_momentum", "muon_adjust_lr")
+    _check_for_one(config, "name", "muon", "muon_adjust_lr")
     _check_data(config, name)
 
 

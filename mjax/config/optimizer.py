@@ -39,8 +39,6 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    muon_momentum: Share = 0.95
-    """muon only: decay of the momentum, with Nesterov's look-ahead."""
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
     and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""

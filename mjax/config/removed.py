@@ -37,6 +37,7 @@ REMOVED = {
     "health.rewind_batches": Removed("a rewind skips 10 batches; leave it out", (10,)),
     "health.good_after": Removed("10 healthy steps make a checkpoint good; leave it out", (10,)),
     "health.unhealthy_share": Removed("more than half of a window ends a run; leave it out", (0.5,)),
+    "optimizer.muon_momentum": Removed("Muon's momentum is 0.95; leave it out", (0.95,)),
     "precision.min_loss_scale": Removed("the dynamic loss scale falls to 1; leave it out", (1.0,)),
     "precision.hysteresis": Removed("the second overflow halves the loss scale; leave it out", (2,)),
     "save_program": Removed("python benchmarks/aot/step.py --save-program FILE writes the compiled step", ()),

@@ -60,7 +60,7 @@ LEARNED = {
     ),
     "optimizer": (
         "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps",
-        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "muon_momentum", "muon_adjust_lr",
+        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "muon_adjust_lr",
         "clip_norm",
     ),
     "precision": (

@@ -30,6 +30,7 @@ from mjax.parallel.sums import wide_type
 from mjax.step.layout import Layout
 from mjax.utils.names import leaf_name
 
+MOMENTUM = 0.95  # as Keller Jordan and arXiv 2502.16982
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST = 1e-7
@@ -91,9 +92,8 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices])
         whole = of.map(newton_schulz, narrow).astype(update.dtype)
         return update_scale(of, config.muon_adjust_lr) * whole
 
-    momentum = config.muon_momentum
     return optax.chain(
-        optax.scale(1 - momentum),
-        optax.trace(momentum, nesterov=True),
+        optax.scale(1 - MOMENTUM),
+        optax.trace(MOMENTUM, nesterov=True),
         optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(direction, updates)),
     )

@@ -58,8 +58,8 @@ def serial_direction(name, weight, gradients, optimizer):
     if name.startswith("blocks.") and name.endswith("kernel"):
         moment = np.zeros_like(weight)
         for gradient in gradients:
-            moment = optimizer.muon_momentum * moment + (1 - optimizer.muon_momentum) * gradient
-        update = optimizer.muon_momentum * moment + (1 - optimizer.muon_momentum) * gradient
+            moment = 0.95 * moment + (1 - 0.95) * gradient
+        update = 0.95 * moment + (1 - 0.95) * gradient
         direction = np.stack([by_matrix(name, layer, scaled(optimizer.muon_adjust_lr)) for layer in update])
     else:
         first = second = 0.0
