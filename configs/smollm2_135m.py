@@ -26,6 +26,7 @@ config = Config(
         learning_rate=3e-3,
         min_learning_rate=1e-5,
         schedule="wsd",
+        wsd_decay="linear",
         warmup_steps=2_000,
         beta2=0.95,
         weight_decay=0.01,

@@ -89,7 +89,7 @@ TRAIN_FLAGS = {
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
     "--optimizer.warmup-from 1": "the warm-up begins at 0",
-    "--optimizer.wsd-decay linear": "it was removed: use exponential",
+    "--optimizer.wsd-decay cosine": "it was removed: use minus_sqrt",
     "--optimizer.wsd-decay cosine": "it was removed: use minus_sqrt",
     "--health.rewind-batches 2": "a rewind skips 10 batches",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",

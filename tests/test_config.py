@@ -234,7 +234,7 @@ def test_llama_has_published_default_width():
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
         ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
-        ({"optimizer": {"wsd_decay": "linear"}}, "; it was removed: use exponential"),
+        ({"optimizer": {"wsd_decay": "cosine"}}, "; it was removed: use minus_sqrt"),
         ({"model": {"kind": "mixture", "balance_over": "layers"}}, "; it was removed: use micro_batch"),
         ({"precision": {"hysteresis": 1}}, "precision.hysteresis 1 was removed; the second overflow halves"),
         ({"train": {"streams": 3}}, "train.streams 3 was removed; layers compute a whole micro-batch at a time"),

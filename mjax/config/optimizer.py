@@ -29,7 +29,7 @@ class OptimizerConfig:
     """Step at which min_learning_rate is reached; by default train.steps."""
     wsd_decay_steps: Count | None = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
-    wsd_decay: Literal["exponential", "minus_sqrt"] = "exponential"
+    wsd_decay: Literal["exponential", "linear", "minus_sqrt"] = "exponential"
     """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""

@@ -52,7 +52,6 @@ REMOVED_VALUES = {
         "use micro_batch, and --model.balance-loss times the experts per token / the layers with experts"
     ),
     ("optimizer.wsd_decay", "cosine"): "use minus_sqrt",
-    ("optimizer.wsd_decay", "linear"): "use exponential, which is at most 0.09 of the peak below a line",
 }
 """Values of fields that are still there: (dotted name, value) → what to use."""
 

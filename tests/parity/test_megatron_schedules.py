@@ -28,7 +28,7 @@ STYLES = {
     "inverse_square_root": {"lr_decay_style": "inverse-square-root"},
     **{
         f"wsd {shape}": {"lr_decay_style": "WSD", "lr_wsd_decay_style": shape}
-        for shape in ("exponential", "minus_sqrt")
+        for shape in ("exponential", "linear", "minus_sqrt")
     },
 }
 
