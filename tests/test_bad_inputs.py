@@ -90,7 +90,6 @@ TRAIN_FLAGS = {
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
     "--optimizer.warmup-from 1": "the warm-up begins at 0",
     "--optimizer.wsd-decay cosine": "it was removed: use minus_sqrt",
-    "--optimizer.wsd-decay cosine": "it was removed: use minus_sqrt",
     "--health.rewind-batches 2": "a rewind skips 10 batches",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
