@@ -24,10 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
-from mjax.data.bert import BertDataset
+from mjax.data.bert import BertDataset, WordPieces, build_pair_index
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.masking import WordPieces
-from mjax.data.sentence_pairs import build_pair_index
 
 SEED, SHORT = 1234, 0.1
 PIECES = WordPieces(cls=101, sep=102, mask=103, pad=0, continues=np.random.default_rng(0).random(30_522) < 0.19)

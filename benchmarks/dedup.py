@@ -38,7 +38,7 @@ from rich.table import Table
 
 from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.data.corpus import TextFiles
-from mjax.data.minhash import HASHES, choose_bands, estimate, sketch, worth_comparing
+from mjax.data.corpus.near_duplicates import HASHES, choose_bands, estimate, sketch, worth_comparing
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = 5

@@ -36,7 +36,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mjax.utils.atomic import write_whole
+from mjax.utils.files import write_whole
 
 PAGE = 4000  # characters: dictionary entries are gathered into documents of about this size
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mjax.cluster import launch
-from mjax.utils.places import cache_home
+from mjax.utils.files import cache_home
 
 
 @pytest.mark.parametrize(

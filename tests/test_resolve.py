@@ -13,8 +13,9 @@ from mjax.commands import cli
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, load_config, save_config
+from mjax.config.datasets import DatasetMetadata
 from mjax.config.resolve import resolve
-from mjax.data.metadata import DatasetMetadata, write_metadata
+from mjax.data.indexed import write_metadata
 from mjax.errors import UsageError
 from mjax.run.origin import Origin, save_origin
 

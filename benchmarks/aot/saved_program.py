@@ -24,7 +24,7 @@ from typing import Any
 from mjax.config import Config
 from mjax.errors import UsageError, check_folder
 from mjax.parallel import axes
-from mjax.utils.atomic import put
+from mjax.utils.files import put
 
 FORMAT = 1
 # Maximum unpacked size in bytes. A step has no weights: that of gpt_8b in a pipeline takes 144 kB.

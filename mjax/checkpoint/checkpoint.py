@@ -70,7 +70,7 @@ from mjax.checkpoint.manifest import (
 from mjax.cluster.processes import from_first, is_first, wait_for_all
 from mjax.errors import RunError, UsageError
 from mjax.models.protocol import Model
-from mjax.utils.atomic import make_folder, put, rename, set_aside, write_whole
+from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
 
 SAVE_SECONDS = 4 * 3600  # Orbax's timeout is 20 minutes: too short for a large state on a slow file system
 REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mjax.checkpoint.manifest import steps_in
 from mjax.errors import UsageError
-from mjax.utils.atomic import make_folder, take_lock
+from mjax.utils.files import make_folder, take_lock
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mjax.cluster.launch import launched_by, set_variable
-from mjax.utils.places import cache_home
+from mjax.utils.files import cache_home
 
 FOLDER, MOST_BYTES = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
 MOST = 2 * 2**30  # bytes; JAX removes the programs that were used least recently

@@ -26,13 +26,12 @@ import numpy as np
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero
-from mjax.data import decontaminate, outputs
-from mjax.data.blocks import Block
-from mjax.data.corpus import Document, TextFiles, find_files, parse
-from mjax.data.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
-from mjax.data.outputs import CleanedFiles, FilterArguments, Tally
+from mjax.data.corpus import Document, TextFiles, decontaminate, find_files, outputs, parse
+from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
+from mjax.data.corpus.outputs import CleanedFiles, FilterArguments, Tally
+from mjax.data.corpus.workers import Workers, useful_workers
 from mjax.data.tokenizers import load_tokenizer
-from mjax.data.workers import Workers, useful_workers
 from mjax.errors import RunError, UsageError
 
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"

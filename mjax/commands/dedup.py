@@ -1,8 +1,8 @@
 """`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, minhash.py finds candidates, and
-near_duplicates.py compares them. Similar pairs are joined into clusters, and the first document of each cluster is
+above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, and near_duplicates.py
+finds candidates and compares them. Similar pairs are joined into clusters, and the first document of each cluster is
 kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
 not be the one that was kept.
 
@@ -28,14 +28,23 @@ import numpy as np
 import tyro
 
 from mjax.config.bounds import Count
-from mjax.data import outputs
-from mjax.data.blocks import Block
-from mjax.data.corpus import Corpus, Document, parse
-from mjax.data.minhash import HASHES, Bands, Sketches, choose_bands, sketch
-from mjax.data.near_duplicates import Clusters, ShingleFile, SketchFiles, candidates, find_clusters
-from mjax.data.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
-from mjax.data.shingles import Unit, shingle_hashes, shingle_set
-from mjax.data.workers import Workers, useful_workers
+from mjax.data.corpus import Corpus, Document, outputs, parse
+from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.near_duplicates import (
+    HASHES,
+    Bands,
+    Clusters,
+    ShingleFile,
+    Sketches,
+    SketchFiles,
+    candidates,
+    choose_bands,
+    find_clusters,
+    sketch,
+)
+from mjax.data.corpus.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
+from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
+from mjax.data.corpus.workers import Workers, useful_workers
 from mjax.errors import RunError
 from mjax.utils.progress import progress
 

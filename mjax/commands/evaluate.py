@@ -25,7 +25,7 @@ from mjax.cluster.launch import Distributed
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
 from mjax.config.model import ModelConfig
-from mjax.data.outputs import facts
+from mjax.data.corpus.outputs import facts
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task

@@ -16,9 +16,9 @@ import tyro
 from rich import filesize
 from rich.console import Console
 
-from mjax.data.indexed import IndexedDataset
-from mjax.data.metadata import DatasetMetadata, read_metadata, tokenizer_folder
-from mjax.data.outputs import facts
+from mjax.config.datasets import DatasetMetadata, read_metadata
+from mjax.data.corpus.outputs import facts
+from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, check_picture
 

@@ -18,15 +18,13 @@ import tyro
 from rich import filesize
 
 from mjax import __version__
+from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data.corpus import EXAMPLES
-from mjax.data.indexed import IndexedDataset
-from mjax.data.metadata import (
-    DatasetMetadata,
+from mjax.data.indexed import (
+    IndexedDataset,
     check_output,
     digest_of_folder,
-    metadata_file,
     put_beside,
-    read_metadata,
     temporary_tokenizer,
     tokenizer_folder,
     writing,

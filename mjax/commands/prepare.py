@@ -35,25 +35,15 @@ from rich.console import Console
 from mjax import __version__
 from mjax.config import DataConfig, load_config
 from mjax.config.bounds import Bounds, check_bounds
-from mjax.data.blocks import Block
-from mjax.data.corpus import Corpus, TextArguments, parse
-from mjax.data.indexed import token_dtype
-from mjax.data.metadata import (
-    DatasetMetadata,
-    check_output,
-    dataset_files,
-    put_beside,
-    temporary_tokenizer,
-    writing,
-)
-from mjax.data.outputs import facts
-from mjax.data.progress import showing, speed
-from mjax.data.samples import advice, split_sequences
-from mjax.data.sentences import load_splitter, split
+from mjax.config.datasets import DatasetMetadata, split_sequences
+from mjax.data.corpus import Corpus, TextArguments, Wikipedia, load_splitter, parse, split_sentences
+from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.outputs import facts, speed, text_progress
+from mjax.data.corpus.workers import Workers, useful_workers
+from mjax.data.indexed import check_output, dataset_files, put_beside, temporary_tokenizer, token_dtype, writing
+from mjax.data.samples import advice
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
-from mjax.data.tokenizers.wordpiece import TRAINABLE
-from mjax.data.wikipedia import Wikipedia
-from mjax.data.workers import Workers, useful_workers
+from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.errors import UsageError
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
@@ -177,7 +167,7 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     draw = random.Random(0)
 
     def chunks() -> Iterator[str]:
-        with showing("reading", corpus.size) as advance:
+        with text_progress("reading", corpus.size) as advance:
             for document in corpus:
                 for first in range(0, len(document.text), CHUNK):
                     if draw.random() < share:
@@ -198,7 +188,7 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
         with (
             workers,
             closing(workers.map(Encoder.encode, corpus.blocks())) as blocks,
-            showing("encoding", corpus.size) as advance,
+            text_progress("encoding", corpus.size) as advance,
         ):
             for block in blocks:
                 corpus.malformed.add(block.malformed)
@@ -281,7 +271,9 @@ class Encoder:
 
     def _encode(self, texts: list[str]) -> list[list[list[int]]]:
         """Ids of each sequence of each document."""
-        pieces = [split(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
+        pieces = (
+            [split_sentences(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
+        )
         ids = iter(self.tokenizer.encode_batch([sequence for document in pieces for sequence in document]))
         documents = [[found for _ in document if (found := next(ids))] for document in pieces]
         for document in filter(None, documents):

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from mjax.config.batch_size import BatchSizes, parse_schedule
 from mjax.config.bounds import check_bounds
+from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.model import KIND_FLAG
 from mjax.config.run import Config
-from mjax.data.blend import parse_blend
-from mjax.data.samples import split_sequences
 from mjax.errors import UsageError, either
 from mjax.models.kernels import ways_across
 from mjax.parallel import axes

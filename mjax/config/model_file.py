@@ -16,8 +16,7 @@ from pathlib import Path
 from mjax.config.model import ModelConfig, is_own
 from mjax.config.plain_values import build
 from mjax.errors import UsageError
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 MODEL_FILE = "model.json"
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from mjax.config.batch_size import with_steps
 from mjax.config.checks import check_batch_sizes
+from mjax.config.datasets import parse_blend, read_metadata
 from mjax.config.run import Config, MeshConfig, read_settings
-from mjax.data.blend import parse_blend
-from mjax.data.metadata import read_metadata
 
 
 def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Path) -> tuple[Config, list[str]]:

@@ -43,8 +43,7 @@ from mjax.config.plain_values import build
 from mjax.config.removed import named_like
 from mjax.errors import UsageError, suggestion
 from mjax.parallel import axes
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 
 @dataclass(frozen=True)

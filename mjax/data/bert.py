@@ -8,7 +8,7 @@
     documents                      0   0 0 0   0   0 0   0     1     1      attention stays within a number
     hidden                       [CLS] a b c [SEP] [MASK] e [SEP] [PAD] [PAD]
 
-The model predicts the hidden tokens (`masking`) and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
+The model predicts the hidden tokens and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
 (Lan et al. 2020) in place of BERT's next-sentence prediction. Without that second task a sample is one segment.
 
 Sample i depends on the data, the seed and i alone: it has its own generator, seeded with (seed + i) mod 2^32. It is
@@ -19,19 +19,308 @@ Megatron's sample i, token for token, with two exceptions:
 - An id in the middle of a sample is kept. Megatron replaces the padding id by 0 everywhere.
 
 Source: Megatron-LM, core/datasets/bert_dataset.py.
+
+**Sentences.** A sample is a run of whole sentences of one document, in Megatron's order.
+
+Sentences of a document are added to a sample until it reaches its target length; the next sample begins with the next
+sentence. Two rules keep the ends useful: a sample that will be cut into two segments has at least two sentences, and a
+single sentence is never left over, so the last sample of a document may be much longer than its target, and is cut when
+it is read.
+
+    sentences  | 30 tokens | 25 | 40 | 18 | 31 | 22 |         wanted: 60
+    samples    |── 0 ─────────────────|── 1 ────────|         after 55 tokens one more; after 1 only one would be left
+
+The target is usually the longest that fits, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10% it is
+shorter, from 2 tokens up, because fine-tuning often sees short inputs (google-research/bert,
+create_pretraining_data.py). One random word decides both whether a sample is short and its length, so with s of 512 and
+one in ten short only even lengths occur. Each epoch draws new ones. All samples of all epochs are shuffled together.
+Documents with fewer sentences than a sample needs are skipped, and so are documents of several sentences with one
+longer than 512 tokens.
+
+Every target depends on the number of draws before it, so the walk is a loop, but over samples rather than sentences:
+the end of a sample is looked up among the running totals of tokens.
+
+Given the same files, documents, seed and number of samples the result is that of Megatron's C++, row for row.
+
+Source: Megatron-LM, core/datasets/helpers.cpp (build_mapping).
+
+**Masking.** Masked language modelling hides tokens that BERT must predict.
+
+About 15% of the tokens are hidden, in spans of one to three whole words. A word is a WordPiece and the "##" pieces that
+follow it:
+
+    tokens   [CLS]  the  un ##believ ##able  cat  sat  [SEP]
+    words            0   1  1        1        2    3
+
+Words are visited in random order. At each the length n of a span is drawn, shorter ones more often: P(n) ∝ 1/n, that is
+55%, 27% and 18%. The span covers that word and the next n − 1; if it would hide too many tokens, it loses words from
+its end until it fits, and if the first word alone is too long, or part of the span is hidden already, it is skipped. Of
+the tokens in a span 80% become [MASK], 10% a random token and 10% are kept, each drawn separately, so that the model
+cannot see which tokens it has to predict. [CLS] and [SEP] are never hidden.
+
+The draws are Megatron's, in their order, on the given generator, so masks are Megatron's token for token. Options that
+pretrain_bert.py leaves off are absent: pieces instead of words, spans that are long rather than short or of a geometric
+distribution (SpanBERT's), and exchanged tokens (StructBERT's), which draws on NumPy's global generator and so cannot be
+repeated.
+
+Source: Devlin et al. 2019, §3.1; 1909.08053, §4.2; Megatron-LM, core/datasets/masked_dataset.py and bert_dataset.py.
 """
 
 import hashlib
+import math
 import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 
 from mjax.data.cache import NO_CACHE, IndexCache
 from mjax.data.indexed import IndexedDataset
-from mjax.data.masking import WordPieces, create_masked_lm_predictions
 from mjax.data.samples import advice, check_ids
-from mjax.data.sentence_pairs import LONG_SENTENCE, build_pair_index
+from mjax.data.tokenizers import BertTokenizer
 from mjax.errors import UsageError
+
+# --- Masked language modelling ----------------------------------------------------------------------------------------
+
+LONGEST = 3  # words of a span
+SHARES = 1 / np.arange(1, LONGEST + 1)
+SHARES /= SHARES.sum()
+UP_TO = SHARES.cumsum()
+UP_TO = (UP_TO / UP_TO[-1]).tolist()  # probability of a span of at most 1, 2, 3 words, as `RandomState.choice` sums it
+MASKED, REPLACED = 0.8, 0.5  # share that becomes [MASK], and of the rest the share that becomes a random token
+
+
+@dataclass(frozen=True)
+class WordPieces:
+    """Parts of a vocabulary that masking needs: its special ids, and the ids that continue a word."""
+
+    cls: int
+    sep: int
+    mask: int
+    pad: int
+    continues: np.ndarray
+    """True for "##" pieces, bool [vocabulary]."""
+
+    @classmethod
+    def of(cls, tokenizer: BertTokenizer) -> "WordPieces":
+        """The parts of a tokenizer's vocabulary."""
+        continues = np.zeros(tokenizer.vocabulary, bool)
+        continues[[number for piece, number in tokenizer.library.get_vocab().items() if piece.startswith("##")]] = True
+        return cls(tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad, continues)
+
+
+def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.ndarray]:
+    """Find the tokens that may be hidden, and where among them each word begins and the last one ends.
+
+    The pieces of word w are at `places[bounds[w] : bounds[w + 1]]`. As in Megatron, a segment that lost the beginning
+    of a word continues the last word of the segment before.
+
+    Args:
+      tokens: [n], [CLS] and [SEP] included.
+
+    Returns:
+      places [tokens but [CLS] and [SEP]], bounds [words + 1].
+    """
+    places = np.flatnonzero((tokens != pieces.cls) & (tokens != pieces.sep))
+    begins = ~pieces.continues[tokens[places]]
+    begins[:1] = True
+    return places, np.append(np.flatnonzero(begins), len(places))
+
+
+def create_masked_lm_predictions(
+    tokens: np.ndarray,
+    wanted: int,
+    pieces: WordPieces,
+    random: np.random.RandomState,
+    probability: float = 0.15,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hide some tokens of a sample.
+
+    Args:
+      tokens: the sample, int32 [n], [CLS] and [SEP] included.
+      wanted: target length; at most `probability` of it are hidden, even in a longer sample.
+      pieces: of the vocabulary.
+      random: drawn from.
+      probability: share of the tokens to hide, at least one.
+
+    Returns:
+      The tokens as the model sees them, int32 [n], and whether each is to be predicted, bool [n].
+    """
+    most = int(min(probability * wanted, max(1, round(len(tokens) * probability))))
+    places, bounds = (array.tolist() for array in find_words(tokens, pieces))
+    words = len(bounds) - 1
+    seen, hidden = tokens.copy(), set()
+    for word in random.permutation(words).tolist():
+        if len(hidden) >= most:
+            break
+        end = min(word + 1 + bisect_right(UP_TO, random.random_sample()), words)
+        first, last = bounds[word], bounds[end]
+        while end > word and len(hidden) + last - first > most:
+            end -= 1
+            last = bounds[end]
+        span = places[first:last]  # of no token where the first word alone is too much
+        if not hidden.isdisjoint(span):
+            continue
+        hidden.update(span)
+        for place in span:
+            if random.random_sample() < MASKED:
+                seen[place] = pieces.mask
+            elif random.random_sample() >= REPLACED:
+                seen[place] = random.randint(0, len(pieces.continues))
+    guessed = np.zeros(len(tokens), bool)
+    guessed[list(hidden)] = True
+    return seen, guessed
+
+
+# --- The sentences of each sample -------------------------------------------------------------------------------------
+
+LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
+PIECE = 2**16  # documents, or draws, held as Python numbers at a time
+
+
+def build_pair_index(
+    lengths: np.ndarray,
+    boundaries: np.ndarray,
+    samples: int | None,
+    most: int,
+    short_probability: float,
+    seed: int,
+    fewest: int = 2,
+) -> np.ndarray:
+    """Sentences of each sample and its target, (first sentence, one after the last, tokens), [rows, 3].
+
+    Epochs are whole, so there may be more rows than samples asked for; none if no document is usable.
+
+    Args:
+      lengths: tokens in each sentence of the dataset, int32 [S].
+      boundaries: sentence with which each document to draw from begins, and the end of the last, int64 [documents + 1].
+      samples: minimum number of rows; None: one epoch.
+      most: target of a sample that is not short, in tokens, 2 or more.
+      short_probability: share of samples that are short: 1 in round(1 / probability); 0: none.
+      seed: determines lengths and order.
+      fewest: sentences that a sample needs: 2 if it is cut into two segments, else 1.
+
+    Returns:
+      uint32, or uint64 in a dataset of 2^32 sentences and more.
+    """
+    wanted = _wanted_lengths(seed, most, short_probability)
+    dtype = np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32
+    parts, rows = [np.empty((0, 3), dtype)], 0
+    while True:
+        before = rows
+        for first in range(0, len(boundaries) - 1, PIECE):
+            piece = _walk(lengths, boundaries[first : first + PIECE + 1], wanted, most, fewest)
+            parts.append(piece.astype(dtype))
+            rows += len(piece)
+        if samples is None or rows >= samples or rows == before:
+            break
+    return np.concatenate(parts)[_shuffled(rows, seed + 1)]
+
+
+def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[int]:
+    """Targets of successive samples, in tokens, from the words of `std::mt19937(seed)`."""
+    if short_probability == 0:
+        yield from repeat(most)
+    one_in = math.floor(1 / short_probability + 0.5)  # C's round: halves go up
+    random = np.random.RandomState(seed % 2**32)
+    while True:
+        words = random.randint(2**32, size=PIECE, dtype=np.uint32)  # the generator's words as they are
+        yield from np.where(words % one_in == 0, 2 + words % (most - 1), most).tolist()
+
+
+def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int], most: int, fewest: int) -> np.ndarray:
+    """The samples of some documents in the order of the file, [rows, 3]."""
+    origin = int(boundaries[0])
+    begins, ends = boundaries[:-1] - origin, boundaries[1:] - origin  # [documents]
+    sizes = lengths[origin : int(boundaries[-1])]
+    before = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]  # [sentences + 1], tokens before each
+    sentences = ends - begins
+
+    long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
+    long = (long_before[ends] > long_before[begins]) & (sentences > 1)
+    useful = (sentences >= fewest) & ~long
+
+    starts, stops, targets = [], [], []
+    for sentence, last in zip(begins[useful].tolist(), ends[useful].tolist(), strict=True):
+        while sentence < last:
+            tokens = next(wanted)
+            stop = bisect_left(before, before[sentence] + tokens, sentence + fewest, last - 1)
+            if stop > last - 2:  # one sentence would be left, or none
+                stop = last
+            starts.append(sentence)
+            stops.append(stop)
+            targets.append(tokens)
+            sentence = stop
+        next(wanted)  # Megatron draws one more at the end of a document
+    rows = np.array([starts, stops, targets], np.int64).T
+    rows[:, :2] += origin
+    return rows
+
+
+def _shuffled(rows: int, seed: int) -> np.ndarray:
+    """Row numbers as Fisher and Yates leave them, row i exchanged with row `word % (i + 1)`, i falling; int64 [rows].
+
+    Many exchanges are one operation on arrays. That is correct if no row is in two of them, which is nearly always so
+    for an eighth of the square root of the remaining rows; otherwise they are made one by one.
+    """
+    order = np.arange(rows)
+    words = mersenne_twister_64(seed, rows)[: rows - 1]  # for the last row, the one before it, … and row 1
+    partner = np.zeros(rows, np.int64)
+    partner[1:] = words[::-1] % (order[1:] + 1).astype(np.uint64)
+    stop = rows
+    while stop > 1:
+        first = stop - max(1, math.isqrt(stop) // 8)
+        others = partner[first:stop]
+        if others.max() < first and len(np.unique(others)) == len(others):
+            order[first:stop], order[others] = order[others], order[first:stop].copy()
+        else:
+            for i in range(stop - 1, first - 1, -1):
+                order[i], order[partner[i]] = order[partner[i]], order[i]
+        stop = first
+    return order
+
+
+# --- The 64-bit Mersenne Twister of the C++ standard library ----------------------------------------------------------
+
+STATE, LAG = 312, 156  # words the recurrence looks back, and words it computes at once
+LOWER = 2**31 - 1
+UPPER = 2**64 - 1 - LOWER
+TWIST = 0xB5026F5AA96619E9
+
+
+def mersenne_twister_64(seed: int, count: int) -> np.ndarray:
+    """The first `count` words of `std::mt19937_64(seed)`, uint64 [count]; NumPy has the generator only in 32 bits.
+
+    Words follow the recurrence
+
+        x[k + 312] = x[k + 156] ⊕ A(upper 33 bits of x[k], lower 31 bits of x[k + 1])
+
+    and are given out tempered. A word depends on none of the 155 before it, so 156 at a time are one operation on
+    arrays.
+
+    Source: Matsumoto and Nishimura, mt19937-64.c (2004); C++11, 26.5.3.2, whose 26.5.5 names the 10,000th word.
+    """
+    words = np.empty(STATE + count, np.uint64)
+    word = seed % 2**64
+    for i in range(STATE):
+        words[i] = word
+        word = (6364136223846793005 * (word ^ (word >> 62)) + i + 1) % 2**64
+    for first in range(STATE, len(words), LAG):
+        new = words[first : first + LAG]
+        before, after = words[first - STATE :][: len(new)], words[first - STATE + 1 :][: len(new)]
+        np.bitwise_xor(((before & UPPER) | (after & LOWER)) >> 1, (after & 1) * TWIST, out=new)
+        new ^= words[first - LAG :][: len(new)]
+    tempered = words[STATE:]
+    tempered ^= (tempered >> 29) & 0x5555555555555555
+    tempered ^= (tempered << 17) & 0x71D67FFFEDA60000
+    tempered ^= (tempered << 37) & 0xFFF7EEE000000000
+    tempered ^= tempered >> 43
+    return tempered
+
+
+# --- The dataset ------------------------------------------------------------------------------------------------------
 
 SPECIAL = 3  # [CLS] and two [SEP]
 _of_thread = threading.local()

@@ -23,76 +23,15 @@ build_exhaustive_blending_indices).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from mjax.config.datasets import normalize
 from mjax.data.cache import NO_CACHE, Arrays, IndexCache
 from mjax.errors import UsageError
 
 LANE = 2048  # samples a lane walks
 SURPLUS = 0.005  # of every share, because the walk may be a sample ahead of it
-MOST_DATASETS = 32767  # their numbers are int16
-
-
-# --- Parsing ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Blend:
-    """Datasets by prefix, and their weights as given; None: all samples of each, once."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-
-    @property
-    def shares(self) -> list[float] | None:
-        """Weights that sum to one."""
-        return None if self.weights is None else normalize(self.weights)
-
-
-def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
-    """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
-
-    Megatron takes any odd number of values as prefixes, even numbers among them; here a number is always a weight,
-    unless it is the only value.
-
-    Raises:
-      UsageError: weights are missing, not above 0, or misplaced, or there are too many datasets.
-    """
-    values = [value.strip() for value in values]
-    weights, prefixes = [_number(value) for value in values[::2]], values[1::2]
-    if len(values) == 1 or not any(_number(value) is not None for value in values):
-        blend = Blend(tuple(values), None)
-    elif len(values) % 2 == 0 and None not in weights:
-        blend = Blend(tuple(prefixes), tuple(weights))
-    else:
-        raise UsageError(
-            f"{flag} {' '.join(values)} gives a weight to some datasets and not to others; "
-            f"write a weight before every prefix, such as {flag} 0.3 data/a 0.7 data/b, or before none"
-        )
-    if not all(0 < weight < math.inf for weight in blend.weights or ()):
-        raise UsageError(
-            f"{flag} {' '.join(values)} has a weight that is not above 0; leave that dataset out, or give it a weight"
-        )
-    if not all(blend.prefixes) or len(blend.prefixes) >= MOST_DATASETS:
-        raise UsageError(
-            f"{flag} has an empty prefix, or {MOST_DATASETS:,} of them or more; give fewer, and each a name"
-        )
-    return blend
-
-
-def _number(value: str) -> float | None:
-    try:
-        return float(value)
-    except ValueError:
-        return None
-
-
-def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, added in NumPy's order as in Megatron: the last bit decides between equals."""
-    weights = np.asarray(weights, np.float64)
-    return (weights / weights.sum()).tolist()
 
 
 def samples_of_parts(samples: int, shares: Sequence[float]) -> list[int]:

@@ -26,8 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.utils.atomic import make_folder, put
-from mjax.utils.places import cache_home
+from mjax.utils.files import cache_home, make_folder, put
 
 VERSION = 1  # of the way indices are built; a new one makes every old cache unused
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read

@@ -19,23 +19,31 @@ piece by piece: lengths, pointers and documents must agree with each other and w
 later read leaves the file or its sequence. That takes a second for a hundred million sequences; a terabyte of text
 usually has fewer.
 
+`mjax prepare` also writes PREFIX.json and the folder PREFIX.tokenizer next to them. Megatron's datasets have neither;
+mjax can train on them but cannot show their text.
+
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
 
 import array
+import dataclasses
 import functools
 import hashlib
+import json
 import mmap
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UsageError
-from mjax.utils.atomic import lock, put, remove
+from mjax.config.datasets import DatasetMetadata, metadata_file
+from mjax.errors import RunError, UsageError
+from mjax.utils.files import lock, put, remove, write_whole
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -395,3 +403,90 @@ class IndexedDatasetWriter:
 def temporary_files(prefix: str | Path) -> list[Path]:
     """Names of a dataset's tokens and index until they are complete."""
     return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
+
+
+# --- Metadata and tokenizer next to a dataset -------------------------------------------------------------------------
+
+
+def tokenizer_folder(prefix: str | Path) -> Path:
+    """PREFIX.tokenizer."""
+    return Path(f"{prefix}.tokenizer")
+
+
+def digest_of_folder(folder: Path) -> str:
+    """SHA-256 of the files in a folder, such as a tokenizer's, and of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+# --- Putting a dataset in place ---------------------------------------------------------------------------------------
+
+
+def dataset_files(prefix: str | Path) -> list[Path]:
+    """All files of a dataset: tokens, index, metadata and the tokenizer's folder."""
+    return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix)]
+
+
+def temporary_tokenizer(prefix: str | Path) -> Path:
+    """Folder of a dataset's tokenizer until the dataset is complete."""
+    return Path(f"{tokenizer_folder(prefix)}.tmp")
+
+
+def check_output(prefix: str, overwrite: bool) -> None:
+    """Check that a dataset may be written under `prefix`.
+
+    Files of a killed run do not prevent it: if tokens or an index have a temporary name and no index has the final one,
+    the files beside them are its own.
+
+    Raises:
+      UsageError: `prefix` is not a valid prefix, or the dataset exists and `overwrite` is not set.
+    """
+    if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
+        raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
+    unfinished = any(file.exists() for file in temporary_files(prefix)) and not index_file(prefix).exists()
+    existing = [str(file) for file in dataset_files(prefix) if file.exists()]
+    if existing and not overwrite and not unfinished:
+        raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
+
+
+@contextmanager
+def writing(prefix: str, verb: str, vocabulary: int, dtype: np.dtype | None = None) -> Iterator[IndexedDatasetWriter]:
+    """Write the dataset `prefix`; the block may fill `temporary_tokenizer(prefix)`, which is removed afterwards.
+
+    Raises:
+      RunError: it cannot be written; `verb` names the work.
+    """
+    tokenizer = temporary_tokenizer(prefix)
+    try:
+        with IndexedDatasetWriter(prefix, vocabulary, dtype) as writer:
+            try:
+                shutil.rmtree(tokenizer, ignore_errors=True)  # of a run that was killed
+                yield writer
+            finally:
+                shutil.rmtree(tokenizer, ignore_errors=True)
+    except OSError as error:
+        raise RunError(f"{verb} {prefix} stopped: {error}; nothing was left under that name") from error
+
+
+def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
+    """Give the metadata and the temporary tokenizer their final names, replacing those of an older dataset.
+
+    Call it when the tokens are written but not yet renamed: this removes an old dataset, and the index, which makes the
+    new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
+    """
+    remove(index_file(prefix))
+    shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)
+    if metadata is None:
+        metadata_file(prefix).unlink(missing_ok=True)
+        return
+    put(temporary_tokenizer(prefix), tokenizer_folder(prefix))
+    write_metadata(prefix, metadata)
+
+
+def write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
+    """Write PREFIX.json, atomically."""
+    values = json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False)
+    write_whole(metadata_file(prefix), f"{values}\n")

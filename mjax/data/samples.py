@@ -26,10 +26,7 @@ empty sample or lose the tail; here the division is exact.
 Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megatron_dataset_config.py.
 """
 
-import hashlib
-import re
-from collections.abc import Container, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Container
 
 import numpy as np
 
@@ -40,34 +37,6 @@ from mjax.errors import UsageError
 SEPARATE_BELOW = 0.80  # share of its samples below which the last epoch is shuffled separately
 MOST_EPOCHS = 10_000
 PAD = -1  # marks positions after the end of the stream; never a token of a dataset
-
-# --- Splits -----------------------------------------------------------------------------------------------------------
-
-
-def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
-    """Sequences of the training, validation and test parts: '949,50,1' of 1000 is 0–949, 949–999 and 999–1000.
-
-    Missing parts are empty: '98,2' has no test part. Parts follow the order of the file. Megatron reads every run of
-    digits and points as a number, whatever is in between ('949/50/1', '-1,2' as 1 and 2, '1e3' as 1 and 3); here only
-    commas and spaces are allowed.
-
-    Raises:
-      UsageError: `split` is not one to three numbers, one of them above 0.
-    """
-    written = [part.strip() for part in split.split(",")]
-    if not (len(written) <= 3 and all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", part) for part in written)):
-        written = ["0"]
-    parts = [float(part) for part in written]
-    if not 0 < sum(parts) < float("inf"):
-        raise UsageError(
-            f"--data.split {split!r} is not proportions of training, validation and test; "
-            "give up to three numbers, one of them above 0, such as 949,50,1"
-        )
-    total = float(np.sum(parts))  # Python's sum rounds differently from 3.12 on
-    bounds = accumulate((part / total for part in parts + [0.0] * (3 - len(parts))), initial=0.0)
-    training, validation, test = (range(*pair) for pair in pairwise(round(bound * sequences) for bound in bounds))
-    return training, validation, test
-
 
 # --- The three indices ------------------------------------------------------------------------------------------------
 
@@ -84,28 +53,25 @@ def build_document_index(
     return index
 
 
-def build_sample_index(
-    lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int, extra_token: bool = True
-) -> np.ndarray:
+def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int) -> np.ndarray:
     """Beginning of each sample: (position in `document_index`, offset in tokens), int32 or int64 [samples + 1, 2].
 
-    Sample k runs from row k to row k + 1, both included with the extra token: the last token of a sample is the first
-    of the next. Megatron walks the documents to find these rows; here token k × `sequence` of the stream is looked up
-    among the ends of all documents, for all k at once. After the end of the stream, the row is that of its end.
+    Sample k runs from row k to row k + 1, both included: the last token of a sample is the first of the next. Megatron
+    walks the documents to find these rows; here token k × `sequence` of the stream is looked up among the ends of all
+    documents, for all k at once. After the end of the stream, the row is the end of the stream.
 
     Args:
       lengths: tokens in each sequence of the dataset, [S].
       document_index: the stream, as positions in `lengths`.
       sequence: s.
       samples: rows to build, minus one.
-      extra_token: whether a sample has s + 1 tokens, the last one a label only.
     """
     stream_lengths = lengths[document_index]
     ends = np.cumsum(stream_lengths, dtype=np.int64)
     begins = np.arange(samples + 1, dtype=np.int64) * sequence  # [samples + 1], as tokens of the stream
-    begins[-1] = min(begins[-1], ends[-1] - extra_token)
+    begins[-1] = min(begins[-1], ends[-1] - 1)
     # The document with the last token read before the row, so that empty documents are skipped.
-    position = np.searchsorted(ends, begins + extra_token, side="left")
+    position = np.searchsorted(ends, begins + 1, side="left")
     offset = begins - (ends[position] - stream_lengths[position])
     position[0] = offset[0] = 0  # the walk begins at the very first document, empty or not
     large = max(len(document_index), int(lengths.max())) > np.iinfo(np.int32).max
@@ -128,8 +94,7 @@ def build_indices(
     samples: int | None,
     sequence: int,
     seed: int,
-    extra_token: bool = True,
-    keep_tail: bool = False,
+    keep_tail: bool,
 ) -> Arrays:
     """The three indices of at least `samples` samples; see `GPTDataset` for the other arguments.
 
@@ -138,25 +103,25 @@ def build_indices(
       documents: those to draw from, int32 [documents].
     """
     tokens = int(lengths[documents].sum(dtype=np.int64))  # of one epoch
-    epochs = epochs_of(tokens, samples, sequence, extra_token)
-    before_last = ((epochs - 1) * tokens - extra_token) // sequence  # samples that end before the last epoch does
-    per_epoch = (tokens - extra_token) // sequence
+    epochs = epochs_of(tokens, samples, sequence)
+    before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
+    per_epoch = (tokens - 1) // sequence
     apart = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
-    total, tail = divmod(epochs * tokens - extra_token, sequence)
+    total, tail = divmod(epochs * tokens - 1, sequence)
     total += keep_tail and tail > 0
 
     random = np.random.RandomState(seed)  # the order of its two uses is part of the format
     document_index = build_document_index(documents, epochs, random, apart)
     return {
         "document_index": document_index,
-        "sample_index": build_sample_index(lengths, document_index, sequence, total, extra_token),
+        "sample_index": build_sample_index(lengths, document_index, sequence, total),
         "shuffle_index": build_shuffle_index(before_last if apart else total, total, random),
     }
 
 
-def epochs_of(tokens: int, samples: int | None, sequence: int, extra_token: bool = True) -> int:
+def epochs_of(tokens: int, samples: int | None, sequence: int) -> int:
     """The fewest epochs of `tokens` that hold `samples` samples; None: one."""
-    return 1 if samples is None else max(1, -(-(samples * sequence + extra_token) // tokens))
+    return 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
 
 
 # --- Labels, positions and masks --------------------------------------------------------------------------------------
@@ -214,8 +179,6 @@ class GPTDataset:
       seed: determines the order.
       name: name of this part in errors.
       vocabulary: ids must be below it: a lookup on the device would silently clip a larger one.
-      extra_token: whether a sample takes s + 1 tokens of the stream and shares one with the next. Otherwise it takes s,
-        and its last label is padding (Megatron's add_extra_token_to_sequence).
       keep_tail: whether the rest of the stream makes a last, padded sample (the opposite of Megatron's
         drop_last_partial_validation_sequence).
       cache: keeps the indices on disk.
@@ -227,23 +190,20 @@ class GPTDataset:
     def __init__(
         self,
         indexed: IndexedDataset,
-        documents: Sequence[int] | np.ndarray,
+        documents: range,
         samples: int | None,
         sequence: int,
         seed: int,
         name: str = "training part",
         *,
         vocabulary: int = 2**31,
-        extra_token: bool = True,
         keep_tail: bool = False,
         cache: IndexCache = NO_CACHE,
     ):
-        self.indexed, self.sequence, self.vocabulary, self.extra_token = indexed, sequence, vocabulary, extra_token
-        stretch = isinstance(documents, range) and documents.step == 1  # of the file, as splits are
-        chosen = slice(documents.start, documents.stop) if stretch else np.asarray(documents, np.int32)
-        tokens = int(indexed.lengths[chosen].sum(dtype=np.int64))  # of one epoch
+        self.indexed, self.sequence, self.vocabulary = indexed, sequence, vocabulary
+        tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
-        self.epochs = epochs_of(tokens, samples, sequence, extra_token)
+        self.epochs = epochs_of(tokens, samples, sequence)
         if self.epochs > MOST_EPOCHS:
             raise UsageError(
                 f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name} of "
@@ -252,13 +212,12 @@ class GPTDataset:
 
         def build() -> Arrays:
             lengths = indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time
-            numbers = np.arange(chosen.start, chosen.stop, dtype=np.int32) if stretch else chosen
-            return build_indices(lengths, numbers, samples, sequence, seed, extra_token, keep_tail)
+            numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
+            return build_indices(lengths, numbers, samples, sequence, seed, keep_tail)
 
         names = ("document_index", "sample_index", "shuffle_index")
-        drawn = [chosen.start, chosen.stop] if stretch else hashlib.sha256(chosen).hexdigest()
-        source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
-        source |= {"sequence": sequence, "seed": seed, "extra_token": extra_token, "keep_tail": keep_tail}
+        source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
+        source |= {"samples": samples, "sequence": sequence, "seed": seed, "keep_tail": keep_tail}
         arrays = cache.arrays(source, names, build)
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
 
@@ -280,14 +239,12 @@ class GPTDataset:
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        begins, ends, _ = tokens.indices(self.sequence + 1)
         documents = self.document_index[first : last + 1]
-        part = tokens if tokens == slice(None) else slice(begins, ends)
-        found = self.indexed.join(documents, begin, end + self.extra_token, part)
+        read = self.indexed.join(documents, begin, end + 1, tokens)
         fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
-        check_ids(found, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
-        sample = np.full(ends - begins, PAD, np.int32)
-        sample[: len(found)] = found
+        check_ids(read, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
+        sample = np.full(len(range(self.sequence + 1)[tokens]), PAD, np.int32)
+        sample[: len(read)] = read
         return sample
 
 

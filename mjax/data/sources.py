@@ -17,15 +17,14 @@ import numpy as np
 
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, training_samples
+from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
-from mjax.data.bert import BertDataset
-from mjax.data.blend import Blend, BlendedDataset, parse_blend, samples_of_parts
+from mjax.data.bert import BertDataset, WordPieces
+from mjax.data.blend import BlendedDataset, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
-from mjax.data.indexed import IndexedDataset
-from mjax.data.masking import WordPieces
-from mjax.data.metadata import DatasetMetadata, digest_of_folder, read_metadata, tokenizer_folder
-from mjax.data.samples import GPTDataset, MockDataset, labelled, split_sequences
+from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
+from mjax.data.samples import GPTDataset, MockDataset, labelled
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 

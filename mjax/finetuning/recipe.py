@@ -28,8 +28,7 @@ from mjax.config import (
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.errors import UsageError
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from mjax.models.heads import TaskBERT
 from mjax.run.loop import Run
 from mjax.tasks.labelled import Examples, LabelledTask, write_predictions
 from mjax.tasks.scoring import TaskScorer
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 
 class SeedRun(Run):

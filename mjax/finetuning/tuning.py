@@ -44,7 +44,7 @@ from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
 from mjax.tasks.rows import Batch, Examples
 from mjax.tasks.scoring import TaskScorer
-from mjax.utils.atomic import rename, write_whole
+from mjax.utils.files import rename, write_whole
 
 
 class Finetuning:

@@ -18,7 +18,7 @@ from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError, lines_of
 from mjax.generation.chat_template import Template, TemplateError
 from mjax.generation.inference import ends_of_text
-from mjax.utils.json_files import parse_json, read_json
+from mjax.utils.files import parse_json, read_json
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

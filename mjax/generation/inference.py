@@ -20,7 +20,7 @@ from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.utils.atomic import rename, to_disk
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, rename, to_disk
 
 
 def check_output(folder: Path, overwrite: bool | None = None) -> None:

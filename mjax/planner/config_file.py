@@ -11,7 +11,7 @@ from typing import Any
 from mjax.config import Config, load_config, to_dict
 from mjax.config.model_file import file_of
 from mjax.errors import UsageError, check_folder
-from mjax.utils.atomic import put
+from mjax.utils.files import put
 
 WIDTH = 120
 

@@ -35,9 +35,9 @@ from mjax.checkpoint.manifest import MANIFEST
 from mjax.checkpoint.runs import checkpoint_steps
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
-from mjax.data.blend import parse_blend
-from mjax.data.indexed import IndexedDataset
-from mjax.data.sources import TrainingData, digest_of_folder
+from mjax.config.datasets import parse_blend
+from mjax.data.indexed import IndexedDataset, digest_of_folder
+from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
 from mjax.run.origin import Origin
 from mjax.utils.packages import installed

@@ -21,7 +21,7 @@ from mjax.config import Config
 from mjax.config.mixture import MixtureConfig
 from mjax.parallel import axes
 from mjax.utils import packages
-from mjax.utils.atomic import set_aside, write_whole
+from mjax.utils.files import set_aside, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.

@@ -33,7 +33,7 @@ from mjax.run.health import HEALTHY, SKIPPED, SPIKE, Health
 from mjax.run.metrics import Record
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
-from mjax.utils.atomic import write_whole
+from mjax.utils.files import write_whole
 
 MOST_REWINDS = 3  # to one checkpoint
 REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike

@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.errors import UsageError
 from mjax.pictures.runs import draw_experts, draw_loss
-from mjax.utils.atomic import free_name, make_folder, to_disk, write_whole
+from mjax.utils.files import free_name, make_folder, to_disk, write_whole
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 REDRAW = 10.0  # seconds between two drawings of the pictures, at least; training waits while they are drawn

@@ -21,8 +21,7 @@ from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import new_run_flags
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 ORIGIN = "init.json"
 UNSEEN = ("attention", "sequence", "rope_theta", "vocabulary", "vocabulary_multiple")

@@ -12,7 +12,7 @@ from mjax.checkpoint.runs import check_run_folder
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate
-from mjax.data.own import OwnBatches, Source
+from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
 from mjax.run import loop

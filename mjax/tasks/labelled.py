@@ -19,7 +19,7 @@ from mjax.tasks.labelled_task import LabelledTask, Outputs, is_fine_tuned, what_
 from mjax.tasks.race import Race
 from mjax.tasks.rows import Examples
 from mjax.tasks.squad import Squad
-from mjax.utils.atomic import write_whole
+from mjax.utils.files import write_whole
 
 __all__ = ["DEFAULTS", "Examples", "LabelledTask", "Recipe", "is_fine_tuned", "open_task", "what_is_told"]
 

@@ -20,8 +20,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from mjax.data.indexed import IndexedDataset, index_file, token_file
-from mjax.data.metadata import read_metadata, tokenizer_folder
+from mjax.config.datasets import read_metadata
+from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, Score, Window, perplexity, read_documents

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.utils.json_files import parse_json
+from mjax.utils.files import parse_json
 
 
 def lines(file: Path) -> Iterator[tuple[str, str]]:

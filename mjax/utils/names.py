@@ -1,4 +1,4 @@
-"""Names of the leaves of a tree, as used in messages, checkpoints and rules."""
+"""Names of the leaves of a tree, for messages, checkpoints and rules."""
 
 import jax
 

@@ -8,13 +8,13 @@ from importlib import metadata
 
 def installed() -> dict[str, str]:
     """Version of each package by name, in lower case with hyphens; of two, the one that Python would import."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         named = distribution.metadata  # a property that reads the file
         name, version = named.get("Name"), named.get("Version")
         if name and version:  # an interrupted installation leaves a folder without them
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
-    return found
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    return versions
 
 
 def cuda_build() -> int | None:

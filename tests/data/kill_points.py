@@ -23,9 +23,9 @@ from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.merge import MergeArguments, merge
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data import cache
+from mjax.data.corpus.shingles import word_hashes
 from mjax.data.indexed import IndexedDataset
 from mjax.data.samples import GPTDataset
-from mjax.data.shingles import word_hashes
 from mjax.errors import UsageError
 
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree"}

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mjax.config import Config, save_config
-from mjax.utils import atomic
+from mjax.utils import files
 from tests.conftest import ROOT
 
-WRITES = [lambda file: atomic.write_whole(file, "new"), lambda file: save_config(Config(), file)]
+WRITES = [lambda file: files.write_whole(file, "new"), lambda file: save_config(Config(), file)]
 
 
 def failing(number):
@@ -54,7 +54,7 @@ def test_fsync_error_keeps_the_old_content(tmp_path, monkeypatch, number, write)
 
 def test_disk_without_fsync_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.ENOTSUP))
-    atomic.write_whole(tmp_path / "file", "new")
+    files.write_whole(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "new"
 
 
@@ -68,12 +68,12 @@ def test_folder_is_synced_with_its_content(tmp_path, disk):
     (tmp_path / "new" / "deep").mkdir(parents=True)
     (tmp_path / "new" / "deep" / "file").touch()
     (tmp_path / "new" / "link").symlink_to("nowhere")
-    atomic.put(tmp_path / "new", tmp_path / "place")
+    files.put(tmp_path / "new", tmp_path / "place")
     inside = [tmp_path / "new" / "deep" / "file", tmp_path / "new" / "deep", tmp_path / "new"]
     assert disk == [*(("sync", place) for place in inside), ("rename", tmp_path / "place"), ("sync", tmp_path)]
     disk.clear()
     for _ in range(2):
-        atomic.make_folder(tmp_path / "runs" / "new")
+        files.make_folder(tmp_path / "runs" / "new")
     assert disk == [("sync", tmp_path), ("sync", tmp_path / "runs")]
 
 
@@ -83,7 +83,7 @@ def test_only_one_module_renames_and_syncs():
     found = []
     for file in [*(ROOT / "mjax").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         source = file.read_text()
-        if not re.search(rf"\.({'|'.join(names)})\(", source) or file == Path(atomic.__file__):
+        if not re.search(rf"\.({'|'.join(names)})\(", source) or file == Path(files.__file__):
             continue
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
@@ -101,20 +101,20 @@ def test_disk_without_locks_is_announced(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     said = []
     with (tmp_path / "tokens.tmp").open("wb") as stream:
-        assert atomic.lock(stream, tmp_path / "tokens.tmp", said.append)
+        assert files.lock(stream, tmp_path / "tokens.tmp", said.append)
         (sentence,) = said
         assert f"{tmp_path} is on a file system without locks ({os.strerror(errno.ENOLCK)}): start only one" in sentence
         monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output error"):
-            atomic.lock(stream, tmp_path / "tokens.tmp", print)
+            files.lock(stream, tmp_path / "tokens.tmp", print)
 
 
 def test_lock_is_refused_when_file_was_renamed(tmp_path):
     """Another process finished between opening the file and locking it, and perhaps a third one began."""
     file = tmp_path / "tokens.tmp"
     with file.open("wb") as stream:
-        assert atomic.lock(stream, file)
+        assert files.lock(stream, file)
         file.rename(tmp_path / "tokens")
-        assert not atomic.lock(stream, file)
+        assert not files.lock(stream, file)
         file.touch()
-        assert not atomic.lock(stream, file)
+        assert not files.lock(stream, file)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from mjax.data import sources
-from mjax.data.bert import BertDataset
+from mjax.data.bert import BertDataset, WordPieces, find_words
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.masking import WordPieces, find_words
 from mjax.data.sources import MockPairs
 from mjax.errors import UsageError
 from tests.small import small_config

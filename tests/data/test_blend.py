@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from mjax.config.datasets import normalize
 from mjax.data import blend
-from mjax.data.blend import BlendedDataset, build_blend_index, normalize, samples_of_parts
+from mjax.data.blend import BlendedDataset, build_blend_index, samples_of_parts
 from mjax.data.samples import MockDataset
 
 

@@ -125,13 +125,13 @@ INDICES = ("document_index", "sample_index", "shuffle_index")
 LENGTHS = [3, 9, 4, 0, 12, 7]
 PLAIN = {"documents": range(6), "samples": 9, "sequence": 5, "seed": 1}
 OTHERS = [
-    *({"documents": range(1, 6)}, {"documents": [0, 2, 4]}, {"documents": [0, 2, 5]}),
-    *({"samples": 20}, {"samples": None}, {"sequence": 6}, {"seed": 2}, {"extra_token": False}, {"keep_tail": True}),
+    *({"documents": range(1, 6)}, {"documents": range(1, 5)}),
+    *({"samples": 20}, {"samples": None}, {"sequence": 6}, {"seed": 2}, {"keep_tail": True}),
 ]
 
 
 def test_each_input_of_indices_has_an_entry(tmp_path):
-    """Megatron's key leaves out the documents, the extra token and the tail."""
+    """Megatron's key leaves out the documents and the tail."""
     indexed = write(tmp_path / "d", LENGTHS)
     for _ in range(2):
         for change in [{}, *OTHERS]:

@@ -9,9 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mjax.data import blocks
-from mjax.data.blocks import SIZE, zstd
-from mjax.data.corpus import TextFiles, find_files
+from mjax.data.corpus import TextFiles, blocks, find_files
+from mjax.data.corpus.blocks import SIZE, zstd
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]

@@ -9,8 +9,8 @@ import pytest
 from mjax.commands import cli
 from mjax.commands.inspect import document_lengths
 from mjax.commands.prepare import PrepareArguments, prepare
-from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.metadata import metadata_file, read_metadata, tokenizer_folder
+from mjax.config.datasets import metadata_file, read_metadata
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 
 

@@ -229,9 +229,9 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
     options = {"inputs": mixed} if command is dedup else everything
     run(command, tmp_path, **options)
     alone = outputs(tmp_path)
-    monkeypatch.setattr("mjax.data.blocks.SIZE", 2000)
-    monkeypatch.setattr("mjax.data.near_duplicates.COMPARISONS", 1)
-    monkeypatch.setattr("mjax.data.near_duplicates.AT_ONCE", 2)
+    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 2000)
+    monkeypatch.setattr("mjax.data.corpus.near_duplicates.COMPARISONS", 1)
+    monkeypatch.setattr("mjax.data.corpus.near_duplicates.AT_ONCE", 2)
     run(command, tmp_path, **options, workers=2)
     assert outputs(tmp_path) == alone
 

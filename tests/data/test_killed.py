@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.workers import WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.data.corpus.workers import WORTH_A_WORKER, Workers, all_cores, useful_workers
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -40,7 +40,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
 STALLED = """
 import sys, time
 from pathlib import Path
-import mjax.data.blocks, mjax.data.corpus
+import mjax.data.corpus.blocks
 from mjax.commands.prepare import PrepareArguments, prepare
 
 def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
@@ -52,7 +52,7 @@ def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
         yield block
 
 if __name__ == "__main__":
-    mjax.data.blocks.SIZE = 200
+    mjax.data.corpus.blocks.SIZE = 200
     mjax.data.corpus.read_blocks = three_blocks
     prepare(PrepareArguments(output=sys.argv[2], inputs=(Path(sys.argv[1]),), tokenizer="bytes", workers=2))
 """

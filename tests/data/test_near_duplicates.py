@@ -6,11 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from mjax.data import shingles
-from mjax.data.minhash import choose_bands, sketch
-from mjax.data.near_duplicates import ShingleFile, SketchFiles, candidates, find_clusters
-from mjax.data.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
-from mjax.data.workers import Workers
+from mjax.data.corpus import shingles
+from mjax.data.corpus.near_duplicates import ShingleFile, SketchFiles, candidates, choose_bands, find_clusters, sketch
+from mjax.data.corpus.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
+from mjax.data.corpus.workers import Workers
 
 # --- Shingles ---------------------------------------------------------------------------------------------------------
 

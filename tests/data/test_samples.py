@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from mjax.config.datasets import split_sequences
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
-from mjax.data.samples import PAD, GPTDataset, MockDataset, build_sample_index, labelled, split_sequences
+from mjax.data.samples import PAD, GPTDataset, MockDataset, build_sample_index, labelled
 from mjax.errors import UsageError
 
 

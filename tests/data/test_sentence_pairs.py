@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mjax.data import sentence_pairs
-from mjax.data.sentence_pairs import build_pair_index, mersenne_twister_64
+from mjax.data import bert
+from mjax.data.bert import build_pair_index, mersenne_twister_64
 
 
 def test_generators_give_the_standards_words():
@@ -60,7 +60,7 @@ def test_rows_are_those_of_megatrons_loop(monkeypatch, case):
     boundaries = np.cumsum([0, *counts])[case % 2 :]  # all documents, or those from the second on
     most, short = [2, 13, 40][case % 3], [0, 0.1, 0.4, 0.5, 1][case % 5]
     options = int(random.integers(1, 40)), most, short, int(random.integers(2**31 - 1)), 1 + case // 30
-    monkeypatch.setattr(sentence_pairs, "PIECE", int(random.integers(1, 5)))
+    monkeypatch.setattr(bert, "PIECE", int(random.integers(1, 5)))
     found = build_pair_index(lengths.astype(np.int32), boundaries, *options)
     assert found.dtype == np.uint32
     assert found.tolist() == walked(lengths.tolist(), boundaries.tolist(), *options)

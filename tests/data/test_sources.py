@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig
+from mjax.config.datasets import DatasetMetadata
 from mjax.data import cache
-from mjax.data.indexed import IndexedDatasetWriter
-from mjax.data.metadata import DatasetMetadata, tokenizer_folder, write_metadata
+from mjax.data.indexed import IndexedDatasetWriter, tokenizer_folder, write_metadata
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import UsageError

@@ -17,7 +17,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mjax.utils import atomic
+from mjax.utils import files
 from tests.faults.runs import (
     ROOT,
     SAVES,
@@ -312,7 +312,7 @@ DAMAGES: dict[str, Callable[[Path, Random, Path], None]] = {
     "a file removed": lambda file, *_: file.unlink(),
     "a stretch of zeros": _zeros,
     "a file of another checkpoint": _exchange,
-    "a checkpoint under another number": lambda file, random, folder: atomic.rename(folder, folder.parent / "1000"),
+    "a checkpoint under another number": lambda file, random, folder: files.rename(folder, folder.parent / "1000"),
 }
 
 

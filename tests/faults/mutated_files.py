@@ -30,10 +30,10 @@ from benchmarks.aot.saved_program import open_program
 from mjax.checkpoint.manifest import check_files, read_manifest, write_manifest
 from mjax.config import Config, read_config, save_config, to_dict
 from mjax.config.checks import validate
+from mjax.config.datasets import DatasetMetadata, read_metadata
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
-from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
-from mjax.data.metadata import DatasetMetadata, read_metadata, write_metadata
+from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import read_epochs

@@ -11,7 +11,7 @@ import mjax
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, save_config
-from mjax.data.metadata import digest_of_folder
+from mjax.data.indexed import digest_of_folder
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run

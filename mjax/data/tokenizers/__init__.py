@@ -20,6 +20,7 @@ from pathlib import Path
 
 from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
+from mjax.data.tokenizers.bert import train_wordpiece as train_wordpiece
 from mjax.data.tokenizers.gpt2 import GPT2Tokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
@@ -27,9 +28,8 @@ from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
 from mjax.data.tokenizers.library import ByteTokenizer, Tokenizer, sha256
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
-from mjax.data.tokenizers.wordpiece import train_wordpiece as train_wordpiece
 from mjax.errors import UsageError
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json
 
 SCHEMES: dict[str, type[Tokenizer]] = {
     tokenizer.scheme: tokenizer

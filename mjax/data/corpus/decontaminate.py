@@ -26,7 +26,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mjax.data.shingles import window_hashes, word_hashes
+from mjax.data.corpus.shingles import window_hashes, word_hashes
 
 GRAM, SHORTEST_GRAM = 13, 8  # words
 MARGIN = 200  # characters removed on either side

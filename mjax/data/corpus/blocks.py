@@ -13,7 +13,6 @@ is read, so that memory does not grow with it.
 """
 
 import gzip
-import io
 import sys
 import zlib
 from collections.abc import Iterator
@@ -68,7 +67,7 @@ def ending_of(file: Path) -> str | None:
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
-def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) -> Iterator[Block]:
+def read_blocks(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
     """The blocks of a file in order.
 
     Args:
@@ -87,24 +86,21 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int = MOST_BYTES) 
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
             raise UsageError(f"{file} is empty, so it is not a compressed file; fetch or compress it again")
         try:
-            yield from _raw_blocks(file, raw, _unpacked(raw, ending), ending.startswith(".jsonl"), most)
+            stream = raw
+            if ending.endswith(".gz"):
+                stream = gzip.GzipFile(fileobj=raw)
+            elif ending.endswith(".zst"):
+                stream = zstd.ZstdFile(raw)
+            yield from _raw_blocks(file, raw, stream, ending.startswith(".jsonl"), most)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
-
-
-def _unpacked(raw: BinaryIO, ending: str) -> BinaryIO:
-    if ending.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if ending.endswith(".zst"):
-        return zstd.ZstdFile(raw)
-    return raw
 
 
 def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int) -> Iterator[Block]:
     if not lines:
         content = _at_most(stream, most + 1)
-        kept = b"" if len(content) > most else content
-        yield Block(str(file), 0, file.stat().st_size, kept, most=most, too_large=len(content) > most)
+        too_large = len(content) > most
+        yield Block(str(file), 0, file.stat().st_size, b"" if too_large else content, most=most, too_large=too_large)
         return
     number, position = 1, 0
     while content := stream.read(SIZE):
@@ -132,13 +128,6 @@ def _at_most(stream: BinaryIO, size: int) -> bytes:
         pieces.append(piece)
         left -= len(piece)
     return b"".join(pieces)
-
-
-def raw_lines(block: Block) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line that is not blank. Only "\\n" ends a line: JSON may hold other line separators."""
-    for number, line in enumerate(io.BytesIO(block.content), start=block.first):
-        if line.strip():
-            yield number, line
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------

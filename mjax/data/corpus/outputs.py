@@ -7,6 +7,8 @@
 All three are written into the folder OUTPUT.jsonl.tmp and renamed when everything is done, OUTPUT.jsonl last: if it
 exists, it is complete. After a run that was killed, the next one replaces the others. The same input gives the same
 bytes, whatever the number of workers.
+
+Tables and progress bars of the commands that read text are here too.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -22,14 +25,15 @@ import tyro
 from rich import filesize
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
+from rich.progress import TextColumn
 from rich.table import Table
 
 from mjax import __version__
-from mjax.data.blocks import Block
 from mjax.data.corpus import Corpus, Document, TextArguments
-from mjax.data.workers import Workers
+from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.workers import Workers
 from mjax.errors import RunError, UsageError
-from mjax.utils.atomic import put
+from mjax.utils.files import put
 from mjax.utils.progress import progress
 
 Part = TypeVar("Part")
@@ -190,6 +194,29 @@ def first_reading(corpus: Corpus, verb: str, workers: Workers, function: Callabl
         yield part
 
 
+@contextmanager
+def text_progress(verb: str, size: int) -> Iterator[Callable[[int, int, int], None]]:
+    """Show progress over `size` bytes of input, with the mean rates of documents and of text.
+
+    Yields a function to call with the bytes of input, documents and bytes of text done since the last call.
+    """
+    began, documents, text_bytes = time.perf_counter(), 0, 0
+    with progress(verb, size, TextColumn("{task.description}")) as show:
+
+        def advance(done: int, more_documents: int, more_text_bytes: int) -> None:
+            nonlocal documents, text_bytes
+            documents, text_bytes = documents + more_documents, text_bytes + more_text_bytes
+            figures = speed(documents, text_bytes, time.perf_counter() - began)
+            show(done, description=f"{documents:,} documents  {figures}")
+
+        yield advance
+
+
+def speed(documents: int, text_bytes: int, seconds: float) -> str:
+    """'1,234 documents/s  5.6 MB/s'."""
+    return f"{documents / seconds:,.0f} documents/s  {text_bytes / seconds / 1e6:.1f} MB/s"
+
+
 def facts(rows: Iterable[Sequence[str]], justify: JustifyMethod = "left") -> Table:
     """A table of names, values and remarks; `justify` is for the last column."""
     rows = list(rows)
@@ -211,8 +238,8 @@ def excerpt(text: str, start: int = 0) -> str:
 
 def where_they_differ(one: str, other: str) -> tuple[str, str]:
     """Excerpts of two texts from shortly before their first difference."""
-    shorter = min(len(one), len(other))
-    same = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
     start = 0 if same < SHOWN // 2 else same - SHOWN // 4
     return excerpt(one, start), excerpt(other, start)
 

@@ -1,0 +1,176 @@
+"""Files: atomic writes, locks, JSON of bounded size, and the folder of caches.
+
+An atomic write has four steps: write under a temporary name, bring that file to the disk, rename it, and bring the
+rename to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mjax.errors import UsageError
+
+CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}  # the file system has no fsync; nothing went wrong
+CANNOT_LOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # some mounts of Lustre and NFS
+
+
+def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
+    """Lock `stream` for this process; False if another process holds the lock.
+
+    The lock ends with the process, however that ends, so it never has to be cleaned up. On a file system without locks
+    `say` gets one sentence about it, and the result is True.
+    """
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in CANNOT_LOCK:
+            raise
+        folder = Path(stream.name).parent
+        say(f"{folder} is on a file system without locks ({error.strerror}): start only one process that writes there")
+    return True
+
+
+def lock(stream: BinaryIO, file: Path, say: Callable[[str], None] = print) -> bool:
+    """`take_lock` on a temporary file; False also if another process has just renamed it."""
+    return take_lock(stream, say) and file.exists() and os.path.samestat(os.fstat(stream.fileno()), file.stat())
+
+
+def to_disk(path: Path) -> None:
+    """Make a file, or a folder with all its content, survive a power failure.
+
+    Raises:
+      OSError: the system could not write it, such as EIO or ENOSPC. A file system without fsync is not an error.
+    """
+    if path.is_dir():
+        for inside in sorted(path.iterdir()):
+            if not inside.is_symlink():
+                to_disk(inside)
+    _sync(path)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder, replacing an existing file, and bring the rename to the disk."""
+    os.replace(old, new)
+    _sync(new.parent)
+
+
+def put(temporary: Path, path: Path) -> None:
+    """Bring a finished file or folder to the disk, then give it its name: it exists completely or not at all."""
+    to_disk(temporary)
+    rename(temporary, path)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file atomically: it has the new content or the old, whenever the process ends."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8", newline="")
+    put(temporary, file)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and bring their names to the disk."""
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(exist_ok=True)
+        _sync(missing.parent)
+    folder.mkdir(exist_ok=True)  # raises where it is a file
+
+
+def remove(file: Path) -> None:
+    """Remove a file if it exists, and bring the removal to the disk."""
+    with contextlib.suppress(FileNotFoundError):
+        file.unlink()
+        _sync(file.parent)
+
+
+def set_aside(path: Path, word: str = "damaged") -> Path:
+    """Rename an unusable file or folder that must not be lost, such as `60` to `60.damaged`; returns the new name."""
+    aside = free_name(path, word)
+    rename(path, aside)
+    return aside
+
+
+def free_name(path: Path, word: str) -> Path:
+    """`PLACE.WORD`, or `PLACE.WORD.2` and so on if that exists."""
+    numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+    names = (path.with_name(f"{path.name}.{word}{number}") for number in numbers)
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+LARGEST = 2**26  # bytes; the largest tokenizer.json of a published model has half of that
+DEEPEST = 64  # nesting depth of objects and lists
+
+
+def read_json(file: Path, fix: str, missing: str | None = None) -> Any:
+    """The value in a JSON file.
+
+    Args:
+      file: in UTF-8.
+      fix: ends the sentence about a damaged file: what to do.
+      missing: ends the sentence about a missing file.
+
+    Raises:
+      UsageError: the file is missing, unreadable, too large or not JSON.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise UsageError(f"{file} does not exist; {missing or fix}") from None
+    except (OSError, ValueError) as error:  # a folder, or an invalid name
+        raise UsageError(f"{file} cannot be read ({getattr(error, 'strerror', error)}); {fix}") from None
+    if len(content) > LARGEST:
+        raise UsageError(f"{file} has more than {LARGEST:,} bytes, which is too large; {fix}")
+    return parse_json(content, str(file), fix)
+
+
+def parse_json(content: bytes | str, source: str, fix: str) -> Any:
+    """The value of `content` as JSON; `source` and `fix` begin and end the sentence if it is not JSON.
+
+    Raises:
+      UsageError: it is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
+        if _is_deep(value):
+            raise RecursionError
+        return value
+    except RecursionError:
+        problem = "too many objects and lists are nested"
+    except ValueError as error:  # also invalid UTF-8, and numbers of thousands of digits
+        problem = str(error)
+    raise UsageError(f"{source} is not JSON ({problem}); {fix}")
+
+
+def _is_deep(value: Any, levels: int = DEEPEST) -> bool:
+    """True if `value` is nested deeper than `levels`: its `repr` would fail later."""
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return any(levels == 1 or _is_deep(part, levels - 1) for part in parts)
+
+
+def cache_home() -> Path | None:
+    """Folder of everything that mjax can make again: mjax in $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if home.startswith("~") else Path(home) / "mjax"  # not everybody has a home
