@@ -9,7 +9,7 @@
     hidden                       [CLS] a b c [SEP] [MASK] e [SEP] [PAD] [PAD]
 
 The model predicts the hidden tokens and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
-(Lan et al. 2020) in place of BERT's next-sentence prediction. Without that second task a sample is one segment.
+(Lan et al. 2020) in place of BERT's next-sentence prediction.
 
 Sample i depends on the data, the seed and i alone: it has its own generator, seeded with (seed + i) mod 2^32. It is
 Megatron's sample i, token for token, with two exceptions:
@@ -177,6 +177,7 @@ def create_masked_lm_predictions(
 # --- The sentences of each sample -------------------------------------------------------------------------------------
 
 LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
+FEWEST = 2  # sentences of a sample, which is cut into two segments
 PIECE = 2**16  # documents, or draws, held as Python numbers at a time
 
 
@@ -187,7 +188,6 @@ def build_pair_index(
     most: int,
     short_probability: float,
     seed: int,
-    fewest: int = 2,
 ) -> np.ndarray:
     """Sentences of each sample and its target, (first sentence, one after the last, tokens), [rows, 3].
 
@@ -200,7 +200,6 @@ def build_pair_index(
       most: target of a sample that is not short, in tokens, 2 or more.
       short_probability: share of samples that are short: 1 in round(1 / probability); 0: none.
       seed: determines lengths and order.
-      fewest: sentences that a sample needs: 2 if it is cut into two segments, else 1.
 
     Returns:
       uint32, or uint64 in a dataset of 2^32 sentences and more.
@@ -211,7 +210,7 @@ def build_pair_index(
     while True:
         before = rows
         for first in range(0, len(boundaries) - 1, PIECE):
-            piece = _walk(lengths, boundaries[first : first + PIECE + 1], wanted, most, fewest)
+            piece = _walk(lengths, boundaries[first : first + PIECE + 1], wanted)
             parts.append(piece.astype(dtype))
             rows += len(piece)
         if samples is None or rows >= samples or rows == before:
@@ -230,7 +229,7 @@ def _wanted_lengths(seed: int, most: int, short_probability: float) -> Iterator[
         yield from np.where(words % one_in == 0, 2 + words % (most - 1), most).tolist()
 
 
-def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int], most: int, fewest: int) -> np.ndarray:
+def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int]) -> np.ndarray:
     """The samples of some documents in the order of the file, [rows, 3]."""
     origin = int(boundaries[0])
     begins, ends = boundaries[:-1] - origin, boundaries[1:] - origin  # [documents]
@@ -239,14 +238,13 @@ def _walk(lengths: np.ndarray, boundaries: np.ndarray, wanted: Iterator[int], mo
     sentences = ends - begins
 
     long_before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
-    long = (long_before[ends] > long_before[begins]) & (sentences > 1)
-    useful = (sentences >= fewest) & ~long
+    useful = (sentences >= FEWEST) & (long_before[ends] == long_before[begins])
 
     starts, stops, targets = [], [], []
     for sentence, last in zip(begins[useful].tolist(), ends[useful].tolist(), strict=True):
         while sentence < last:
             tokens = next(wanted)
-            stop = bisect_left(before, before[sentence] + tokens, sentence + fewest, last - 1)
+            stop = bisect_left(before, before[sentence] + tokens, sentence + FEWEST, last - 1)
             if stop > last - 2:  # one sentence would be left, or none
                 stop = last
             starts.append(sentence)
@@ -339,14 +337,12 @@ class BertDataset:
       seed: determines the order and all random choices.
       pieces: the vocabulary.
       name: name of this part in errors.
-      sentence_order: whether samples are two segments, in order or exchanged.
       short_probability: share of samples with a shorter target length, from 0 to 1.
       mask_probability: share of tokens that are hidden, above 0 and below 1.
       cache: keeps the index on disk.
 
     Raises:
       UsageError: no document makes a sample, or `sequence` is too short.
-      ValueError: a probability is outside its range.
     """
 
     def __init__(
@@ -359,26 +355,22 @@ class BertDataset:
         pieces: WordPieces,
         name: str = "training part",
         *,
-        sentence_order: bool = True,
         short_probability: float = 0.1,
         mask_probability: float = 0.15,
         cache: IndexCache = NO_CACHE,
     ):
-        if not (0 <= short_probability <= 1 and 0 < mask_probability < 1):
-            raise ValueError(f"probabilities {short_probability} of short samples and {mask_probability} of masks")
         if sequence < SPECIAL + 2:
             raise UsageError(
                 f"--model.sequence {sequence} leaves no room for two tokens beside [CLS] and two [SEP]; "
                 f"use {SPECIAL + 2} or more, such as 512"
             )
         self.indexed, self.sequence, self.seed, self.pieces = indexed, sequence, seed, pieces
-        self.sentence_order, self.mask_probability = sentence_order, mask_probability
+        self.mask_probability = mask_probability
         boundaries = indexed.document_indices[documents.start : documents.stop + 1]
-        fewest = 2 if sentence_order else 1
 
         def build() -> dict[str, np.ndarray]:
             lengths = indexed.lengths.copy()  # aligned, which those in the file are not
-            index = build_pair_index(lengths, boundaries, samples, sequence - SPECIAL, short_probability, seed, fewest)
+            index = build_pair_index(lengths, boundaries, samples, sequence - SPECIAL, short_probability, seed)
             return {"pair_index": index}
 
         if not documents:
@@ -387,11 +379,11 @@ class BertDataset:
             raise UsageError(f"the {name} of {indexed.prefix} has none of its {indexed.documents:,} documents; {fix}")
         drawn = hashlib.sha256(boundaries).hexdigest()
         source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
-        source |= {"sequence": sequence, "seed": seed, "short": short_probability, "fewest": fewest}
+        source |= {"sequence": sequence, "seed": seed, "short": short_probability}
         self.pair_index = cache.arrays(source, ["pair_index"], build)["pair_index"]
         if not len(self.pair_index):
             raise UsageError(
-                f"the {name} of {indexed.prefix} has no document of {fewest} or more sentences, none of them of more "
+                f"the {name} of {indexed.prefix} has no document of {FEWEST} or more sentences, none of them of more "
                 f"than {LONG_SENTENCE} tokens; prepare the text with --split-sentences, or give it a larger share with "
                 "--data.split"
             )
@@ -405,7 +397,7 @@ class BertDataset:
         Returns:
           "tokens" int32 [s], as the model sees them; "token_types" int32 [s], 1 in the second segment; "labels" int32
           [s], what is hidden, 0 elsewhere; "loss_mask" bool [s], where something is hidden; "documents" int32 [s], 1
-          for padding; and with `sentence_order` that, int32 [], 1 where the segments are exchanged.
+          for padding; "sentence_order" int32 [], 1 where the segments are exchanged.
 
         Raises:
           IndexError: there is no such sample.
@@ -416,10 +408,8 @@ class BertDataset:
         first, last, wanted = self.pair_index[index].tolist()
         random = _generator((self.seed + index) % 2**32)
 
-        pivot, exchanged = last, False
-        if self.sentence_order:
-            pivot = first + (1 if last - first == 2 else random.randint(1, last - first))
-            exchanged = random.random_sample() < 0.5
+        pivot = first + (1 if last - first == 2 else random.randint(1, last - first))
+        exchanged = random.random_sample() < 0.5
         segments = [self._sentences(first, pivot, index), self._sentences(pivot, last, index)]
         if exchanged:
             segments.reverse()
@@ -437,17 +427,14 @@ class BertDataset:
             "labels": np.pad(np.where(hidden, tokens, 0), (0, padding)),
             "loss_mask": np.pad(hidden, (0, padding)),
             "documents": np.zeros(self.sequence, np.int32),
+            "sentence_order": np.array(exchanged, np.int32),
         }
         sample["token_types"][len(one) + 2 : n] = 1
         sample["documents"][n:] = 1
-        if self.sentence_order:
-            sample["sentence_order"] = np.array(exchanged, np.int32)
         return sample
 
     def _sentences(self, first: int, last: int, index: int) -> np.ndarray:
         """Tokens of sentences `first` to `last`, int32 [n]."""
-        if first == last:
-            return np.empty(0, np.int32)
         tokens = self.indexed.join(np.arange(first, last), 0, int(self.indexed.lengths[last - 1]))
         fix, sample = "use the tokenizer that the data was prepared with", f"sample {index} of {self.indexed.prefix}"
         check_ids(tokens, len(self.pieces.continues), sample, "the vocabulary of its tokenizer", fix)

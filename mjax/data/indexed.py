@@ -140,23 +140,17 @@ class IndexedDataset:
             digest.update(self._read([(start, min(start + SAMPLED_TOKENS, self.tokens))]))
         return digest.hexdigest()
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `offset` to `offset + length` of a sequence, to its end when `length` is None; `dtype` [length].
+    def get(self, index: int) -> np.ndarray:
+        """Tokens of a sequence; `dtype` [length].
 
         Raises:
-          IndexError: there is no such sequence, or it does not hold those tokens.
+          IndexError: there is no such sequence.
           UsageError: a file has been cut short since it was opened.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
         self._check_index()
-        size = int(self.lengths[index])
-        end = size if length is None else offset + length
-        if not 0 <= offset <= end <= size:
-            raise IndexError(f"tokens {offset} to {end} of sequence {index} of {self.prefix}, which holds {size}")
-        tokens = self.join(np.array([index]), offset, end)
-        tokens.flags.writeable = False  # writing to it would not change the file
-        return tokens
+        return self.join(np.array([index]), 0, int(self.lengths[index]))
 
     def join(self, sequences: np.ndarray, begin: int, end: int, part: slice = slice(None)) -> np.ndarray:
         """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last; of

@@ -28,7 +28,7 @@ def megatrons(monkeypatch, tmp_path):
     """Builds Megatron's dataset, which asks for its rank even where nothing is distributed."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
 
-    def build(indexed, documents, samples, sequence, short, order, seed, mask):
+    def build(indexed, documents, samples, sequence, short, seed, mask):
         config = bert_dataset.BERTMaskedWordPieceDatasetConfig(
             random_seed=seed,
             sequence_length=sequence,
@@ -42,7 +42,7 @@ def megatrons(monkeypatch, tmp_path):
             masking_do_permutation=False,
             masking_use_longer_ngrams=False,
             masking_use_geometric_distribution=False,
-            classification_head=order,
+            classification_head=True,
         )
         theirs = indexed_dataset.IndexedDataset(indexed.prefix)
         documents = np.array(documents, np.int32)
@@ -51,7 +51,7 @@ def megatrons(monkeypatch, tmp_path):
     return build
 
 
-def as_ours(sample, order):
+def as_ours(sample):
     """A sample of Megatron's in our terms, where the padding id is 0."""
     tokens, labels, hidden = (sample[name].astype(np.int32) for name in ("text", "labels", "loss_mask"))
     length = int(np.flatnonzero((tokens == SEP) & (hidden == 0))[-1]) + 1  # its own mask drops tokens of id 0
@@ -64,7 +64,7 @@ def as_ours(sample, order):
         "labels": np.maximum(labels, 0),
         "loss_mask": hidden.astype(bool),
         "documents": padding.astype(np.int32),
-        **({"sentence_order": np.array(sample["is_random"], np.int32)} if order else {}),
+        "sentence_order": np.array(sample["is_random"], np.int32),
     }
 
 
@@ -86,28 +86,28 @@ def datasets(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "sequence", "short", "order", "mask", "documents", "seed"),
+    ("name", "sequence", "short", "mask", "documents", "seed"),
     [
-        ("mixed", 64, 0.1, False, 0.15, None, 1234),
-        ("mixed", 512, 0.5, True, 0.15, None, 1234),
-        ("mixed", 64, 0.1, True, 0.15, range(30, 80), 2**31 - 2),
-        ("mixed", 64, 0.4, True, 0.8, None, 1234),
-        ("mixed", 128, 0, True, 0.01, None, 1234),
-        ("long sentences", 512, 0.5, False, 0.15, None, 1),
-        ("odd", 16, 1.0, True, 0.15, None, 1234),
-        ("odd", 128, 0, True, 0.15, None, 1234),
+        ("mixed", 64, 0.1, 0.15, None, 1234),
+        ("mixed", 512, 0.5, 0.15, None, 1234),
+        ("mixed", 64, 0.1, 0.15, range(30, 80), 2**31 - 2),
+        ("mixed", 64, 0.4, 0.8, None, 1234),
+        ("mixed", 128, 0, 0.01, None, 1234),
+        ("long sentences", 512, 0.5, 0.15, None, 1),
+        ("odd", 16, 1.0, 0.15, None, 1234),
+        ("odd", 128, 0, 0.15, None, 1234),
     ],
 )
-def test_samples_match_megatron(datasets, megatrons, name, sequence, short, order, mask, documents, seed):
+def test_samples_match_megatron(datasets, megatrons, name, sequence, short, mask, documents, seed):
     indexed = datasets[name]
     chosen = documents or range(indexed.documents)
-    theirs = megatrons(indexed, chosen, 150, sequence, short, order, seed, mask)
-    options = {"short_probability": short, "sentence_order": order, "mask_probability": mask}
+    theirs = megatrons(indexed, chosen, 150, sequence, short, seed, mask)
+    options = {"short_probability": short, "mask_probability": mask}
     ours = BertDataset(indexed, chosen, 150, sequence, seed, PIECES, **options)
     assert ours.pair_index.dtype == theirs.sample_index.dtype
     assert ours.pair_index.tolist() == theirs.sample_index.tolist()
     for i in range(len(ours)):
-        found, expected = ours[i], as_ours(theirs[i], order)
+        found, expected = ours[i], as_ours(theirs[i])
         assert found.keys() == expected.keys()
         for field in found:
             assert found[field].tolist() == expected[field].tolist(), field
