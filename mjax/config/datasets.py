@@ -1,4 +1,4 @@
-"""Datasets as a config names them: blends, splits into parts, and the metadata beside their tokens.
+"""Datasets as a config names them: blends, splits into parts, and the metadata next to their tokens.
 
 They are here, below `mjax.data`, because a config is checked and completed from them without opening the tokens.
 """
@@ -171,10 +171,10 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
     names = [field.name for field in dataclasses.fields(DatasetMetadata)]
     known = {name: values[name] for name in names if name in values} if isinstance(values, dict) else values
     try:
-        found = build(DatasetMetadata, known, str(file))
+        metadata = build(DatasetMetadata, known, str(file))
     except UsageError as error:
         raise UsageError(f"{error}; {fix}") from None
-    counts = (found.documents, found.text_bytes, found.sequences or 0, found.malformed)
-    if not 0 <= found.eod < found.vocabulary or found.tokens < 1 or min(counts) < 0:
+    counts = (metadata.documents, metadata.text_bytes, metadata.sequences or 0, metadata.malformed)
+    if not 0 <= metadata.eod < metadata.vocabulary or metadata.tokens < 1 or min(counts) < 0:
         raise UsageError(f"{file} is damaged: its counts are impossible; {fix}")
-    return found
+    return metadata

@@ -3,7 +3,7 @@
     text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ── BlendedDataset ──▶ sample i ── Batches ──▶ batches
            tokenizers   indexed                   samples       blend                          batches
 
-For BERT a sequence is a sentence, and BertDataset (bert, sentence_pairs, masking) stands in place of GPTDataset.
+For BERT a sequence is a sentence, and BertDataset (bert) stands in place of GPTDataset.
 
 Nothing here imports JAX, and nothing remembers what it gave out: a batch depends on the data, the seed and the step,
 never on the mesh or on history, so resuming a run takes a step number and nothing else.

@@ -176,15 +176,15 @@ class OwnBatches:
         if not isinstance(batch, Mapping) or batch.keys() | optional != wanted.keys():
             given = ", ".join(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise UsageError(f"the batch of step {step} has {given}; the model takes {', '.join(wanted)}")
-        every = {name: np.ones(*wanted[name]) for name in optional}
-        found = {name: np.asarray(array) for name, array in {**every, **batch}.items()}
+        full = {name: np.ones(*wanted[name]) for name in optional}
+        arrays = {name: np.asarray(array) for name, array in {**full, **batch}.items()}
         for name, (shape, dtype) in wanted.items():
-            array = found[name]
+            array = arrays[name]
             if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
                 raise UsageError(
                     f"{name} of step {step} is {array.dtype.name} {list(array.shape)}; give {dtype.name} {list(shape)}"
                 )
         if "loss_mask" in wanted and "labels" in wanted:  # what does not count may be marked, as PyTorch does with -100
-            found["labels"] = np.where(found["loss_mask"], found["labels"], 0)
-        self.model.check_values(found, f"step {step}")
-        return {name: found[name].astype(dtype, copy=False) for name, (_, dtype) in wanted.items()}
+            arrays["labels"] = np.where(arrays["loss_mask"], arrays["labels"], 0)
+        self.model.check_values(arrays, f"step {step}")
+        return {name: arrays[name].astype(dtype, copy=False) for name, (_, dtype) in wanted.items()}

@@ -11,12 +11,12 @@
 The model predicts the hidden tokens and the order of the segments, which 1909.08053, §4.2 takes from ALBERT
 (Lan et al. 2020) in place of BERT's next-sentence prediction.
 
-Sample i depends on the data, the seed and i alone: it has its own generator, seeded with (seed + i) mod 2^32. It is
+Sample i depends on the data, the seed and i alone: it has a separate generator, seeded with (seed + i) mod 2^32. It is
 Megatron's sample i, token for token, with two exceptions:
 
 - Any padding id works. Megatron fills its padding mask and its token types with that id, so both are wrong unless it is
   0, and treats every token of that id as padding, even one that masking inserted.
-- An id in the middle of a sample is kept. Megatron replaces the padding id by 0 everywhere.
+- An id in the middle of a sample stays. Megatron replaces the padding id by 0 everywhere.
 
 Source: Megatron-LM, core/datasets/bert_dataset.py.
 
@@ -30,7 +30,7 @@ it is read.
     sentences  | 30 tokens | 25 | 40 | 18 | 31 | 22 |         wanted: 60
     samples    |── 0 ─────────────────|── 1 ────────|         after 55 tokens one more; after 1 only one would be left
 
-The target is usually the longest that fits, s − 3 beside [CLS], [SEP] and [SEP]. With a probability of about 10% it is
+The target is usually the longest that fits, s − 3 next to [CLS], [SEP] and [SEP]. With a probability of about 10% it is
 shorter, from 2 tokens up, because fine-tuning often sees short inputs (google-research/bert,
 create_pretraining_data.py). One random word decides both whether a sample is short and its length, so with s of 512 and
 one in ten short only even lengths occur. Each epoch draws new ones. All samples of all epochs are shuffled together.
@@ -55,7 +55,7 @@ follow it:
 Words are visited in random order. At each the length n of a span is drawn, shorter ones more often: P(n) ∝ 1/n, that is
 55%, 27% and 18%. The span covers that word and the next n − 1; if it would hide too many tokens, it loses words from
 its end until it fits, and if the first word alone is too long, or part of the span is hidden already, it is skipped. Of
-the tokens in a span 80% become [MASK], 10% a random token and 10% are kept, each drawn separately, so that the model
+the tokens in a span 80% become [MASK], 10% a random token and 10% stay, each drawn separately, so that the model
 cannot see which tokens it has to predict. [CLS] and [SEP] are never hidden.
 
 The draws are Megatron's, in their order, on the given generator, so masks are Megatron's token for token. Options that
@@ -114,19 +114,19 @@ class WordPieces:
 def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.ndarray]:
     """Find the tokens that may be hidden, and where among them each word begins and the last one ends.
 
-    The pieces of word w are at `places[bounds[w] : bounds[w + 1]]`. As in Megatron, a segment that lost the beginning
-    of a word continues the last word of the segment before.
+    The pieces of word w are at `positions[bounds[w] : bounds[w + 1]]`. As in Megatron, a segment that lost the
+    beginning of a word continues the last word of the segment before.
 
     Args:
       tokens: [n], [CLS] and [SEP] included.
 
     Returns:
-      places [tokens but [CLS] and [SEP]], bounds [words + 1].
+      positions [tokens but [CLS] and [SEP]], bounds [words + 1].
     """
-    places = np.flatnonzero((tokens != pieces.cls) & (tokens != pieces.sep))
-    begins = ~pieces.continues[tokens[places]]
+    positions = np.flatnonzero((tokens != pieces.cls) & (tokens != pieces.sep))
+    begins = ~pieces.continues[tokens[positions]]
     begins[:1] = True
-    return places, np.append(np.flatnonzero(begins), len(places))
+    return positions, np.append(np.flatnonzero(begins), len(positions))
 
 
 def create_masked_lm_predictions(
@@ -149,7 +149,7 @@ def create_masked_lm_predictions(
       The tokens as the model sees them, int32 [n], and whether each is to be predicted, bool [n].
     """
     most = int(min(probability * wanted, max(1, round(len(tokens) * probability))))
-    places, bounds = (array.tolist() for array in find_words(tokens, pieces))
+    positions, bounds = (array.tolist() for array in find_words(tokens, pieces))
     words = len(bounds) - 1
     seen, hidden = tokens.copy(), set()
     for word in random.permutation(words).tolist():
@@ -160,15 +160,15 @@ def create_masked_lm_predictions(
         while end > word and len(hidden) + last - first > most:
             end -= 1
             last = bounds[end]
-        span = places[first:last]  # of no token where the first word alone is too much
+        span = positions[first:last]  # of no token where the first word alone is too much
         if not hidden.isdisjoint(span):
             continue
         hidden.update(span)
-        for place in span:
+        for position in span:
             if random.random_sample() < MASKED:
-                seen[place] = pieces.mask
+                seen[position] = pieces.mask
             elif random.random_sample() >= REPLACED:
-                seen[place] = random.randint(0, len(pieces.continues))
+                seen[position] = random.randint(0, len(pieces.continues))
     guessed = np.zeros(len(tokens), bool)
     guessed[list(hidden)] = True
     return seen, guessed
@@ -178,7 +178,7 @@ def create_masked_lm_predictions(
 
 LONG_SENTENCE = 512  # tokens; a document of several sentences with a longer one is skipped
 FEWEST = 2  # sentences of a sample, which is cut into two segments
-PIECE = 2**16  # documents, or draws, held as Python numbers at a time
+PIECE = 2**16  # documents, or draws, in memory as Python numbers at a time
 
 
 def build_pair_index(

@@ -5,7 +5,7 @@ furthest behind its share, the one with the largest
 
     w_d · max(i, 1) − c_d        in float64; of equals, the first
 
-So every prefix of the blend has the weights' proportions, to a sample or so each. Datasets keep their own order.
+So every prefix of the blend has the weights' proportions, to a sample or so each. Each dataset keeps its order.
 
 Each choice depends on all before it, which in C++ is a loop; here it is many short loops in parallel. The samples are
 divided into lanes of `LANE`. A lane begins with a guess of the counts at its start (the shares, rounded by largest

@@ -1,4 +1,4 @@
-"""Indices kept on disk, so that the next start maps them into memory instead of building them again.
+"""Indices on disk, so that the next start maps them into memory instead of building them again.
 
     FOLDER/KEY-document_index.npy, …       plain arrays, mapped read-only
     FOLDER/KEY.json                        written last: what they were built from, and their sizes and checksums
@@ -38,7 +38,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def cache_folders(prefix: str | Path, chosen: str | None = None) -> list[Path]:
-    """Folders for the indices of a dataset, best first: `chosen`, or beside the data and at home."""
+    """Folders for the indices of a dataset, best first: `chosen`, or next to the data and at home."""
     if chosen is not None:
         return [Path(chosen)]
     home = cache_home()

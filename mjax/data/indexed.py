@@ -50,7 +50,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries; "<" means no padding
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no ids
 PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
-SAMPLED, SAMPLED_TOKENS = 256, 512  # places where a digest reads tokens, and how many in each
+SAMPLED, SAMPLED_TOKENS = 256, 512  # runs of tokens that a digest reads, and their length
 COPIED = 2**24  # bytes that a merge copies at a time
 
 
@@ -131,7 +131,7 @@ class IndexedDataset:
     def digest(self) -> str:
         """SHA-256 of the index and of tokens from all over the file, in hexadecimal: identifies the dataset.
 
-        The tokens are read in `SAMPLED` places, so that a terabyte takes a moment; a small dataset is read whole.
+        The tokens are read in `SAMPLED` runs, so that a terabyte takes a moment; a small dataset is read whole.
         """
         digest = hashlib.sha256(f"{self.dtype.str} {self.fingerprint}".encode())
         digest.update(self.document_indices)
@@ -182,12 +182,12 @@ class IndexedDataset:
         out = np.empty(sum(end - begin for begin, end in joined), self.dtype)
         room = memoryview(out.view(np.uint8))
         for begin, end in joined:
-            place, stop = begin * size, done + (end - begin) * size
+            position, stop = begin * size, done + (end - begin) * size
             while done < stop:  # the system may return less
-                got = os.preadv(self._stream.fileno(), [room[done:stop]], place)
+                got = os.preadv(self._stream.fileno(), [room[done:stop]], position)
                 if not got:
                     raise _cut_short(token_file(self.prefix))
-                done, place = done + got, place + got
+                done, position = done + got, position + got
         return out
 
     def _check_index(self) -> None:
@@ -416,7 +416,7 @@ def digest_of_folder(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# --- Putting a dataset in place ---------------------------------------------------------------------------------------
+# --- Giving a dataset its names ---------------------------------------------------------------------------------------
 
 
 def dataset_files(prefix: str | Path) -> list[Path]:
@@ -433,7 +433,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """Check that a dataset may be written under `prefix`.
 
     Files of a killed run do not prevent it: if tokens or an index have a temporary name and no index has the final one,
-    the files beside them are its own.
+    the files next to them are of that run.
 
     Raises:
       UsageError: `prefix` is not a valid prefix, or the dataset exists and `overwrite` is not set.

@@ -15,7 +15,7 @@ If only part of the last epoch is needed (less than 80% of its samples), it is s
 that every document has been seen equally often before. All shuffles use one generator, NumPy's legacy Mersenne Twister,
 whose stream never changes.
 
-The rest of the stream after the last whole sample is dropped or, for validation, kept and padded with `PAD`. A document
+The rest of the stream after the last whole sample is dropped or, for validation, padded with `PAD`. A document
 begins after each end-of-document token; `labelled` derives positions, document numbers and a loss mask from that, for
 training without attention across documents.
 
@@ -156,8 +156,8 @@ def labelled(
         if mask_eod:
             sample["loss_mask"] &= inputs != eod
     if "positions" in names:
-        place = np.arange(len(inputs), dtype=np.int32)
-        sample["positions"] = place - np.maximum.accumulate(np.where(begins, place, 0), dtype=np.int32)
+        position = np.arange(len(inputs), dtype=np.int32)
+        sample["positions"] = position - np.maximum.accumulate(np.where(begins, position, 0), dtype=np.int32)
     if "documents" in names:
         sample["documents"] = np.cumsum(begins, dtype=np.int32)
     return sample
@@ -249,7 +249,7 @@ class GPTDataset:
 
 
 def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str, fix: str) -> None:
-    """Refuse a sample that holds an id outside the vocabulary.
+    """Reject a sample that holds an id outside the vocabulary.
 
     Raises:
       UsageError: it does; `fix` says what to do.
@@ -260,7 +260,7 @@ def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str, fix:
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
-    """Refuse a part of a dataset that makes no sample, with advice that works."""
+    """Reject a part of a dataset that makes no sample, with advice that works."""
     if documents and tokens >= sequence + 1:
         return
     there = f"none of its {len(indexed):,} documents"
@@ -301,7 +301,7 @@ def advice(tokens: int, sample: int) -> str:
 
 
 class MockDataset:
-    """Learnable tokens without data: each sample counts from its own start with its own stride.
+    """Learnable tokens without data: each sample counts from a random start with a random stride.
 
     Sample i depends on the seed and i alone; the dataset is endless. Ids wrap around at `vocabulary`.
     """

@@ -30,7 +30,7 @@ from mjax.errors import UsageError
 
 FEW_EPOCHS = 10
 """Above this a model is told that it learns the text by heart (arXiv 2305.16264 finds little gain after four)."""
-PARTS = ("training", "validation", "test")
+PARTS = ("training", "validation")
 
 
 @dataclass(frozen=True)
@@ -75,35 +75,52 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
             "add --data.no-own and --data.path PREFIX"
         )
     evaluates = train.eval_interval > 0
+    notes: dict[str, None] = {}  # each sentence once
+    eod, tokenizer = None, None
     if data.mock:
         mock, summary = MockDataset, "mock tokens"
         if model.samples == "pairs":
             mock, summary = partial(MockPairs, masked=data.mask_probability), "mock pairs of text"
         training = mock(model.vocabulary, model.sequence, train.seed)
         validation = mock(model.vocabulary, model.sequence, train.seed + 1) if evaluates else None
-        return _bundle(config, training, validation, data.eod, None, summary, ())
-    notes: dict[str, None] = {}  # each sentence once
-    files = _Files(config, notes.setdefault)
-    before_drawing(training_samples(config))
-    training = files.draw("training", training_samples(config))
-    validation = files.draw("validation", train.eval_batches * train.global_batch) if evaluates else None
-    summary = _summary(files.blends["training"], training)
-    parts = training.parts if isinstance(training, BlendedDataset) else [training]
-    epochs = max(getattr(part, "epochs", 1) for part in parts)
-    if epochs > FEW_EPOCHS:
-        steps = max(train.steps * FEW_EPOCHS // epochs, 1)
-        notes[
-            f"note: {epochs:,} epochs of the same text teach little after the first few; {FEW_EPOCHS} of them are "
-            f"--train.steps {steps}"
-        ] = None
-    return _bundle(config, training, validation, files.eod, files.tokenizer, summary, tuple(notes))
+    else:
+        files = _Files(config, notes.setdefault)
+        eod, tokenizer = files.eod, files.tokenizer
+        before_drawing(training_samples(config))
+        training = files.draw("training", training_samples(config))
+        validation = files.draw("validation", train.eval_batches * train.global_batch) if evaluates else None
+        summary = _summary(files.blends["training"], training)
+        parts = training.parts if isinstance(training, BlendedDataset) else [training]
+        epochs = max(getattr(part, "epochs", 1) for part in parts)
+        if epochs > FEW_EPOCHS:
+            steps = max(train.steps * FEW_EPOCHS // epochs, 1)
+            notes[
+                f"note: {epochs:,} epochs of the same text teach little after the first few; {FEW_EPOCHS} of them are "
+                f"--train.steps {steps}"
+            ] = None
+
+    def label(evaluation: bool):
+        if model.samples == "pairs":
+            return dict  # its dataset makes a complete sample
+        return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
+
+    # The beginning of a document before a position is not known from a part of its sample.
+    apart = model.samples == "text" and not (data.reset_positions or data.reset_attention)
+    whole = BatchSizes.constant(train.global_batch)
+    return TrainingData(
+        training=Batches(training, BatchSizes.of(config), label(False), apart),
+        validation=Batches(validation, whole, label(True), apart) if evaluates else None,
+        tokenizer=tokenizer,
+        summary=summary,
+        notes=tuple(notes),
+    )
 
 
 class _Files:
     """The datasets of a config, each opened once, with their common tokenizer, and samples drawn from them.
 
     Attributes:
-      blends: datasets of the training, validation and test part; None if there is none.
+      blends: datasets of the training and validation part; None if there is none.
       tokenizer: its folder, or None if it is unknown.
       eod: end-of-document id; None: unknown.
     """
@@ -113,11 +130,11 @@ class _Files:
         self.config, self.say = config, say
         if data.train_path:
             paths = {"--data.train-path": data.train_path, "--data.valid-path": data.valid_path}
-            found = [parse_blend(values, flag) if values else None for flag, values in paths.items()] + [None]
+            blends = [parse_blend(values, flag) if values else None for flag, values in paths.items()]
         else:
-            found = [parse_blend(data.path, "--data.path")] * len(PARTS)
-        self.blends = dict(zip(PARTS, found, strict=True))
-        prefixes = list(dict.fromkeys(prefix for blend in found if blend for prefix in blend.prefixes))
+            blends = [parse_blend(data.path)] * len(PARTS)
+        self.blends = dict(zip(PARTS, blends, strict=True))
+        prefixes = list(dict.fromkeys(prefix for blend in blends if blend for prefix in blend.prefixes))
         self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
         metadata, self.tokenizer = _tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
@@ -145,16 +162,16 @@ class _Files:
         return BlendedDataset(drawn, shares, samples, self._cache(next(iter(self._opened))))
 
     def _draw_one(self, part: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
-        data, indexed, kept = self.config.data, self._opened[prefix], self._cache(prefix)
+        data, indexed, cache = self.config.data, self._opened[prefix], self._cache(prefix)
         # For a GPT a document is one sequence; for a BERT each sentence is one.
         count = len(indexed) if self._pieces is None else indexed.documents
         documents = range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
         drawn = (indexed, documents, samples, self.config.model.sequence, self.config.train.seed)
         if self._pieces is not None:
             shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
-            return BertDataset(*drawn, self._pieces, f"{part} part", cache=kept, **shares)
+            return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache, **shares)
         tail, vocabulary = data.validation_tail and part == "validation", self.config.model.vocabulary
-        return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=kept)
+        return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=cache)
 
     def _cache(self, prefix: str) -> IndexCache:
         return IndexCache(cache_folders(prefix, self.config.data.cache), self.say)
@@ -184,17 +201,17 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
     Raises:
       UsageError: its tokenizer does not exist or is not BERT's, or its documents end with end-of-document tokens.
     """
-    again = "python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
+    fix = "type python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
     prefix = prefixes[0]
     if folder is None:
-        raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; type {again}")
+        raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; {fix}")
     tokenizer = tokenizer_from_folder(folder)
     if not isinstance(tokenizer, BertTokenizer):
-        raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.scheme}, not a BERT's; type {again}")
+        raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.scheme}, not a BERT's; {fix}")
     for prefix in prefixes:
         if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
             raise UsageError(
-                f"{prefix} ends each text with an end-of-document token, which a BERT's data must not; type {again}"
+                f"{prefix} ends each text with an end-of-document token, which a BERT's data must not; {fix}"
             )
     return WordPieces.of(tokenizer)
 
@@ -225,25 +242,6 @@ def _described(metadata: DatasetMetadata) -> str:
     return f"{metadata.tokenizer} of {metadata.vocabulary:,} ids, {metadata.eod} at the end of documents"
 
 
-def _bundle(config, training, validation, eod, tokenizer, summary, notes) -> TrainingData:
-    data, whole = config.data, BatchSizes.constant(config.train.global_batch)
-
-    def label(evaluation: bool):
-        if config.model.samples == "pairs":
-            return dict  # its dataset makes a complete sample
-        return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
-
-    # Whether a document began before a position is not known from a part of its sample.
-    apart = config.model.samples == "text" and not (data.reset_positions or data.reset_attention)
-    return TrainingData(
-        training=Batches(training, BatchSizes.of(config), label(False), apart),
-        validation=Batches(validation, whole, label(True), apart) if validation is not None else None,
-        tokenizer=tokenizer,
-        summary=summary,
-        notes=notes,
-    )
-
-
 # --- Synthetic pairs of segments for a BERT, which can be learned; for measuring speed, and for tests -----------------
 
 
@@ -251,7 +249,7 @@ FIRST, MASK = 0, 1  # ids for [CLS] and padding, and for [MASK]; text counts thr
 
 
 class MockPairs:
-    """A sample counts upwards from its own start, in two segments, which are swapped in half of the samples.
+    """A sample counts upwards from a random start, in two segments, which are swapped in half of the samples.
 
     Sample i depends on the seed and i alone; there is no last one. Samples are s/2 to s tokens long, the rest is
     padding.
@@ -275,16 +273,16 @@ class MockPairs:
         swapped = random.integers(2)
         if swapped:
             counted, cut = np.concatenate([counted[cut:], counted[:cut]]), text - cut
-        place = np.arange(self.sequence)
+        position = np.arange(self.sequence)
         labels = np.full(self.sequence, FIRST)
         labels[1 : text + 1] = counted
-        masked = (random.random(self.sequence) < self.masked) & (place > 0) & (place <= text)
+        masked = (random.random(self.sequence) < self.masked) & (position > 0) & (position <= text)
         masked[random.integers(1, text + 1)] = True
         sample = {
             "tokens": np.where(masked, MASK, labels),
             "labels": labels,
-            "token_types": (place > cut) & (place <= text),
-            "documents": place > text,
+            "token_types": (position > cut) & (position <= text),
+            "documents": position > text,
             "sentence_order": swapped,
         }
         return {name: np.asarray(array, np.int32) for name, array in sample.items()} | {"loss_mask": masked}

@@ -110,6 +110,4 @@ def test_workers_give_results_in_order():
 
 
 def test_worker_count_follows_the_input():
-    with pytest.raises(UsageError, match="--workers is 0; it must be at least 1"):
-        Workers(0)
     assert (useful_workers(None, 100), useful_workers(None, 1000 * WORTH_A_WORKER)) == (1, all_cores())

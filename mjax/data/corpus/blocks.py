@@ -49,7 +49,7 @@ class Block:
       content: raw lines, the raw document, or rows; empty for a document that is too large.
       split: rule that splits a raw document (`--split-documents`).
       most: largest size of a document, in bytes.
-      too_large: whether the block is one document that is too large, so that its bytes were not kept.
+      too_large: True if the block is one document that is too large, whose bytes are dropped.
     """
 
     file: str

@@ -8,7 +8,7 @@ removed with 200 characters on either side, up to the end of the sentence there:
     ───────── piece ─────── cut ─────────────────────────────────────────────────── ── searched on ──────────
 
 Pieces of 200 characters or fewer are removed too, and a document that falls into more than ten pieces is removed
-altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and are kept;
+altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and stay;
 so remove duplicates first, or ten copies of a test set look like a common phrase.
 
 Two rules follow the original exactly: a text of fewer than 13 words is not searched, and runs of 8 to 12 words are
@@ -37,12 +37,12 @@ SENTENCE_ENDS = ".!?"
 Grams = dict[int, np.ndarray]
 """Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
 
-Found = dict[int, list[tuple[int, int]]]
+Matches = dict[int, list[tuple[int, int]]]
 """Runs of it in a document: first word and hash of each, in order, by their number of words."""
 
 
 class Words:
-    """A text as hashed words with their places."""
+    """A text as hashed words with their positions."""
 
     def __init__(self, text: str):
         self.text = text
@@ -57,15 +57,15 @@ class Words:
             return np.empty(0, np.uint64)
         return window_hashes(self.hashes, np.array([len(self)]), words)[0]
 
-    def find(self, grams: Grams) -> Found:
+    def find(self, grams: Grams) -> Matches:
         """All runs of this text that are evaluation text."""
-        found = {}
+        matches = {}
         for length, wanted in grams.items():
             runs = self.runs(length)
-            places = np.minimum(np.searchsorted(wanted, runs), len(wanted) - 1)
-            hits = np.flatnonzero(wanted[places] == runs) if len(wanted) else np.empty(0, np.int64)
-            found[length] = list(zip(hits.tolist(), runs[hits].tolist(), strict=True))
-        return found
+            nearest = np.minimum(np.searchsorted(wanted, runs), len(wanted) - 1)
+            hits = np.flatnonzero(wanted[nearest] == runs) if len(wanted) else np.empty(0, np.int64)
+            matches[length] = list(zip(hits.tolist(), runs[hits].tolist(), strict=True))
+        return matches
 
 
 def evaluation_grams(texts: Iterable[str]) -> Grams:
@@ -81,7 +81,7 @@ def evaluation_grams(texts: Iterable[str]) -> Grams:
 
 def count_matches(text: str, grams: Grams) -> Counter[int]:
     """Count how often each run occurs in `text`, by hash."""
-    return Counter(gram for places in Words(text).find(grams).values() for _, gram in places)
+    return Counter(gram for matches in Words(text).find(grams).values() for _, gram in matches)
 
 
 def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
@@ -93,9 +93,9 @@ def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
 def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
     """Cut `text`: returns the remaining pieces and the runs it was cut at; without runs, the text is the only piece."""
     words = Words(text)
-    found = words.find(grams)
+    matches = words.find(grams)
     pieces, runs, begin = [], [], 0
-    while match := _first_match(found, bisect_left(words.starts, begin), len(words)):
+    while match := _first_match(matches, bisect_left(words.starts, begin), len(words)):
         starts, ends = words.starts[match], words.ends[match]
         runs.append(text[starts[0] : ends[-1]])
         start = int(starts[0])
@@ -104,14 +104,14 @@ def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
         before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
         if before + 1 - begin > SHORTEST_PIECE:
             pieces.append(text[begin : before + 1])
-        after = [place for mark in SENTENCE_ENDS if (place := text.find(mark, end + MARGIN)) >= 0]
+        after = [end_mark for mark in SENTENCE_ENDS if (end_mark := text.find(mark, end + MARGIN)) >= 0]
         begin = min(after) + 1 if after else len(text)
     if not runs or len(text) - begin > SHORTEST_PIECE:
         pieces.append(text[begin:])
     return pieces, runs
 
 
-def _first_match(found: Found, begin: int, count: int) -> slice | None:
+def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
     """The words of the match that the original finds first in a text of `count` words, from word `begin` on.
 
     At each word it tries 13 words, then 8 to 12. Only at the end, where no 13 are left, the lengths come first.
@@ -119,14 +119,16 @@ def _first_match(found: Found, begin: int, count: int) -> slice | None:
 
     def first_from(length: int, begin: int) -> int:
         """The word at which the first match of `length` words begins; beyond all words if there is none."""
-        index = bisect_left(found[length], (begin,))
-        return found[length][index][0] if index < len(found[length]) else sys.maxsize
+        index = bisect_left(matches[length], (begin,))
+        return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
 
     last = count - GRAM  # the last word that 13 words begin with
-    word, _, length = min(((first_from(each, begin), each != GRAM, each) for each in found), default=(count, True, 0))
+    word, _, length = min(
+        ((first_from(words, begin), words != GRAM, words) for words in matches), default=(count, True, 0)
+    )
     if word <= last:
         return slice(word, word + length)
-    for length in sorted(found) if begin < last else ():
+    for length in sorted(matches) if begin < last else ():
         word = first_from(length, last)
         if word < count:
             return slice(word, word + length)
@@ -134,6 +136,6 @@ def _first_match(found: Found, begin: int, count: int) -> slice | None:
 
 
 def _folded(text: str) -> str:
-    """`text` in lower case without moving characters: the few whose lower case is longer are kept."""
+    """`text` in lower case without moving characters: the few whose lower case is longer stay."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)

@@ -10,10 +10,10 @@ all rows of a band are candidates (Leskovec, Rajaraman, Ullman, "Mining of Massi
 The rise should be just below the threshold: further down, candidates are compared in vain; further up, duplicates are
 missed. `choose_bands` requires a recall of 99% for pairs exactly at the threshold, where it is lowest.
 
-Signatures come from the Rust library `rensa`. Its R-MinHash fills the HASHES places from a few hashes per shingle
+Signatures come from the Rust library `rensa`. Its R-MinHash fills the HASHES values from a few hashes per shingle
 (Dahlgaard et al. 2017, "Fast Similarity Sketching") and follows the S-curve, as the tests measure.
 
-Documents are numbered 0 … n-1. Their data are kept in files, because a large corpus has more signatures than memory:
+Documents are numbered 0 … n-1. Their data are in files, because a large corpus has more signatures than memory:
 
     BAND.keys     uint64 per document: documents with the same key are candidates of each other
     signatures    HASHES bytes per document: a first estimate
@@ -83,7 +83,7 @@ def choose_bands(threshold: float) -> Bands:
 
 @dataclass(frozen=True)
 class Sketches:
-    """Data of a batch of documents, kept until their near-duplicates are found.
+    """Data of a batch of documents until their near-duplicates are found.
 
     Attributes:
       signatures: uint8 [documents, HASHES]: the lowest byte of each MinHash, enough to estimate a similarity (Li, König
@@ -176,8 +176,8 @@ class ShingleFile:
 
     def parts(self, documents: np.ndarray) -> np.ndarray:
         """Begin and end of each document's shingles in the file, int64 [documents, 2]."""
-        places = np.searchsorted(self._documents, documents)
-        return np.stack((self._ends[places], self._ends[places + 1]), axis=1)
+        rows = np.searchsorted(self._documents, documents)
+        return np.stack((self._ends[rows], self._ends[rows + 1]), axis=1)
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Clusters:
 
     Attributes:
       first: int64 [documents]: the first document of each one's cluster, itself if it is alone.
-      similar: int64 [documents]: the most similar document found at or above the threshold; -1: none.
+      similar: int64 [documents]: the most similar document at or above the threshold; -1: none.
       similarity: float64 [documents]: their Jaccard similarity.
       compared: pairs whose shingles were compared.
       confirmed: pairs at or above the threshold.
@@ -201,10 +201,10 @@ class Clusters:
 
 def candidates(files: SketchFiles, distinct: np.ndarray) -> np.ndarray:
     """Sorted numbers of the documents in `distinct` that share a band with another one of them."""
-    found = np.zeros(len(distinct), bool)
+    sharing = np.zeros(len(distinct), bool)
     for band in range(files.bands):
-        found[_buckets(files.keys(band), distinct)[0]] = True
-    return np.flatnonzero(found)
+        sharing[_buckets(files.keys(band), distinct)[0]] = True
+    return np.flatnonzero(sharing)
 
 
 def find_clusters(
@@ -267,8 +267,8 @@ def _promising(
     """The pairs with similar signatures that share no earlier band."""
     for start in range(0, len(pairs), AT_ONCE):
         one, other = pairs[start : start + AT_ONCE].T
-        alike = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
-        one, other = one[alike], other[alike]
+        similar = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
+        one, other = one[similar], other[similar]
         for keys in earlier:
             new = keys[one] != keys[other]
             one, other = one[new], other[new]
@@ -299,7 +299,7 @@ def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, cluster
 
 
 def _similarities(task: tuple[Path, np.ndarray]) -> np.ndarray:
-    """Jaccard similarity of pairs, float64 [pairs], from the file and their places in it, int64 [pairs, 4]."""
+    """Jaccard similarity of pairs, float64 [pairs], from the file and their positions in it, int64 [pairs, 4]."""
     file, parts = task
     shingles = _mapped(file, np.uint64)
     return np.array([jaccard(shingles[a:b], shingles[c:d]) for a, b, c, d in parts.tolist()])

@@ -147,8 +147,8 @@ class CleanedFiles:
             console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
             for line in malformed["examples"]:
                 console.print(f"  {line}", markup=False)
-        places = f"Removed documents, line by line: {self.removed_file}\nCounts and examples: {self.report_file}"
-        console.print(f"\n{places}", markup=False)
+        console.print(f"\nRemoved documents, line by line: {self.removed_file}", markup=False)
+        console.print(f"Counts and examples: {self.report_file}", markup=False)
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:

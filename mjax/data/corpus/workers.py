@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any, TypeVar
 
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 
@@ -34,15 +34,9 @@ def useful_workers(asked: int | None, size: int) -> int:
 
 
 class Workers:
-    """A pool of `count` processes, each of which calls `make(*arguments)` once. Use it as a context manager.
-
-    Raises:
-      UsageError: `count` is below 1.
-    """
+    """A pool of `count` processes, each of which calls `make(*arguments)` once. Use it as a context manager."""
 
     def __init__(self, count: int, make: Callable[..., Any] | None = None, arguments: tuple = ()):
-        if count < 1:
-            raise UsageError(f"--workers is {count}; it must be at least 1")
         self.count, self._starting = count, (make, arguments)
         self._pool: ProcessPoolExecutor | None = None
 

@@ -12,8 +12,8 @@
 
 Two laws hold for all of them. No text encodes to the end-of-document id, `eod`, whatever it contains; and `encode` adds
 nothing that is not in the text; `prompt` adds the token that begins texts, where a model was trained with one. A
-tokenizer is saved as a folder beside the data and copied into the run folder, so
-that it is named once, on the command line of `mjax prepare`.
+tokenizer is saved as a folder next to the data and copied into the run folder, so
+you name it once, on the command line of `mjax prepare`.
 """
 
 from pathlib import Path
@@ -118,6 +118,6 @@ def bos_of(folder: Path) -> int | None:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """Whether two folders that `Tokenizer.save` wrote hold the same tokenizer, which may end documents differently."""
+    """True if two folders of `Tokenizer.save` hold the same tokenizer, which may end documents differently."""
     saved = [read_json(folder / DESCRIPTION, "prepare the data again") for folder in (one, other)]
     return all(saved[0][name] == saved[1][name] for name in ("kind", "sha256"))

@@ -3,7 +3,7 @@
 Text is cleaned of control characters and cut at white space and around each punctuation mark and Chinese character. A
 word becomes its longest known beginning, then the longest known continuation ("##…"), and so on (Devlin et al. 2019,
 §3). A word that cannot be encoded is [UNK], and so is one of more than 100 characters: that is Hugging Face's limit,
-while Megatron's and Google's code has 200. White space is not kept, so decoding does not restore the text.
+while Megatron's and Google's code has 200. White space is lost, so decoding does not restore the text.
 
 Special tokens, [CLS] and [SEP] around sentences and [MASK], are added when samples are made; no text encodes to them,
 because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
@@ -62,7 +62,7 @@ class BertTokenizer(LibraryTokenizer):
         self.eod = self.sep
 
     def _check_case(self, ids: dict[str, int], name: str) -> None:
-        """Refuse a vocabulary of the other case: half of the words would be [UNK], or half of the pieces unused."""
+        """Reject a vocabulary of the other case: half of the words would be [UNK], or half of the pieces unused."""
         capitals = [letter in ids for letter in string.ascii_uppercase]
         if self.lowercase and all(capitals):
             raise UsageError(f"{name} has pieces in capitals; use --tokenizer {CasedBertTokenizer.scheme}:{name}")

@@ -5,8 +5,9 @@ earlier first (Radford et al. 2019, §2.2). Any text can be encoded and decodes 
 
 The files write a byte as a printable character, the space as "Ġ". `vocab.json` (OpenAI's `encoder.json`) maps tokens to
 ids, and each line of `merges.txt` (`vocab.bpe`) is a pair, in the order of learning. A tiktoken file has a line per
-token: its bytes in base64 and its rank, which is both its id and its place in the order of learning. The pairs are not
-in it, but can be found: a token was made from the two parts that remain when its bytes are merged by all lower ranks.
+token: its bytes in base64 and its rank, which is both its id and its position in the order of learning. The pairs are
+not in it, but can be computed: a token was made from the two parts that remain when its bytes are merged by all lower
+ranks.
 """
 
 import base64
@@ -150,10 +151,10 @@ def _merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
     """Merge the bytes of `token`, lowest rank first, as long as a rank is lower than `below`."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:
-        rank, place = min((ranks.get(parts[i] + parts[i + 1], below), i) for i in range(len(parts) - 1))
+        rank, first = min((ranks.get(parts[i] + parts[i + 1], below), i) for i in range(len(parts) - 1))
         if rank >= below:
             break
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return parts
 
 

@@ -80,7 +80,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return before[0] if before else None
 
     def leave_out(self, rows: int) -> list[str]:
-        """As in `Tokenizer`; a model may have fewer rows than its tokenizer has tokens for chats and pictures."""
+        """Leave special tokens out: a model may have fewer rows than its tokenizer has tokens for chats."""
         added = self.library.get_added_tokens_decoder()
         surplus = [self.library.id_to_token(number) for number in range(rows, self.vocabulary)]
         special = {token.content for token in added.values() if token.special}
@@ -126,7 +126,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
 
 def check_sizes(content: bytes, name: str) -> None:
-    """Refuse a tokenizer.json that asks for more memory than it can fill: the library allocates before it reads.
+    """Reject a tokenizer.json that asks for more memory than it can fill: the library allocates before it reads.
 
     Raises:
       UsageError: an id is larger than the file, a table of characters is cut off, or it is not JSON.

@@ -145,13 +145,9 @@ class ByteTokenizer(Tokenizer):
             raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes needs none; use --tokenizer bytes")
         return cls()
 
-    def encode(self, text: str) -> list[int]:
-        """Bytes of `text` in UTF-8."""
-        return list(utf8(text))
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Bytes of each text."""
-        return [self.encode(text) for text in texts]
+        """Bytes of each text in UTF-8."""
+        return [list(utf8(text)) for text in texts]
 
     def _text(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -165,11 +161,11 @@ class LibraryTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the tokens of each text; special tokens written out in it are text like any other."""
         # The fast one keeps no track of which token came from which characters.
-        return [found.ids for found in self._encoded(texts, self.library.encode_batch_fast)]
+        return [encoding.ids for encoding in self._encoded(texts, self.library.encode_batch_fast)]
 
     def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        return [(found.ids, found.offsets) for found in self._encoded(texts, self.library.encode_batch)]
+        return [(encoding.ids, encoding.offsets) for encoding in self._encoded(texts, self.library.encode_batch)]
 
     def _encoded(self, texts: Sequence[str], encode: Callable) -> list[tokenizers.Encoding]:
         for text in texts:

@@ -58,7 +58,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def bos_of_files(self) -> int | None:
         """The piece that begins a sentence, if the model has one."""
-        return None if (found := self._processor.bos_id()) < 0 else found
+        return None if (number := self._processor.bos_id()) < 0 else number
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
@@ -89,7 +89,7 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
             byte_fallback=True,
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,  # indentation in few tokens
-            user_defined_symbols=["\n"],  # a line break is always a token of its own
+            user_defined_symbols=["\n"],  # a line break is always a separate token
             eos_id=1,
             eos_piece=EOD_PIECE,
         )
@@ -150,10 +150,10 @@ def learned(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
 def _explained(error: RuntimeError) -> Exception:
     """Translate sentencepiece's message."""
     message = str(error)
-    if found := re.search(r"too high.*<= (\d+)", message):
-        return WrongSize(most=int(found[1]))
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return WrongSize(least=int(found[1]))
+    if match := re.search(r"too high.*<= (\d+)", message):
+        return WrongSize(most=int(match[1]))
+    if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
+        return WrongSize(least=int(match[1]))
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UsageError("there is no text to train a tokenizer on; give files that hold text")
     return error
