@@ -102,8 +102,8 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
         tallies = {name: Tally(name) for name in ("read", "kept")}
         with Workers(workers, Cleaner, (arguments, grams)) as pool:
             for part in outputs.first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
-                files.keep(part.kept)
-                files.remove(part.removed)
+                files.kept.write(part.kept)
+                files.removed.write(part.removed)
                 for name, tally in part.tallies.items():
                     tallies.setdefault(name, Tally(name)).merge(tally)
         report = files.finish(report | _in_order(tallies, arguments), corpus)

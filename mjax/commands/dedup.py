@@ -221,7 +221,7 @@ def _write(
         asked[np.concatenate((shown, similar[shown]))] |= SHOWN
     sizes, sources, texts, first = [np.empty(0, np.int64)], {}, {}, 0
     for part in workers.map(partial(_write_block, how), found.again(corpus, "writing", asked)):
-        files.keep(part.lines)
+        files.kept.write(part.lines)
         sizes.append(part.sizes)
         sources |= {first + number: source for number, source in part.sources.items()}
         texts |= {first + number: text for number, text in part.texts.items()}
@@ -241,7 +241,7 @@ def _write(
         return {**story(number), "text": text, "similar_text": other}
 
     for number in removed.tolist():
-        files.remove(outputs.json_line(story(number)))
+        files.removed.write(outputs.json_line(story(number)))
     size = np.concatenate(sizes)
 
     def tally(name: str, which: np.ndarray) -> Tally:

@@ -90,12 +90,14 @@ class IndexedDataset:
         self.prefix = str(prefix)
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
-                raise _missing(self.prefix, file)
+                fix = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
+                if self.prefix.endswith((".bin", ".idx")):
+                    fix = f"give the prefix without the ending: {self.prefix[:-4]}"
+                raise UsageError(f"{file} does not exist; {fix}")
         sequences, self.dtype = _read_header(index_file(prefix))
 
         with index_file(prefix).open("rb") as stream:
             self._index = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._index_size = len(self._index)
         index = np.frombuffer(self._index, np.uint8)
         fields = np.split(index[HEADER.size :], np.cumsum([4 * sequences, 8 * sequences]))
         self.lengths = fields[0].view("<i4")
@@ -191,19 +193,12 @@ class IndexedDataset:
         return out
 
     def _check_index(self) -> None:
-        if self._index.size() < self._index_size:
+        if self._index.size() < len(self._index):  # the file now, and when it was mapped
             raise _cut_short(index_file(self.prefix))
 
 
 def _cut_short(file: Path) -> UsageError:
     return UsageError(f"{file} was cut short while it was read; copy or prepare it again")
-
-
-def _missing(prefix: str, file: Path) -> UsageError:
-    fix = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
-    if prefix.endswith((".bin", ".idx")):
-        fix = f"give the prefix without the ending: {prefix[:-4]}"
-    return UsageError(f"{file} does not exist; {fix}")
 
 
 def _unreadable(file: Path, problem: str) -> UsageError:

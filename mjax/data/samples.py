@@ -27,10 +27,11 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py, helpers.cpp and blended_megat
 """
 
 from collections.abc import Container
+from functools import partial
 
 import numpy as np
 
-from mjax.data.cache import NO_CACHE, Arrays, IndexCache
+from mjax.data.cache import NO_CACHE, IndexCache
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 
@@ -45,12 +46,10 @@ def build_document_index(
     documents: np.ndarray, epochs: int, random: np.random.RandomState, separate_last: bool
 ) -> np.ndarray:
     """`documents` repeated `epochs` times, shuffled, the last epoch separately if asked; int32 [epochs × documents]."""
-    if separate_last:
-        first = build_document_index(documents, epochs - 1, random, False)
-        return np.concatenate([first, build_document_index(documents, 1, random, False)])
-    index = np.tile(documents, epochs)
-    random.shuffle(index)
-    return index
+    parts = [np.tile(documents, count) for count in ([epochs - 1, 1] if separate_last else [epochs])]
+    for part in parts:
+        random.shuffle(part)
+    return np.concatenate(parts)
 
 
 def build_sample_index(lengths: np.ndarray, document_index: np.ndarray, sequence: int, samples: int) -> np.ndarray:
@@ -86,42 +85,6 @@ def build_shuffle_index(first: int, samples: int, random: np.random.RandomState)
     if first < samples:
         random.shuffle(index[first:])
     return index
-
-
-def build_indices(
-    lengths: np.ndarray,
-    documents: np.ndarray,
-    samples: int | None,
-    sequence: int,
-    seed: int,
-    keep_tail: bool,
-) -> Arrays:
-    """The three indices of at least `samples` samples; see `GPTDataset` for the other arguments.
-
-    Args:
-      lengths: tokens in each sequence of the dataset, int32 [S].
-      documents: those to draw from, int32 [documents].
-    """
-    tokens = int(lengths[documents].sum(dtype=np.int64))  # of one epoch
-    epochs = epochs_of(tokens, samples, sequence)
-    before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
-    per_epoch = (tokens - 1) // sequence
-    apart = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
-    total, tail = divmod(epochs * tokens - 1, sequence)
-    total += keep_tail and tail > 0
-
-    random = np.random.RandomState(seed)  # the order of its two uses is part of the format
-    document_index = build_document_index(documents, epochs, random, apart)
-    return {
-        "document_index": document_index,
-        "sample_index": build_sample_index(lengths, document_index, sequence, total),
-        "shuffle_index": build_shuffle_index(before_last if apart else total, total, random),
-    }
-
-
-def epochs_of(tokens: int, samples: int | None, sequence: int) -> int:
-    """The fewest epochs of `tokens` that hold `samples` samples; None: one."""
-    return 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
 
 
 # --- Labels, positions and masks --------------------------------------------------------------------------------------
@@ -203,23 +166,40 @@ class GPTDataset:
         self.indexed, self.sequence, self.vocabulary = indexed, sequence, vocabulary
         tokens = int(indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))  # of one epoch
         _check_size(indexed, len(documents), tokens, sequence, name)
-        self.epochs = epochs_of(tokens, samples, sequence)
+        self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
         if self.epochs > MOST_EPOCHS:
             raise UsageError(
                 f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name} of "
                 f"{indexed.prefix}, and at most {MOST_EPOCHS:,} are drawn; lower --train.steps, or prepare more text"
             )
 
-        def build() -> Arrays:
-            lengths = indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time
-            numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
-            return build_indices(lengths, numbers, samples, sequence, seed, keep_tail)
-
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
         source |= {"samples": samples, "sequence": sequence, "seed": seed, "keep_tail": keep_tail}
+        build = partial(self._build_indices, documents, tokens, samples, seed, keep_tail)
         arrays = cache.arrays(source, names, build)
         self.document_index, self.sample_index, self.shuffle_index = (arrays[name] for name in names)
+
+    def _build_indices(
+        self, documents: range, tokens: int, samples: int | None, seed: int, keep_tail: bool
+    ) -> dict[str, np.ndarray]:
+        """The three indices of at least `samples` samples; an epoch has `tokens` tokens."""
+        sequence, epochs = self.sequence, self.epochs
+        before_last = ((epochs - 1) * tokens - 1) // sequence  # samples that end before the last epoch does
+        per_epoch = (tokens - 1) // sequence
+        separate_last = epochs > 1 and samples - before_last < int(SEPARATE_BELOW * per_epoch)
+        total, tail = divmod(epochs * tokens - 1, sequence)
+        total += keep_tail and tail > 0
+
+        random = np.random.RandomState(seed)  # the order of its two uses is part of the format
+        numbers = np.arange(documents.start, documents.stop, dtype=np.int32)
+        document_index = build_document_index(numbers, epochs, random, separate_last)
+        lengths = self.indexed.lengths.copy()  # aligned, unlike those in the file: lookups take half the time
+        return {
+            "document_index": document_index,
+            "sample_index": build_sample_index(lengths, document_index, sequence, total),
+            "shuffle_index": build_shuffle_index(before_last if separate_last else total, total, random),
+        }
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

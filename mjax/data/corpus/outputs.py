@@ -76,6 +76,11 @@ class FilterArguments(TextArguments):
 class CleanedFiles:
     """Writes the three files of a run. Use it as a context manager; without `finish` no file gets its final name.
 
+    Attributes:
+      kept: stream for the documents kept, as lines of `document_line`.
+      removed: stream for the record of documents removed, lines of `json_line` with source, reason and details.
+      folder: for temporary files.
+
     Raises:
       UsageError: `--output` does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
       RunError: the files cannot be written.
@@ -100,33 +105,25 @@ class CleanedFiles:
         try:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
             self.folder.mkdir(parents=True)
-            self._kept = (self.folder / "kept").open("wb")
-            self._removed = (self.folder / "removed").open("wb")
+            self.kept = (self.folder / "kept").open("wb")
+            self.removed = (self.folder / "removed").open("wb")
         except OSError as error:
             raise RunError(f"{self.output} cannot be written: {error}") from error
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        for file in (self._kept, self._removed):
+        for file in (self.kept, self.removed):
             file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise RunError(f"writing {self.output} stopped: {error}; nothing was left under that name") from error
-
-    def keep(self, lines: bytes) -> None:
-        """Write documents kept, as lines of `document_line`."""
-        self._kept.write(lines)
-
-    def remove(self, lines: bytes) -> None:
-        """Write the record of documents removed, lines of `json_line` with source, reason and details."""
-        self._removed.write(lines)
 
     def finish(self, story: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
         """Give the files their names; returns the report: `story`, malformed lines, output and version."""
         malformed = {"documents": corpus.malformed.count, "examples": corpus.malformed.examples}
         text = report_text({**story, "malformed": malformed, "output": self.output, "mjax_version": __version__})
         (self.folder / "report").write_bytes(text.encode())
-        for file in (self._kept, self._removed):
+        for file in (self.kept, self.removed):
             file.close()
         for name, file in (("report", self.report_file), ("removed", self.removed_file), ("kept", self.output)):
             put(self.folder / name, file)
