@@ -241,9 +241,9 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
 
 def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
     """Source, bytes of the input file and raw content of each document; None if that was too large to keep."""
-    if block.first == 0 or block.too_large:
+    if block.first == 0 or block.content is None:
         source = f"{block.file}:{block.first}" if block.first else block.file
-        yield source, block.size, None if block.too_large else block.content
+        yield source, block.size, block.content
     elif isinstance(block.content, list):
         share = block.size / max(len(block.content), 1)
         for number, row in enumerate(block.content, start=block.first):

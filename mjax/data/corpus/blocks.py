@@ -46,19 +46,17 @@ class Block:
       file: name of the file.
       first: number of its first line or row, from 1; 0 if the file is one document.
       size: bytes of the file it took, compressed ones for a compressed file.
-      content: raw lines, the raw document, or rows; empty for a document that is too large.
+      content: raw lines, the raw document, or rows; None for a document that is too large.
       split: rule that splits a raw document (`--split-documents`).
       most: largest size of a document, in bytes.
-      too_large: True if the block is one document that is too large, whose bytes are dropped.
     """
 
     file: str
     first: int
     size: int
-    content: bytes | list[dict]
+    content: bytes | list[dict] | None
     split: str | None = None
     most: int = MOST_BYTES
-    too_large: bool = False
 
 
 def ending_of(file: Path) -> str | None:
@@ -99,8 +97,7 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int) -> Iterator[B
 def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int) -> Iterator[Block]:
     if not lines:
         content = _at_most(stream, most + 1)
-        too_large = len(content) > most
-        yield Block(str(file), 0, file.stat().st_size, b"" if too_large else content, most=most, too_large=too_large)
+        yield Block(str(file), 0, file.stat().st_size, None if len(content) > most else content, most=most)
         return
     number, position = 1, 0
     while content := stream.read(SIZE):
@@ -113,7 +110,7 @@ def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: 
             yield Block(str(file), number, raw.tell() - position, content, most=most)
             number, position = number + content.count(b"\n"), raw.tell()
         if too_large:
-            yield Block(str(file), number, raw.tell() - position, b"", most=most, too_large=True)
+            yield Block(str(file), number, raw.tell() - position, None, most=most)
             position = raw.tell()
             while not ended:
                 passed = stream.readline(SIZE)
