@@ -17,7 +17,7 @@ from mjax.config.datasets import DatasetMetadata
 from mjax.config.resolve import resolve
 from mjax.data.indexed import write_metadata
 from mjax.errors import UsageError
-from mjax.run.origin import Origin, save_origin
+from mjax.run.continuing import Origin, save_origin
 
 GPT = load_config("gpt_345m")
 
@@ -94,8 +94,8 @@ def started(monkeypatch):
     """The configs and steps that `train` and `plan` begin with, in place of training and planning."""
     found = []
 
-    def train(config, folder, label, watchdog, step, **given):
-        found.append((config, step))
+    def train(config, folder, options):
+        found.append((config, options.step))
         return SimpleNamespace(exit_code=0)
 
     monkeypatch.setattr("mjax.run.loop.train", train)
@@ -143,6 +143,6 @@ def test_existing_weights_keep_their_vocabulary(data, started, capsys):
 
 
 def test_init_step_is_not_step_of_new_run(data, started, monkeypatch):
-    monkeypatch.setattr("mjax.run.origin.choose_origin", lambda *_: None)
+    monkeypatch.setattr("mjax.run.continuing.choose_origin", lambda *_: None)
     assert cli.main(["train", *SHORT, "--name", "new", "--init", str(run_of(data / "old")), "--step", "3"]) == 0
     assert started[0][1] is None

@@ -53,8 +53,8 @@ from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
 from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
 from mjax.models.build import count_parameters
+from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
-from mjax.run.origin import origin_of
 from mjax.utils.progress import progress
 
 

@@ -34,9 +34,9 @@ from mjax.errors import UsageError, check_picture, suggestion
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import in_words
 from mjax.pictures.runs import draw_runs, smoothed
+from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.metrics import finite_or_none, read_metrics
-from mjax.run.origin import ORIGIN, origin_of
-from mjax.utils.files import rename, take_lock
+from mjax.utils.atomic import rename, take_lock
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones

@@ -24,7 +24,7 @@ from mjax.errors import UsageError, either, exit_code, explain
 from mjax.profiling.steps import profiled_steps
 
 if TYPE_CHECKING:
-    from mjax.run.origin import Origin
+    from mjax.run.continuing import Origin
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def train(argv: Sequence[str]) -> int:
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
-    from mjax.run.result import Options
+    from mjax.run.options import Options
 
-    config, options = arguments.settings, Options()
+    config = arguments.settings
     keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
@@ -101,10 +101,10 @@ def train(argv: Sequence[str]) -> int:
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
+        options = Options(name=label, step=step, origin=origin, on_end=print_sample, watchdog=watchdog)
         if arguments.profile is not None and processes.is_first():
             options = replace(options, profile=Recorder(_profiled(arguments), arguments.resume))
-        given = {"on_end": print_sample, "options": options, "origin": origin}
-        result = loop.train(config, arguments.resume, label, watchdog, step, **given)
+        result = loop.train(config, arguments.resume, options)
     return result.exit_code
 
 
@@ -123,7 +123,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     check_run_folder(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
-    from mjax.run.continuing import after_steps_taken, changes_since
+    from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
 
     step = arguments.step if arguments.resume is not None else None
     arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
@@ -136,8 +136,6 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     validate(arguments.settings, label)
     if arguments.profile is not None:
         _profiled(arguments)
-    from mjax.run.origin import choose_origin
-
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
     changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:

@@ -35,10 +35,10 @@ from mjax.finetuning.report import print_table, summary
 from mjax.finetuning.seed import SeedRun, read_epochs
 from mjax.finetuning.start import Start
 from mjax.parallel.mesh import make_mesh
-from mjax.run import environment
 from mjax.run.display import Display
 from mjax.run.metrics import Announced, MetricsLog
-from mjax.run.result import PREEMPTED
+from mjax.run.options import PREEMPTED
+from mjax.run.start import write_environment
 from mjax.step.step import build_program
 from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
@@ -85,7 +85,7 @@ class Finetuning:
         self._steps_before = 0
         self._announced = Announced(self._say)
         if is_first():
-            environment.write(config, output, self._say)
+            write_environment(config, output, self._say)
         self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request.checkpoint}")
         recipe, steps = request.recipe, config.train.eval_interval
         epochs = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} of {steps:,} step{'s' * (steps > 1)}"

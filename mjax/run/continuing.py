@@ -1,4 +1,4 @@
-"""Which settings may change between two starts of a run.
+"""Settings that may change between two starts of a run, and the origin of a run that starts from another.
 
 A run folder holds one experiment. Each config field is in one of three classes:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,24 @@ from mjax.config import (
     HealthConfig,
     LogConfig,
     MeshConfig,
+    as_flag,
     differences,
     read_config,
+    read_settings,
 )
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.bounds import fields_of
 from mjax.config.checks import check_batch_sizes
-from mjax.config.datasets import parse_blend
-from mjax.config.model import TUNING
+from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
+from mjax.config.plain_values import build
+from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 from mjax.parallel.axes import NAMES
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
-from mjax.utils.files import write_whole
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 
 def _every_field(section: type) -> tuple[str, ...]:
@@ -52,22 +56,7 @@ def _every_field(section: type) -> tuple[str, ...]:
 
 
 # FIXED are the fields of a model, except for the attention kernel and those marked `TUNING` in its config; and the name
-# of the optimizer, whose moments another one cannot use.
-LEARNED = {
-    "data": (
-        "path", "split", "train_path", "valid_path", "mock", "own", "samples", "reset_positions", "reset_attention",
-        "mask_eod_loss", "validation_tail", "mask_probability", "short_probability", "eod",
-    ),
-    "optimizer": (
-        "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps",
-        "wsd_decay_steps", "wsd_decay", "weight_decay", "beta1", "beta2", "epsilon", "muon_adjust_lr",
-        "clip_norm",
-    ),
-    "precision": (
-        "compute", "loss_scale", "initial_loss_scale", "loss_scale_window",
-    ),
-    "train": ("global_batch", "batch_rampup", "batch_schedule", "seed"),
-}  # fmt: skip
+# of the optimizer, whose moments another one cannot use. All other fields are LEARNED, unless they are FREE.
 FREE = {
     "model": ("attention",),
     "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
@@ -150,7 +139,7 @@ def changes_since(
 
 
 def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> Config:
-    """`config` with the batches that the run in `folder` has taken, where they are not its own (`train.taken`).
+    """Return `config` with the batches that the run in `folder` has taken, where they differ (`train.taken`).
 
     So a change of the batch begins where the run is: its next sample is the first that no step has read, and tokens and
     learning rate count from there.
@@ -183,8 +172,11 @@ def save_digests(folder: Path, data: DataConfig) -> None:
 
 def _is_fixed(config: Config, name: str) -> bool:
     section, knob = name.split(".")
-    tuned = {field for field, _, _, marks in fields_of(type(config.model)) if TUNING in marks}
-    return section == "model" and not _is_in(FREE, name) and knob not in tuned
+    return section == "model" and not _is_in(FREE, name) and knob not in _tuned(config.model)
+
+
+def _tuned(model: ModelConfig) -> set[str]:
+    return {field for field, _, _, marks in fields_of(type(model)) if TUNING in marks}
 
 
 def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
@@ -235,7 +227,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
 
 
 def _rates_are_kept(before: Config, config: Config, step: int) -> bool:
-    """Whether both schedules have the same learning rate at each of the first `step` steps."""
+    """True if both schedules have the same learning rate at each of the first `step` steps."""
     sizes = BatchSizes.of(before)
     taken = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
     samples = np.array([sizes.samples_before(int(number)) for number in taken])
@@ -243,10 +235,11 @@ def _rates_are_kept(before: Config, config: Config, step: int) -> bool:
 
 
 def _note_on_decay(before: Config, config: Config, steps: list[int], step: int | None) -> list[str]:
-    """That the learning rate rises again, if a run continues after its final decay has begun."""
+    """A note if the learning rate rises again, because the run continues after its final decay has begun."""
     now, last = steps[-1] if step is None else step, decay_start(before)
-    kept = before.optimizer.schedule != "wsd" or config.optimizer.schedule != "wsd" or now <= last
-    if kept or _rates_are_kept(before, config, now):
+    if {before.optimizer.schedule, config.optimizer.schedule} != {"wsd"} or now <= last:
+        return []
+    if _rates_are_kept(before, config, now):
         return []
     stable = [number for number in steps if 0 < number <= last]
     way = f"--step {stable[-1]} continues from before it" if stable else "no checkpoint from before it is left"
@@ -266,17 +259,16 @@ def _digests(data: DataConfig) -> dict[str, list[str]]:
 
 
 def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
-    """The datasets that are not those of the run; not those with the same tokens under another path."""
-    kept, found = _kept_digests(folder / DIGESTS), {}
-    if kept is not None and not now.mock:
-        found = _digests(now)
+    """Datasets with other tokens, or with other weights in the blend, than those of the run."""
+    saved = _saved_digests(folder / DIGESTS)
+    current = _digests(now) if saved is not None else {}
     changed = []
     for name in PATHS:
         old, new = getattr(before, name), getattr(now, name)
-        if not kept or name not in kept or name not in found:  # a run of an older version, or synthetic tokens
+        if not saved or name not in saved or name not in current:  # a run of an older version, or synthetic tokens
             if old != new:
                 changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
-        elif kept[name] != found[name]:
+        elif saved[name] != current[name]:
             tokens = "with other tokens than before" if old == new else f"now {_shown(new)}"
             changed.append(f"data.{name} {_shown(old)}, {tokens}")
         elif parse_blend(old).weights != parse_blend(new).weights:
@@ -284,17 +276,156 @@ def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str
     return changed
 
 
-def _kept_digests(file: Path) -> dict[str, list[str]] | None:
-    try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def _saved_digests(file: Path) -> dict[str, list[str]] | None:
+    if not file.exists():
         return None
-    except (ValueError, RecursionError):
-        kept = None
-    if not isinstance(kept, dict):
-        raise UsageError(f"{file} is damaged; remove it to continue without comparing the data with those of the run")
-    return kept
+    fix = "remove it to continue without comparing the data with those of the run"
+    saved = read_json(file, fix)
+    if not isinstance(saved, dict):
+        raise UsageError(f"{file} is damaged; {fix}")
+    return saved
 
 
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+# --- The origin of a run that starts from the weights of another (--init) ---------------------------------------------
+#
+#     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, its own data, schedule and mesh
+#
+# The weights must mean the same in both: the architecture is equal, and so is every field that gives a weight its shape
+# or position. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder keeps
+# the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
+
+ORIGIN = "init.json"
+UNSEEN = ("attention", "sequence", "rope_theta", "vocabulary", "vocabulary_multiple")
+"""Fields of a model, in addition to `TUNING`, that may differ if the shapes of its weights are the same."""
+BY_DEFAULT = {"feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size"}
+"""Fields that follow from others by default, and the property with the value in use."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights of a run come from: the contents of init.json.
+
+    Attributes:
+      run: absolute path of the run folder.
+      step: the checkpoint; None before it is chosen: the newest intact one.
+      changed: fields of the model that differ, with the value there and here.
+    """
+
+    run: str
+    step: int | None
+    changed: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", checkpoint {self.step}"
+        changed = "; ".join(f"{name} {there}, now {here}" for name, (there, here) in self.changed.items())
+        return f"{self.run}{step}" + (f" ({changed})" if changed else "")
+
+
+def origin_of(folder: Path) -> Origin | None:
+    """The origin that a run folder keeps; None: its weights were drawn at random or converted.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    file = folder / ORIGIN
+    if not file.is_file():
+        return None
+    return build(Origin, read_json(file, "remove it to forget where the weights of this run come from"), str(file))
+
+
+def save_origin(folder: Path, origin: Origin | None) -> None:
+    """Record where the weights of a new run come from, or that they were drawn at random."""
+    if origin is None:
+        (folder / ORIGIN).unlink(missing_ok=True)
+    else:
+        write_whole(folder / ORIGIN, json.dumps(asdict(origin), indent=2) + "\n")
+
+
+def choose_origin(folder: Path, config: Config, init: Path | None, step: int | None = None) -> Origin | None:
+    """The origin of the run in `folder`, if it is a new one; None: from its own checkpoints or from random weights.
+
+    Args:
+      folder: of the run.
+      config: of the run.
+      init: folder of the run to start from.
+      step: of its checkpoint, by default the newest.
+
+    Raises:
+      UsageError: there is no such checkpoint, its model differs, or `folder` holds a run of another origin.
+    """
+    if init is None:
+        return None
+    if checkpoint_steps(folder):
+        _check_same(folder, init, step)
+        return None
+    steps = checkpoint_steps(init)
+    if not steps:
+        raise UsageError(
+            f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
+            f"python -m mjax convert from-hf {init} runs/NAME"
+        )
+    if step is not None and step not in steps:
+        raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
+    return Origin(str(init.resolve()), step, _changed(init, config))
+
+
+def _check_same(folder: Path, init: Path, step: int | None) -> None:
+    """Refuse another origin than that of the run in `folder`, which has checkpoints."""
+    if init.resolve() == folder.resolve():
+        raise UsageError(
+            f"--init {init} is the folder of this run; add --name NEW for a new run, or leave --init out to continue it"
+        )
+    origin = origin_of(folder)
+    if origin is None or Path(origin.run) != init.resolve() or step not in (None, origin.step):
+        began = "with weights of its own" if origin is None else f"from {origin}"
+        asked = f"{init}, checkpoint {step}" if step is not None else init
+        raise UsageError(
+            f"{folder} has checkpoints and began {began}, not from {asked}; add --name NEW for a new run, or leave "
+            "--init out to continue it"
+        )
+
+
+def _changed(init: Path, config: Config) -> dict[str, list[str]]:
+    """The fields of the model that differ, with the value there and here.
+
+    Raises:
+      UsageError: the weights would not fit, or would mean something else.
+    """
+    saved = read_settings(init / "config.json")
+    if kind_of(saved.model) != kind_of(config.model):
+        raise UsageError(
+            f"--init {init} holds {saved.model.title} and this config describes {config.model.title}; choose a config "
+            f"of the same model, or type {new_run_flags(init, saved.model)} for its own"
+        )
+    saved = read_config(init / "config.json")
+    changed = {}
+    for section, _, name in (field.partition(".") for field in differences(saved, config)):
+        if section == "model" and name != "attention":
+            values = _value(saved.model, name), _value(config.model, name)
+            changed |= {name: values} if values[0] != values[1] else {}
+    if wrong := [name for name in changed if not _may_differ(name, saved.model, config.model)]:
+        values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
+        flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong)
+        raise UsageError(
+            f"--init {init} holds the weights of another model ({values}); type {flags}, "
+            f"or {new_run_flags(init, saved.model)} for its own settings"
+        )
+    return {f"model.{name}": [str(value) for value in values] for name, values in changed.items()}
+
+
+def _value(model: ModelConfig, name: str) -> Any:
+    """The value of a field that is in use; that of an optional one may follow from others."""
+    value = getattr(model, name)
+    return getattr(model, BY_DEFAULT[name]) if value is None and name in BY_DEFAULT else value
+
+
+def _may_differ(name: str, saved: ModelConfig, model: ModelConfig) -> bool:
+    if name == "sequence":
+        return not model.learned_positions
+    if name in ("vocabulary", "vocabulary_multiple"):
+        return saved.padded_vocabulary == model.padded_vocabulary
+    return name in UNSEEN or name in _tuned(model)

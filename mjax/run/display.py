@@ -1,6 +1,7 @@
-"""The progress line of a run.
+"""What a run prints: its plan, the progress line, and its results.
 
-On a terminal it is redrawn in place; elsewhere (a log file, a CI run) a line is printed from time to time.
+On a terminal the progress line is redrawn in place; elsewhere (a log file, a CI run) a line is printed from time to
+time.
 """
 
 from __future__ import annotations
@@ -10,18 +11,32 @@ import math
 import os
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TextIO
 
+import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
-from mjax.config.batch_size import in_units
+from mjax.config import Config
+from mjax.config.batch_size import BatchSizes, in_units
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model import is_own, kind_of
+from mjax.config.model_file import file_of, run_flags
+from mjax.data.sources import TrainingData
+from mjax.models.build import count_parameters
+from mjax.parallel import axes
+from mjax.parallel.axes import PIPE
+from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.run.metrics import Record
+from mjax.run.options import Result
+from mjax.step.step import TrainProgram
+from mjax.trace.flops import peak_tflops
+from mjax.utils.names import leaf_name
 
 SECONDS_BETWEEN_LINES = 10.0
-BAR = 24
 
 
 class Lasting:
@@ -57,13 +72,13 @@ class Lasting:
         suppressed = contextlib.suppress(OSError, ValueError)
         with suppressed, open(os.devnull, "wb") as nowhere:  # its buffer would fail again, at the exit too
             descriptor = self._stream.fileno()
-            kept = os.dup(descriptor)
+            original = os.dup(descriptor)
             try:
                 os.dup2(nowhere.fileno(), descriptor)
                 self._stream.flush()
             finally:
-                os.dup2(kept, descriptor)
-                os.close(kept)
+                os.dup2(original, descriptor)
+                os.close(original)
         if not self._failed:
             self._failed = True
             with suppressed:
@@ -91,15 +106,18 @@ class Display:
         self._start, self._last_line = start, -math.inf
         self._timed_from: tuple[int, float] | None = None
         if self.console.is_terminal:
-            bar = [BarColumn(bar_width=BAR)] if self.console.width >= 120 else []
+            bar = [BarColumn(bar_width=24)] if self.console.width >= 120 else []
+            # A narrow terminal shortens the metrics only: their column gets the width that the others leave.
+            metrics = Column(ratio=1, no_wrap=True, overflow="ellipsis")
             self._progress = Progress(
                 TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
                 *bar,
-                FittingColumn(self.console, table_column=Column(no_wrap=True)),
+                TextColumn("{task.description}", markup=False, table_column=metrics),
                 TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
                 console=self.console,
+                expand=True,
             )
-            self._task = self._progress.add_task("train", total=self.steps, completed=start, values=["compiling …"])
+            self._task = self._progress.add_task("compiling …", total=self.steps, completed=start)
         return self
 
     def __enter__(self) -> Display:
@@ -118,7 +136,7 @@ class Display:
     def show(self, record: Record) -> None:
         """Update the line with `record`."""
         if self._progress:
-            self._progress.update(self._task, completed=record.step, values=parts(record))
+            self._progress.update(self._task, completed=record.step, description=summary(record))
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
@@ -133,55 +151,23 @@ class Display:
         return f"  {duration((now - began) / (step - first) * (self.steps - step))} left"
 
 
-class FittingColumn(ProgressColumn):
-    """The metrics of a step, as many as fit into a narrow terminal.
-
-    rich would shorten all columns alike, including the step number and the time left.
-    """
-
-    def __init__(self, console: Console, **column):
-        super().__init__(**column)
-        self.console = console
-        self.left = TimeRemainingColumn(compact=True)
-
-    def render(self, task: Task) -> Text:
-        """The metrics that fit beside the step number and the time left."""
-        others = [f"step {task.completed}/{task.total}", self.left.render(task).plain]
-        if self.console.width >= 120:
-            others.append(" " * BAR)
-        return Text(fitting(task.fields["values"], self.console.width - sum(len(other) + 1 for other in others)))
-
-
-def fitting(values: list[str], width: int) -> str:
-    """The most important of `values`, which are in that order, joined in at most `width` columns."""
-    shown = ""
-    for value in values:
-        longer = f"{shown}  {value}" if shown else value
-        if len(longer) > width:
-            break
-        shown = longer
-    return shown
-
-
-def parts(record: Record) -> list[str]:
-    """The metrics of a step, the most important first."""
-    found = losses(record.loss, record.metrics).split("  ") if record.loss is not None else ["loss not finite"]
-    if record.loss_scale != 1.0:
-        found.append(f"scale {record.loss_scale:g}")
-    found += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
-    if record.mfu is not None:
-        found.append(f"MFU {record.mfu:.1%}")
-    return [*found, f"{record.tflops:.3g} TFLOP/s", f"{in_units(record.tokens)} tokens"]
-
-
 def summary(record: Record) -> str:
-    """The metrics of a step on one line."""
-    return "  ".join(parts(record))
+    """Format the metrics of a step, the most important first."""
+    parts = [losses(record.loss, record.metrics) if record.loss is not None else "loss not finite"]
+    if record.loss_scale != 1.0:
+        parts.append(f"scale {record.loss_scale:g}")
+    parts += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    return "  ".join([*parts, f"{record.tflops:.3g} TFLOP/s", f"{in_units(record.tokens)} tokens"])
 
 
 def losses(loss: float, metrics: dict[str, float]) -> str:
-    """'loss 3.1234  ppl 22.7'; for a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)'; with the head of a task
-    'loss 0.3123  accuracy 0.8750'."""
+    """Format the losses of a step or an evaluation.
+
+    'loss 3.1234  ppl 22.7'; for a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)'; with the head of a task
+    'loss 0.3123  accuracy 0.8750'.
+    """
     if not metrics:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
     if "mlm_loss" not in metrics:
@@ -191,8 +177,7 @@ def losses(loss: float, metrics: dict[str, float]) -> str:
 
 
 def verdict(loss: float, metrics: dict[str, float], sequences: int) -> list[str]:
-    """The last evaluation, in lines: a GPT's perplexity, or how much better than guessing a BERT is at each of its
-    tasks.
+    """Format the last evaluation: a GPT's perplexity, or how much better than guessing a BERT is at each of its tasks.
 
     Args:
       loss: nats per label.
@@ -219,3 +204,80 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# --- Before the first step and after the last -------------------------------------------------------------------------
+
+
+def announce_start(
+    display: Display, config: Config, program: TrainProgram, data: TrainingData, folder: Path, start: int
+) -> None:
+    """Print the model, mesh, data, steps and folder of a run."""
+    model, mesh, train = config.model, config.mesh, config.train
+    kind = jax.devices()[0].device_kind
+    batches = BatchSizes.of(config)
+    tokens = batches.samples_before(train.steps) * model.sequence
+    sizes = [size for first_step, _, size in batches.pieces if first_step < train.steps]
+    size = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
+    parameters, compute = count_parameters(model), config.precision.compute
+    choices = ", layers without a loop" if train.unroll == "on" else ""
+    choices += f", over context by {config.across}" if config.across else ""
+    choices += f", experts by {model.grouped}" if isinstance(model, MixtureConfig) else ""
+    choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
+    display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
+    display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
+    display.say(f"data    {data.summary}")
+    for note in data.notes:
+        display.say(f"        {note}")
+    display.say(f"plan    {train.steps:,} steps of {size} × {model.sequence} tokens, {tokens:,} in total")
+    display.say(f"run     {folder}" + (f", continued after step {start}" if start else ""))
+    if kind != "cpu" and peak_tflops(kind, config.precision.compute) is None:
+        display.say(
+            f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
+            "mjax/cluster/hardware.py describes how to add it"
+        )
+    if mesh.pipe > 1 and (whole := replicated_on_stages(program)):
+        display.say(
+            f"replicated on every pipeline stage (no dim divisible by --mesh.pipe {mesh.pipe}): {', '.join(whole)}"
+        )
+
+
+def describe_mesh(config: Config) -> str:
+    """`pipe 4 (1f1b, 2 chunks, bubble 18.8%) × data 2 × model 2, sequence parallel, ZeRO-1`."""
+    mesh, words = config.mesh, ""
+    if mesh.pipe > 1:
+        bubble = schedule_of(config).bubble(*slot_times(config))
+        chunks = f", {mesh.chunks} chunks" if mesh.chunks > 1 else ""
+        words = f"pipe {mesh.pipe} ({mesh.schedule}{chunks}, bubble {bubble:.1%}) × "
+    words += axes.in_words(replace(mesh, pipe=1))
+    words += ", sequence parallel" if mesh.splits_tokens else ""
+    return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
+
+
+def replicated_on_stages(program: TrainProgram) -> list[str]:
+    """Names of the weights outside the layers that every pipeline stage stores, because no dim is divisible."""
+    return [
+        leaf_name(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
+        if PIPE not in str(leaf.sharding.spec)
+    ]
+
+
+def announce_results(display: Display, result: Result, folder: Path, config: Config) -> None:
+    """Print the files of a finished run, and what to type next."""
+    if result.validation_loss is not None:
+        sequences = config.train.eval_batches * config.train.global_batch
+        for line in verdict(result.validation_loss, result.validation_metrics, sequences):
+            display.say(line)
+    display.say(f"curve       {folder / 'loss.png'}")
+    if isinstance(config.model, MixtureConfig):
+        display.say(f"experts     {folder / 'experts.png'}")
+    display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
+    if not config.model.causal or not (folder / "tokenizer").is_dir():
+        return
+    if is_own(type(config.model)) and file_of(type(config.model)) is None:
+        display.say(
+            f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {kind_of(config.model)!r} is defined'
+        )
+    else:
+        display.say(f'more text   python -m mjax generate {run_flags(folder, config.model)} --prompt "…"')

@@ -1,4 +1,6 @@
-"""The health of a run, judged from the metrics of its steps, without device, clock or files.
+"""The health of a run, and its response to it, so that a broken run never destroys good checkpoints.
+
+`Health` judges the metrics of the steps, without device, clock or files:
 
     healthy       the loss is finite and not far above its running mean
     settling      skipped while fp16's dynamic loss scale falls, or passed over on purpose: neutral
@@ -9,24 +11,52 @@ The metrics of a step reach the host while the next one runs. So the limit for t
 from the losses up to step s - 2: it is known before s is started, and the same whether the host waited for s - 1
 (before a save) or not. Everything is a function of the losses; a checkpoint contains `as_dict`, and a run that
 continues from it judges as the run that wrote it did, in every process.
+
+`Guard` responds:
+
+- A checkpoint is *good* once training has continued healthily after it. The last good one is pinned (`good.json`): no
+  other checkpoint replaces it before it is good itself.
+- While the run is unhealthy, due checkpoints are postponed. What has to be saved then, because the run is stopped or
+  done, is marked in its manifest, never becomes good, and removes no other.
+- A loss spike is reported; with `skip` the compiled step drops the update; with `rewind` the run goes back to the last
+  good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample order
+  stays a function of the step: `passed_over.json` lists the steps that update nothing.
+- Beyond the limits the run ends with exit code 3, and `unhealthy.json` tells the next start, which continues from the
+  bad state only if the user names a checkpoint (`--step`).
+
+All decisions follow from metrics that are the same in every process; only process 0 writes.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mjax.config import HealthConfig
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.cluster.processes import from_first, is_first
+from mjax.config import Config, HealthConfig
+from mjax.config.model_file import run_flags
+from mjax.errors import UnhealthyError
+from mjax.run.metrics import Record
+from mjax.step.losses import StepMetrics
+from mjax.step.precision import SMALLEST_LOSS_SCALE
+from mjax.utils.atomic import write_whole
+from mjax.utils.json_files import read_json
 
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
 FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
 GOOD_AFTER = 10  # healthy steps after a checkpoint (fewer if the next one comes earlier) that make it the last good one
 LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a few thousandths
+MOST_REWINDS = 3  # to one checkpoint
+REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
+PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
 
 
 class Health:
@@ -71,22 +101,21 @@ class Health:
         assert step == self.step + 1
         limit = self.limit(step)
         if settling:
-            found = SETTLING
+            state = SETTLING
         elif skipped or loss is None:
-            found = SKIPPED
+            state = SKIPPED
         else:
-            found = SPIKE if loss > limit else HEALTHY
-        if found == HEALTHY:
+            state = SPIKE if loss > limit else HEALTHY
+        if state == HEALTHY:
             self._losses.append(loss)
-        if found != SETTLING:
-            self._unhealthy.append(int(found != HEALTHY))
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if found == SKIPPED else 0
+        if state != SETTLING:
+            self._unhealthy.append(int(state != HEALTHY))
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if state == SKIPPED else 0
         self.step, self._limits = step, (self._limits[1], self._next_limit())
-        return found
+        return state
 
     def observe_validation(self, loss: float) -> bool:
-        """Whether the loss of an evaluation after the last step indicates sound weights; if not, that step is
-        unhealthy."""
+        """Return True if the loss of an evaluation after the last step is plausible; if not, the step is unhealthy."""
         sound = math.isfinite(loss) and not (self._losses and loss > FAR * _mean(self._losses) > 0)
         if not sound and self._unhealthy:
             self._unhealthy[-1] = 1
@@ -94,17 +123,17 @@ class Health:
 
     @property
     def suspect(self) -> bool:
-        """Whether the state may be bad: the last step was unhealthy, or most of the last few."""
+        """True if the state may be bad: the last step was unhealthy, or most of the last few."""
         recent = list(self._unhealthy)[-GOOD_AFTER:]
         return bool(recent) and (bool(recent[-1]) or 2 * sum(recent) > len(recent))
 
     def deviations(self, loss: float) -> str:
-        """How far a loss is above the running mean, in words."""
+        """Describe how far a loss is above the running mean."""
         mean = _mean(self._losses)
         return f"{(loss - mean) / self._deviation(mean):.1f} standard deviations above its running mean {mean:.4f}"
 
     def problem(self, ended: bool = False) -> str | None:
-        """Why the run must not continue, if so.
+        """Return the reason why the run must not continue, or None.
 
         Args:
           ended: whether there are no more steps; for a short run the share is then that of the whole run.
@@ -134,3 +163,247 @@ class Health:
 def _mean(values: Iterable[float]) -> float:
     values = list(values)
     return math.fsum(values) / len(values)
+
+
+class Guard:
+    """The health of one run, and the checkpoints that depend on it.
+
+    Attributes:
+      health: of the last step that was observed.
+      passed_over: rewinds: [{"steps": [first, last], "spike": step, "loss": …, "from": checkpoint}, …].
+      good: the last good checkpoint; None if none is known.
+      continued_from: the checkpoint that the user chose to continue from, if any.
+      spike: step and loss of a spike that the run has to go back from; None: continue.
+    """
+
+    def __init__(self, config: Config, checkpoints: Checkpoints | None, say: Callable[[str], None]):
+        """Nothing is read before `begin`; without checkpoints only the steps are judged."""
+        self.config, self.checkpoints, self.say = config, checkpoints, say
+        self.folder = checkpoints.folder.parent if checkpoints else Path()
+        self.health = Health(config.health)
+        self.passed_over: list[dict[str, Any]] = []
+        self.good: int | None = None
+        self.continued_from: int | None = None
+        self.spike: tuple[int, float] | None = None
+        self._candidate: int | None = None  # a checkpoint that may become good
+        self._healthy_since = 0  # healthy steps after the candidate
+        self._put_off = False
+
+    def begin(self, start: int) -> None:
+        """Load the health stored in checkpoint `start`; without one, start from scratch."""
+        there = self.checkpoints is not None and start in self.checkpoints.steps()
+        known = self.checkpoints.host_values(start) if there else {}
+        self.health = Health(self.config.health, start, known.get("health"))
+        if self.continued_from is None:
+            self.continued_from = known.get("continued_from")
+        if self.checkpoints is not None:
+            self.good = self.checkpoints.good()
+            self.passed_over = _read(self.folder / PASSED_OVER, known.get("passed_over", []))
+        self.spike, self._put_off, self._healthy_since = None, False, 0
+        self._candidate = start if there and start > 0 and not known.get("suspect") else None
+        if known.get("suspect"):
+            self.say(f"checkpoint {start} was saved while the run was unhealthy; {self._last_good()}")
+        for entry in self.passed_over:
+            if entry["steps"][1] > start:
+                self.say(_told(entry))
+
+    # --- Steps --------------------------------------------------------------------------------------------------------
+
+    def limit(self, step: int) -> float | None:
+        """The loss above which the compiled step drops the update of `step`; None if there is no limit."""
+        if self._passes_over(step):
+            return -math.inf
+        if self.config.health.spike == "skip":
+            return self.health.limit(step)
+        return math.inf if self.passed_over or self.config.health.spike == "rewind" else None
+
+    def observe(self, record: Record) -> str | None:
+        """Judge a step: None if it is healthy, otherwise what is wrong, to follow 'step N'."""
+        passed_over = self._passes_over(record.step)
+        settling = bool(passed_over) or self._scale_settles(record)
+        limit = self.health.limit(record.step)
+        state = self.health.observe(record.step, record.loss, record.nonfinite is not None, settling)
+        wrong = None
+        if passed_over:
+            wrong = f"passed over: {_told(passed_over)}"
+        elif record.nonfinite is not None:
+            scale = f" at loss scale {record.loss_scale:g}" if self.config.precision.compute == "fp16" else ""
+            wrong = f"skipped{scale}: {record.nonfinite}"
+        elif state == SPIKE:
+            dropped = "; its update was dropped" if record.skipped else ""
+            far = self.health.deviations(record.loss)
+            wrong = f"loss spike: {record.loss:.4f} is {far} (limit {limit:.4f}){dropped}"
+            if self.config.health.spike == "rewind" and self.good is None:
+                wrong += "; there is no good checkpoint to rewind to yet"
+            elif self.config.health.spike == "rewind" and self.spike is None:
+                self.spike = record.step, record.loss
+        if record.val_loss is not None and not self.health.observe_validation(record.val_loss):
+            state, wrong = SKIPPED, f"leaves weights with which the validation loss is {record.val_loss:g}"
+        self._follow(state)
+        return wrong
+
+    def _passes_over(self, step: int) -> dict[str, Any] | None:
+        return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
+
+    def _scale_settles(self, record: Record) -> bool:
+        """True if the step was skipped because fp16's dynamic loss scale is too large and can still fall."""
+        precision = self.config.precision
+        dynamic = precision.compute == "fp16" and precision.loss_scale is None
+        return record.nonfinite is not None and dynamic and record.loss_scale > SMALLEST_LOSS_SCALE
+
+    def _follow(self, state: str) -> None:
+        """Update the candidate checkpoint from the state of a step."""
+        if state in (SKIPPED, SPIKE):
+            self._candidate = None
+        if state == HEALTHY and self._candidate is not None:
+            self._healthy_since += 1
+            if self._healthy_since >= GOOD_AFTER:
+                self._confirm()
+
+    def _confirm(self) -> None:
+        self.checkpoints.confirm(self._candidate)
+        self.good, self._candidate = self._candidate, None
+
+    # --- Checkpoints --------------------------------------------------------------------------------------------------
+
+    def saves(self, step: int) -> bool:
+        """True if a checkpoint is due after `step`, or was postponed."""
+        interval = self.config.checkpoint.interval
+        return self._put_off or bool(interval and step % interval == 0)
+
+    def save(self, step: int, state: Any, ends: bool) -> None:
+        """Save a checkpoint, or postpone it while the run is unhealthy and does not end."""
+        if self.spike is not None:
+            return  # steps after the last good checkpoint will be abandoned
+        suspect = self.health.suspect
+        if suspect and not ends:
+            if not self._put_off:
+                self.say(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
+            self._put_off = True
+            return
+        if self._candidate is not None and self._healthy_since > 0:
+            self._confirm()
+        host = {
+            "health": self.health.as_dict(),
+            "suspect": suspect,
+            "passed_over": self.passed_over,
+            "continued_from": self.continued_from,
+        }
+        self.checkpoints.save(step, state, host, rotate=not suspect)
+        self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
+
+    def _last_good(self) -> str:
+        return "none is known to be good" if self.good is None else f"the last good one is {self.good}"
+
+    # --- Rewinding and giving up --------------------------------------------------------------------------------------
+
+    def go_back(self) -> int:
+        """Prepare to continue from the last good checkpoint, whose step is returned, without the batches that led to
+        the spike.
+
+        Raises:
+          UnhealthyError: there were too many rewinds to it.
+        """
+        (step, loss), good = self.spike, self.good
+        if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
+            self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
+        self.checkpoints.abandon(after=good)
+        first = max(good + 1, step - REWIND_BATCHES + 1)
+        entry = {"steps": [first, step], "spike": step, "loss": loss, "from": good}
+        if is_first():
+            write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
+        self.say(f"rewinding to checkpoint {good}")
+        self.passed_over = [*self.passed_over, entry]
+        return good
+
+    def give_up(self, problem: str) -> None:
+        """End the run; the next start has to name a checkpoint to continue from.
+
+        Raises:
+          UnhealthyError: always; it names the command that continues from the last good checkpoint.
+        """
+        self.checkpoints.wait()
+        steps, good = self.checkpoints.steps(), self.good
+        if not steps:
+            raise UnhealthyError(
+                f"{problem}, and nothing is saved; start again with a lower --optimizer.learning-rate or "
+                "--precision.compute fp32"
+            )
+        which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
+        rate = self.config.optimizer.learning_rate / 2
+        command = (
+            f"python train.py {run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good} "
+            f"--optimizer.learning-rate {rate:g} --allow-change"
+        )
+        way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"
+        if is_first():
+            write_whole(self.folder / UNHEALTHY, json.dumps({"problem": problem, "way_out": way_out}, indent=1) + "\n")
+        raise UnhealthyError(f"{problem}; {way_out}")
+
+
+def _told(entry: dict[str, Any]) -> str:
+    first, last = entry["steps"]
+    return (
+        f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
+        f"({entry['loss']:.4f}) on the way from checkpoint {entry['from']}"
+    )
+
+
+def _read(file: Path, default: Any) -> Any:
+    return read_json(file, "restore it, or remove it") if file.exists() else default
+
+
+def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
+    """Name the values of a step that were not finite, so that nothing was updated; None if all were finite.
+
+    Args:
+      names: `TrainProgram.gradient_names`.
+    """
+    finite_loss = math.isfinite(float(metrics.loss))
+    where = "" if finite_loss else "; the loss was not finite before them"
+    if metrics.nonfinite:
+        first = f"{names[int(metrics.first_nonfinite)]} first, {int(metrics.nonfinite)} of {len(names)}"
+        return f"gradients are not finite ({first}{where})"
+    if not math.isfinite(float(metrics.grad_norm)):
+        return f"gradients are not finite (the norm of all together{where})"
+    return None if finite_loss else "the loss is not finite"
+
+
+def broken_state(counts: np.ndarray, names: list[str]) -> str | None:
+    """Name the weights and moments that are not finite or too large; None if there are none.
+
+    Args:
+      counts: result of `TrainProgram.broken`.
+      names: `TrainProgram.gradient_names`.
+    """
+    broken = np.flatnonzero(counts)
+    if not broken.size:
+        return None
+    first = f"{names[broken[0]]} first, {broken.size} of {len(names)}"
+    return f"weights or moments are not finite, or above 1e20 ({first})"
+
+
+def check_start(folder: Path, step: int | None) -> None:
+    """Reject a run that ended unhealthy, unless a checkpoint to continue from is given.
+
+    Raises:
+      UnhealthyError: it did, and no checkpoint was given to continue from.
+    """
+    if step is None and (marked := _read(folder / UNHEALTHY, None)):
+        raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
+
+
+def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None]) -> None:
+    """Make checkpoint `step`, which exists, the newest, and remove the mark of an unhealthy end from the run.
+
+    Later checkpoints are set aside. A command that is run again does not go back a second time: the checkpoints that it
+    has saved since record that they follow from `step`.
+    """
+    steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
+    repeated = not marker.exists() and checkpoints.host_values(steps[-1]).get("continued_from") == step
+    if from_first(repeated):  # process 0 removes the marker
+        say(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
+        return
+    checkpoints.abandon(after=step)
+    if is_first():
+        marker.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,21 +26,17 @@ from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
-from mjax.data.sources import TrainingData, open_data
+from mjax.data.sources import open_data
 from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
 from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
-from mjax.run import announce
-from mjax.run.agreement import agree, check_shared, facts_of
-from mjax.run.beginning import first_state, write_folder, write_origin
-from mjax.run.display import Display, losses
-from mjax.run.guard import Guard, broken_state, check_start, continue_from, not_finite
+from mjax.run.agreement import Replicas, agree, check_shared, facts_of
+from mjax.run.display import Display, announce_results, announce_start, losses
+from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
-from mjax.run.origin import Origin
-from mjax.run.replicas import Replicas
-from mjax.run.result import PREEMPTED, Options, Result
-from mjax.run.stop import StopSignal
+from mjax.run.options import PREEMPTED, Options, Result, StopSignal
+from mjax.run.start import first_state, write_folder, write_origin
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState
@@ -51,80 +46,62 @@ MANY_SAMPLES = 2_000_000  # whose order takes seconds
 DAY = 86_400.0
 
 
-def train(
-    config: Config,
-    folder: Path,
-    name: str = "this config",
-    watchdog: Watchdog | None = None,
-    step: int | None = None,
-    on_end: Callable[[Run, TrainState, TrainingData], None] | None = None,
-    data: TrainingData | None = None,
-    options: Options | None = None,
-    origin: Origin | None = None,
-) -> Result:
+def train(config: Config, folder: Path, options: Options | None = None) -> Result:
     """Train `config` in the run folder `folder`, continuing from its newest checkpoint if it has one.
 
     Args:
       config: validated.
       folder: runs/NAME; created if it does not exist.
-      name: name of the config in messages.
-      watchdog: for the processes of this run; None: a single process.
-      step: checkpoint to continue from, setting later ones aside; None: the newest.
-      on_end: called after the last step, before the results are printed; not called if the run was stopped.
-      data: used instead of the config's data.
-      options: loss, optimizer and callback of the caller.
-      origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
+      options: of the caller.
 
     Raises:
       UsageError: data, devices or an existing run do not fit the config; nothing was changed.
       RunError: the run cannot continue; what was saved is intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
+    options = options or Options()
 
     # --- Data and devices: both are checked before the order of samples is drawn, which may take minutes --------------
     def before_drawing(samples: int) -> None:
-        check_devices(config, jax.device_count(), name)
+        check_devices(config, jax.device_count(), options.name)
         if samples > MANY_SAMPLES and is_first():
             print(f"drawing the order of {samples:,} samples", flush=True)
 
-    if data is None:
-        data = open_data(config, before_drawing)
-    check_devices(config, jax.device_count(), name)
+    data = options.data or open_data(config, before_drawing)
+    check_devices(config, jax.device_count(), options.name)
 
     # --- Kernels and loops for these devices --------------------------------------------------------------------------
-    options = options or Options()
     resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
-    watchdog = watchdog or Watchdog(Distributed())
+    watchdog = options.watchdog or Watchdog(Distributed())
     if watchdog.count > 1:
-        agree(watchdog, facts_of(resolved, data, origin))
+        agree(watchdog, facts_of(resolved, data, options.origin))
         check_shared(watchdog, folder)
-    check_start(folder, step)
+    check_start(folder, options.step)
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
     display = Display(config.train.steps, shown=is_first() and options.show)
-    watchdog.say = display.say
+    watchdog.say = options.profile.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
             stack.enter_context(locked(folder, display.say))
         checkpoints = stack.enter_context(
             Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
         )
-        if (step := from_first(-1 if step is None else step)) >= 0:
+        if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
-        start, state, origin = first_state(checkpoints, program, origin, display.say)
-        announce.what_runs(display, resolved, program, data, folder, start)
+        start, state, origin = first_state(checkpoints, program, options.origin, display.say)
+        announce_start(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
-        options.profile.say = display.say
         options.profile.starts(start)
         log = None
         if is_first():
-            data.training.at(start)  # data that do not fit are refused before the folder says that they do
+            data.training.at(start)  # data that do not fit are rejected before the folder says that they do
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
                 write_origin(folder, origin, data, display.say)
@@ -137,11 +114,8 @@ def train(
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
         if result.exit_code == 0:
-            if on_end is not None:
-                on_end(run, result.state, data)
-            announce.what_is_left(
-                display, result.step, result.validation_loss, result.validation_metrics, folder, config
-            )
+            options.on_end(run, result.state, data)
+            announce_results(display, result, folder, config)
     return result
 
 
@@ -171,7 +145,7 @@ class Run:
         self.clock = 0.0
         self.written = 0  # records
         self.guard = Guard(config, checkpoints, display.say if display else print)
-        self.nonfinite = False  # whether the last finished step had values that are not finite
+        self.nonfinite = False  # True if the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
         self.entropy: float | None = None  # of the masked tokens of an evaluation, the same every time
 
@@ -199,7 +173,7 @@ class Run:
                 self.log.go_back(start)
 
     def _steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """Like `steps`, but returns when the loss spikes and the run has to go back (`Guard.spike`)."""
+        """Take steps as `steps` does, but return when the loss spikes and the run has to go back (`Guard.spike`)."""
         config, last = self.config, self.config.train.steps
         validation_loss, validation_metrics, done = None, {}, start
         fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
@@ -234,7 +208,10 @@ class Run:
                 self.watchdog.at(step)
                 self._settle(waiting)  # while the devices work on `step`
                 waiting = step, metrics
-                self._hear(stop, step)
+                if told_to_stop(self.steps_before + step):
+                    stop.name = "SIGTERM"
+                if self.told_to_end:
+                    stop.name = "a callback"
                 ends = step == last or stop.requested
                 evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
                 saves = ends or self.guard.saves(step)
@@ -243,7 +220,10 @@ class Run:
                     record = self._record(*waiting)
                     self.profile.pause(step, ends)
                     if evaluates and not stop.requested:
-                        validation_loss, validation_metrics = self._validate(step, state.model, validation, record)
+                        self.watchdog.at(step, "evaluating")
+                        validation_loss, validation_metrics = self.evaluate(step, state.model, validation)
+                        display.say(f"step {step}: validation {losses(validation_loss, validation_metrics)}")
+                        record.val_loss, record.val_metrics = validation_loss, validation_metrics
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
@@ -269,7 +249,7 @@ class Run:
         """Check the state before it is saved, every so many steps, and after a step with values that are not finite.
 
         Raises:
-          UnhealthyError: replicas differ, or weights or moments cannot be right: no step would mend that.
+          UnhealthyError: replicas differ, or weights or moments cannot be right: no step would repair that.
         """
         every = self.config.health.replica_interval
         due = saves or (every and step % every == 0)
@@ -285,22 +265,8 @@ class Run:
         if waiting is not None:
             self._write(self._record(*waiting))
 
-    def _hear(self, stop: StopSignal, step: int) -> None:
-        """Record what requests the run to stop after `step`."""
-        if told_to_stop(self.steps_before + step):
-            stop.name = "SIGTERM"
-        if self.told_to_end:
-            stop.name = "a callback"
-
-    def _validate(self, step: int, model: Model, validation: Batches, record: Record) -> tuple[float, dict[str, float]]:
-        """`evaluate`, with the result in the record of `step` and on the screen."""
-        self.watchdog.at(step, "evaluating")
-        record.val_loss, record.val_metrics = self.evaluate(step, model, validation)
-        self.display.say(f"step {step}: validation {losses(record.val_loss, record.val_metrics)}")
-        return record.val_loss, record.val_metrics
-
     def _program_of(self, size: int, step: int) -> TrainProgram:
-        """The program for batches of `size`, which `step` is the first to use, or to use again."""
+        """Return the program for batches of `size`, which `step` is the first to use."""
         new = size not in self.programs
         if size == self.config.train.global_batch:
             self.programs[size] = self.program
@@ -321,14 +287,14 @@ class Run:
         def bounds(index: tuple[slice, ...], name: str, dim: int) -> tuple[int, int]:
             return index[dim].indices(shapes[name][dim])[:2]
 
-        own = [
+        local = [
             (name, index)
             for name, shape in shapes.items()
             for index in shardings[name].addressable_devices_indices_map(shape).values()
         ]
-        columns = [bounds(index, name, -1) for name, index in own if name in has_positions]
+        columns = [bounds(index, name, -1) for name, index in local if name in has_positions]
         first, last = min(columns, default=(0,))[0], max((end for _, end in columns), default=None)
-        rows = {bounds(index, name, 0) for name, index in own}
+        rows = {bounds(index, name, 0) for name, index in local}
         parts = {part: batches.at(step, slice(*part), slice(first, last)) for part in rows}
 
         def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
@@ -345,7 +311,7 @@ class Run:
             }
 
     def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
-        """Mean over all labels of the evaluation that count, whichever batch they are in, and a BERT's metrics.
+        """Return the mean loss over all labels of the evaluation, and the metrics of a BERT.
 
         Args:
           step: the step before the evaluation.
@@ -353,8 +319,8 @@ class Run:
           validation: as passed to `steps`.
         """
         batches = range(self.config.train.eval_batches)
-        found = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        loss, metrics = mean_of(jax.device_get(found), self.program.abstract_state.model.loss_weights)
+        sums = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
+        loss, metrics = mean_of(jax.device_get(sums), self.program.abstract_state.model.loss_weights)
         if self.config.model.samples == "pairs":
             if self.entropy is None:
                 self.entropy = label_entropy(map(validation.at, batches))
@@ -366,9 +332,8 @@ class Run:
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
-        config = self.config
-        size = self.sizes.size(step - 1)
-        tokens = size * config.model.sequences * config.model.sequence
+        config, size = self.config, self.sizes.size(step - 1)
+        sample = config.model.sequences * config.model.sequence  # tokens
         tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
             step=step,
@@ -377,9 +342,9 @@ class Run:
             learning_rate=float(metrics.learning_rate),
             loss_scale=float(metrics.loss_scale),
             skipped=bool(metrics.skipped),
-            tokens=self.sizes.samples_before(step) * config.model.sequences * config.model.sequence,
+            tokens=self.sizes.samples_before(step) * sample,
             seconds=seconds,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=size * sample / seconds,
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),

@@ -16,10 +16,9 @@ from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
 from mjax.run import loop
-from mjax.run.continuing import after_steps_taken, changes_since
+from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
 from mjax.run.metrics import Record
-from mjax.run.origin import choose_origin
-from mjax.run.result import Options, Result
+from mjax.run.options import Options, Result
 from mjax.step.schedule import decay_end
 
 Callback = Callable[[Record], bool | None]
@@ -88,10 +87,18 @@ class Trainer:
                 print(f"warm-up of {warmup} steps instead of {config.optimizer.warmup_steps:,}, as the run is shorter")
             config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
         validate(config, str(folder))
-        self.config, self.data = config, data and self._own(config, data, validation)
-        self.origin = choose_origin(self.folder, config, None if init is None else Path(init))
+        self.config = config
+        origin = choose_origin(self.folder, config, None if init is None else Path(init))
         self.changes = changes_since(self.folder, config, allow_change)
-        self.options = Options(loss, optimizer, self._called, show)
+        self.options = Options(
+            name=str(self.folder),
+            origin=origin,
+            data=data and self._caller_data(config, data, validation),
+            loss=loss,
+            optimizer=optimizer,
+            on_step=self._called,
+            show=show,
+        )
 
     @in_python()
     def train(self) -> Result:
@@ -102,11 +109,10 @@ class Trainer:
           RunError: the run cannot continue; what was saved is intact.
           UnhealthyError: too many of its steps were unhealthy.
         """
-        given = {"data": self.data, "options": self.options, "origin": self.origin}
-        return loop.train(self.config, self.folder, str(self.folder), **given)
+        return loop.train(self.config, self.folder, self.options)
 
     @staticmethod
-    def _own(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+    def _caller_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
         whole = BatchSizes.constant(config.train.global_batch)
         return TrainingData(
             training=OwnBatches(data, BatchSizes.of(config), config),

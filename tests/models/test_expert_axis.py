@@ -13,7 +13,7 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.run.replicas import Replicas
+from mjax.run.agreement import Replicas
 from mjax.step.layout import lay_out
 from mjax.trace.collectives import ledger
 from tests.models.test_mixture import MIXTURE

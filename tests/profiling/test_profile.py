@@ -14,7 +14,7 @@ from mjax.errors import RunError, UsageError
 from mjax.profiling.recorder import Recorder
 from mjax.profiling.steps import profiled_steps
 from mjax.run import loop
-from mjax.run.result import Options
+from mjax.run.options import Options
 from tests.test_train_command import CONFIG, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")

@@ -14,7 +14,7 @@ from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
 from mjax.run.metrics import read_metrics
-from mjax.run.result import Options
+from mjax.run.options import Options
 from mjax.step.schedule import learning_rate
 from tests.small import small_config
 

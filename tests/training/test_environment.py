@@ -8,19 +8,19 @@ import pytest
 
 from mjax.cluster import launch
 from mjax.config import Config
-from mjax.run import environment
+from mjax.run import start
 
 
 def test_environment_keeps_flags_and_no_secrets(tmp_path, monkeypatch):
     jax.devices()  # with the flags of the tests, which are about to be taken away
-    for name in [name for name in environment.os.environ if environment.FLAGS.fullmatch(name)]:
+    for name in [name for name in start.os.environ if start.FLAGS.fullmatch(name)]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
     flags = {"NCCL_DEBUG": "1", "JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_dump_to=/x"}
     for name, value in (flags | {"HF_TOKEN": "secret", "MY_XLA_KEY": "secret"}).items():
         monkeypatch.setenv(name, value)
-    launch.set_variable("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", environment.os.environ)
-    environment.write(Config(), tmp_path, pytest.fail)
+    launch.set_variable("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", start.os.environ)
+    start.write_environment(Config(), tmp_path, pytest.fail)
     [found] = json.loads((tmp_path / "environment.json").read_text())
     assert found["flags"] == flags | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
     assert found["set_by_mjax"] == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
@@ -33,9 +33,9 @@ def test_environment_of_gpu_has_driver_and_libraries(monkeypatch):
         "nvidia-cudnn-cu13": "9.28.1.4", "nvidia-nccl-cu13": "2.32.3", "nvidia-cuda-runtime": "13.5.37",
         "nvidia-cublas-cu12": "12.9", "nvidia-nvvm": "13", "jax": "0.11.2",
     }  # fmt: skip
-    monkeypatch.setattr(environment.packages, "installed", lambda: wheels)
-    monkeypatch.setattr(environment.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(start.packages, "installed", lambda: wheels)
+    monkeypatch.setattr(start.jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr(launch, "nvidia_driver", lambda: "580.65.06")
-    assert environment.nvidia() == {
+    assert start.nvidia_versions() == {
         "driver": "580.65.06", "CUDA": "13.5.37", "cuBLAS": "12.9", "cuDNN": "9.28.1.4", "NCCL": "2.32.3",
     }  # fmt: skip

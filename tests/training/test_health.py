@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mjax.config import HealthConfig
-from mjax.run.guard import Guard
-from mjax.run.health import HEALTHY, SPIKE, Health
+from mjax.run.health import HEALTHY, SPIKE, Guard, Health
 from tests.small import small_config
 from tests.training.test_metrics import record
 

@@ -19,8 +19,8 @@ from mjax.interop.convert import write_run
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
 from mjax.run.agreement import facts_of
-from mjax.run.beginning import first_state
-from mjax.run.origin import Origin, choose_origin, origin_of
+from mjax.run.continuing import Origin, choose_origin, origin_of
+from mjax.run.start import first_state
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
 from tests.interop.whole_weights import reader_of

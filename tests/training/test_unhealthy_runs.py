@@ -11,7 +11,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.config import CheckpointConfig, HealthConfig
-from mjax.run import guard, health, loop
+from mjax.run import health, loop
 from mjax.run.metrics import MetricsLog, read_metrics
 from tests.conftest import ROOT
 from tests.small import program_of
@@ -42,7 +42,7 @@ class Launcher:
         self.run_folder = folder / "run"
         monkeypatch.setattr(loop, "build_program", self._build)
         monkeypatch.setattr(health, "GOOD_AFTER", 2)
-        monkeypatch.setattr(guard, "REWIND_BATCHES", 2)
+        monkeypatch.setattr(health, "REWIND_BATCHES", 2)
         monkeypatch.setattr(loop, "check_devices", lambda *_: None)  # one of the test's sixteen is enough
         monkeypatch.setattr(MetricsLog, "draw", lambda *_, **__: None)  # takes longer than all steps
 

@@ -15,9 +15,10 @@ import pytest
 
 from mjax.checkpoint.runs import locked
 from mjax.config import Config
-from mjax.run import environment, metrics
+from mjax.run import metrics
 from mjax.run.display import Display, lasting_console
 from mjax.run.metrics import read_metrics
+from mjax.run.start import write_environment
 from tests.conftest import ROOT
 from tests.training.test_metrics import log_of, record
 
@@ -80,7 +81,7 @@ def test_damaged_environment_is_kept_beside_a_new_one(tmp_path, content, monkeyp
     monkeypatch.setattr(subprocess, "run", fail_with(error_of(errno.ENOENT)))
     file, said = tmp_path / "environment.json", []
     file.write_bytes(content)
-    environment.write(Config(), tmp_path, said.append)
+    write_environment(Config(), tmp_path, said.append)
     [start] = json.loads(file.read_text())
     assert start["git_commit"] is None
     assert (tmp_path / "environment.json.damaged").read_bytes() == content

@@ -1,0 +1,179 @@
+"""Options of a run that are not in its config, its result, and the signals that stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import jax
+import optax
+
+from mjax.cluster.watchdog import Watchdog
+from mjax.data.sources import TrainingData
+from mjax.run.continuing import Origin
+from mjax.run.metrics import Record
+from mjax.step.train_state import TrainState
+
+PREEMPTED = 75  # exit code: saved, run the same command again
+ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Profile:
+    """A profile of no steps. `mjax.profiling.Recorder` has some.
+
+    The loop calls `begin` before the first profiled step, when no step is in flight, and `pause` after the last.
+
+    Attributes:
+      say: prints a line; the loop puts its display here.
+    """
+
+    say: Callable[[str], None] = print
+
+    def starts(self, after: int) -> None:
+        """The run continues after that step, 0 if it is new."""
+
+    def begins(self, step: int) -> bool:
+        """True if `step` is the first one to profile."""
+        return False
+
+    def begin(self, step: int, train_step: Callable, arguments: tuple) -> None:
+        """Start to record; `train_step` is jitted and about to be called with `arguments`."""
+
+    def step(self, step: int) -> AbstractContextManager:
+        """A context in which the loop dispatches `step`; it names the step in any profile, of whatever started it."""
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def ends(self, step: int) -> bool:
+        """True if `step` is the last one to profile."""
+        return False
+
+    def pause(self, step: int, last: bool) -> None:
+        """`step` is finished and no other in flight: what follows until `resume` is no part of any step.
+
+        Ends a profile whose last step it is; also one that has more to come, if the run has not (`last`).
+        """
+
+    def resume(self) -> None:
+        """The next step follows."""
+
+    @contextlib.contextmanager
+    def or_nothing(self):
+        """A context that leaves nothing recording, however the steps in it end."""
+        yield
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run that are not in its config.
+
+    Attributes:
+      name: of the config in messages.
+      step: checkpoint to continue from, setting later ones aside; None: the newest.
+      origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
+      data: used instead of the config's data.
+      loss: instead of the model's (`Forward.objective`).
+      optimizer: instead of the config's (`build_program`).
+      on_step: called with the record of each step; True ends the run.
+      on_end: called with the `Run`, its state and data after the last step, before the results are printed; not called
+        if the run was stopped.
+      show: whether to print progress.
+      profile: of some steps.
+      watchdog: for the processes of this run; None: a single process.
+    """
+
+    name: str = "this config"
+    step: int | None = None
+    origin: Origin | None = None
+    data: TrainingData | None = None
+    loss: Callable | None = None
+    optimizer: optax.GradientTransformation | None = None
+    on_step: Callable[[Record], bool] = lambda record: False
+    on_end: Callable[..., None] = lambda run, state, data: None
+    show: bool = True
+    profile: Profile = field(default_factory=Profile)
+    watchdog: Watchdog | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      exit_code: 0 if all steps are done, 75 if it was stopped and has saved.
+      step: steps taken.
+      state: the last state.
+      validation_loss: of the last evaluation, nats per token; None if there was none.
+      validation_metrics: its other means by name; for a BERT also the entropy of the masked tokens.
+      stopped: whether it was told to stop, possibly in the last step, which is then not evaluated.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState = field(repr=False)
+    validation_loss: float | None
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+
+
+class StopSignal:
+    """Turns SIGTERM, the SIGHUP of a closed terminal and Ctrl-C into a request to stop after the steps in flight; a
+    second Ctrl-C stops immediately. A run started by `nohup` continues after a SIGHUP.
+
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`), SIGHUP
+    becomes one, and Ctrl-C stops immediately.
+
+    Leave the context when the save is committed. After a stop request SIGTERM and SIGHUP are ignored from then on:
+    launchers send them again, and must see the exit code that says "saved".
+
+    Attributes:
+      name: of what requested it; "" if nothing has.
+    """
+
+    def __init__(self):
+        self.name = ""
+        self._before: dict[int, object] = {}
+        self._interrupts = 0
+
+    @property
+    def requested(self) -> bool:
+        """True if the run is to end after the step dispatched last."""
+        return bool(self.name)
+
+    def __enter__(self) -> StopSignal:
+        handlers = dict.fromkeys((*ENDS, signal.SIGINT), self._stop)
+        if jax.process_count() > 1:
+            handlers = {signal.SIGHUP: lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            del handlers[signal.SIGHUP]
+        with contextlib.suppress(ValueError):  # signals belong to the main thread
+            for number, handler in handlers.items():
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        saved = self.requested and kind is None
+        for number, handler in self._before.items():
+            if number not in ENDS or not saved:
+                signal.signal(number, handler)
+        if saved:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                for number in ENDS:
+                    signal.signal(number, signal.SIG_IGN)
+
+    def _stop(self, number: int, frame) -> None:
+        repeated = self.requested
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        # The host dispatches a step while the previous one runs, so up to two more steps are printed.
+        status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
+        left = "once more" if self._interrupts else "twice"
+        with contextlib.suppress(OSError):  # stderr may no longer be read
+            # Written directly: a handler may run while the console is in the middle of a line.
+            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())

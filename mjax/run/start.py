@@ -1,0 +1,177 @@
+"""The first state of a run, and the files of its folder that say what it is and what it runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+import mjax
+from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
+from mjax.cluster import launch
+from mjax.config import Config, read_config, save_config
+from mjax.config.mixture import MixtureConfig
+from mjax.config.model_file import save_model_file
+from mjax.data.sources import TrainingData
+from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
+from mjax.models.build import count_parameters
+from mjax.parallel import axes
+from mjax.run.continuing import Origin, save_digests, save_origin
+from mjax.step.precision import parameter_type
+from mjax.step.step import TrainProgram
+from mjax.step.train_state import TrainState
+from mjax.utils import packages
+from mjax.utils.atomic import set_aside, write_whole
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
+# NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
+LIBRARIES = {
+    "nvidia-cuda-runtime": "CUDA", "nvidia-cublas": "cuBLAS", "nvidia-cudnn": "cuDNN", "nvidia-nccl": "NCCL",
+}  # fmt: skip
+FLAGS = re.compile(r"(XLA|JAX|NCCL|CUDA|CUDNN|NVIDIA_TF32)_\w+|GLIBC_TUNABLES|TF_CUDNN_DETERMINISTIC")
+FRESH = "starting with fresh optimizer state"
+
+
+def first_state(
+    checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, say: Callable[[str], None]
+) -> tuple[int, TrainState, Origin | None]:
+    """Return the step to continue after, the state, and the origin of a new run with the step that was read.
+
+    The state is that of the newest checkpoint; or of step 0, with the weights alone of checkpoint 0 or of `origin`, or
+    with random ones.
+    """
+    target = program.abstract_state.model
+    if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments
+        _, weights = checkpoints.restore(target, field="model")
+        say(f"Loaded weights from checkpoint 0; {FRESH}")
+        return 0, program.begin(weights), None
+    if checkpoints.steps():
+        return *checkpoints.restore(program.abstract_state), None
+    if origin is None:
+        return 0, program.initialize(), None
+    run = Path(origin.run)
+    dtype = parameter_type(read_config(run / "config.json").precision.compute)
+    saved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), target)
+    step, weights = restore_weights(run, saved, origin.step, say)
+    origin = replace(origin, step=step)
+    say(f"Loaded weights from {origin}; {FRESH}")
+    return 0, program.begin(weights), origin
+
+
+def write_folder(
+    config: Config, resolved: Config, data: TrainingData, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
+    save_config(config, folder / "config.json")
+    save_model_file(folder, config.model, count_parameters(config.model))
+    save_digests(folder, config.data)
+    write_environment(resolved, folder, say)
+    if data.tokenizer is not None:
+        tokenizer = folder / "tokenizer"
+        if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
+            say(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
+            shutil.rmtree(tokenizer)
+        shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True)
+
+
+def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: Callable[[str], None]) -> None:
+    """Record the origin of a new run, and copy its tokenizer, unless the data have another one."""
+    save_origin(folder, origin)
+    if origin and (card := Path(origin.run) / "README.md").is_file():  # whose front matter has the license
+        shutil.copy(card, folder)
+    tokenizer = Path(origin.run) / "tokenizer" if origin else None
+    if tokenizer is None or not tokenizer.is_dir():
+        return
+    if data.tokenizer is None or same_files(data.tokenizer, tokenizer):
+        bos = bos_of(tokenizer)
+        if data.tokenizer is not None and bos is not None and bos_of(data.tokenizer) is None:
+            say(
+                f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
+                f"with --tokenizer run:{origin.run} or --prepend-bos on"
+            )
+        # The data's own description says what ends documents.
+        ignored = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))
+        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True, ignore=ignored)
+    else:
+        say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")
+
+
+# --- environment.json -------------------------------------------------------------------------------------------------
+
+
+def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
+    """Versions, devices, mesh, the attention kernel in use, flags (also which of them mjax has set), and the git
+    commit."""
+    devices = jax.devices()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "mjax": mjax.__version__,
+        "git_commit": _git_commit(say),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "devices": len(devices),
+        "processes": jax.process_count(),
+        "host": platform.node(),
+        "mesh": axes.as_typed(config.mesh),
+        "attention": config.model.attention,
+        **({"grouped": config.model.grouped} if isinstance(config.model, MixtureConfig) else {}),
+        "nvidia": nvidia_versions(),
+        "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
+        "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},
+        "set_by_mjax": dict(launch.SET_BY_MJAX),
+    }
+
+
+def nvidia_versions() -> dict[str, str]:
+    """Versions of NVIDIA's driver and of the libraries that JAX's wheels bring along; empty without a GPU.
+
+    The libraries are those of package metadata: another one that LD_LIBRARY_PATH puts first is not seen.
+    """
+    if jax.devices()[0].platform != "gpu":
+        return {}
+    versions = {"driver": launch.nvidia_driver()}
+    for name, version in sorted(packages.installed().items()):
+        versions[LIBRARIES.get(re.sub(r"-cu\d+$", "", name))] = version
+    return {name: version for name, version in versions.items() if name and version}
+
+
+def write_environment(config: Config, folder: Path, say: Callable[[str], None]) -> None:
+    """Append this start of the run to environment.json, a list with one entry per start.
+
+    A file that is not such a list is kept under another name; `say` is told about that and about other failures.
+    """
+    file = folder / "environment.json"
+    try:
+        starts = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        starts = []
+    except (ValueError, RecursionError, IsADirectoryError):  # torn, or not UTF-8
+        starts = None
+    if not isinstance(starts, list):
+        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
+        starts = []
+    write_whole(file, json.dumps([*starts, describe_environment(config, say)], indent=2) + "\n")
+
+
+def _git_commit(say: Callable[[str], None]) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, cwd=Path(mjax.__file__).parent, capture_output=True, check=False)
+    except OSError as error:
+        say(f"environment.json has no commit of the source: git cannot be run ({error.strerror})")
+        return None
+    return result.stdout.decode(errors="replace").strip() or None
