@@ -8,6 +8,14 @@ a fine-tuned BERT:
     bert          --config bert_336m --model.layernorm post
     interleaved   --mesh.pipe 2 --mesh.chunks 2
     bloom         --config bloom_560m
+
+runs_of_533eb1f.tar.xz holds four runs after 2 of 4 steps, without pictures and environment.json, each with the losses
+of the two steps that followed:
+
+    dense         as gpt above with --model.layers 2, --optimizer.learning-rate 0.01
+    pipeline      --model.layers 4 --mesh.pipe 2 --mesh.chunks 2
+    float16       --precision.compute fp16 --precision.loss-scale-window 1, whose loss scale doubles at every step
+    mixture       --config moe_demo --model.experts 4 --model.expert-interval 2: groups of a dense and a sparse layer
 """
 
 import json
@@ -28,11 +36,15 @@ from tests.small import named
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
+def unpack(commit, folder):
+    with tarfile.open(ROOT / "tests" / "state" / f"runs_of_{commit}.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture
 def runs(tmp_path):
-    with tarfile.open(ROOT / "tests" / "state" / "runs_of_f7db904.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return unpack("f7db904", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +63,20 @@ def test_old_run_continues_with_losses_it_would_have_had(runs, name, mesh, fewer
     assert "continued after step 4" in capsys.readouterr().out
     losses = [record["loss"] for record in read_metrics(runs / name / "metrics.jsonl")]
     assert losses[4:] == pytest.approx(json.loads((runs / name / "losses-5-6.json").read_text()), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(name, marks=pytest.mark.ci) for name in ("pipeline", "float16", "mixture"))]
+)
+def test_run_of_each_kind_continues_with_its_losses(name, tmp_path, fewer_devices):
+    run = unpack("533eb1f", tmp_path) / name
+    assert cli.main(["train", "--resume", str(run), "--train.steps", "4"]) == 0
+    records = read_metrics(run / "metrics.jsonl")[2:]
+    assert [record["step"] for record in records] == [3, 4]
+    expected = json.loads((run / "losses-3-4.json").read_text())
+    assert [record["loss"] for record in records] == pytest.approx(expected, rel=2e-6)
+    if name == "float16":
+        assert [record["loss_scale"] for record in records] == [2.0**14, 2.0**15]
 
 
 def test_old_finetuned_model_opens(runs):
