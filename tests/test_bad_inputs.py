@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.checkpoint.runs import locked
+from mjax.checkpoint.folders import locked
 from mjax.commands import cli
 from mjax.config.checks import check_devices
 from mjax.data.indexed import IndexedDatasetWriter

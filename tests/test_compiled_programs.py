@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from mjax.cluster import compiled_programs, launch
-from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster import launch
+from mjax.cluster.launch import keep_programs
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def test_single_process_keeps_programs_in_bounded_folder(own_home, monkeypatch):
     assert place.parent == own_home / "mjax" / "programs"
     assert place.is_dir()
     assert os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] == str(2 * 2**30)
-    here = compiled_programs.folder()
+    here = launch.programs_folder()
     monkeypatch.setattr(Path, "read_text", lambda self: "flags : fpu sse\n")
-    assert compiled_programs.folder() != here  # XLA would run programs with instructions that this processor lacks
+    assert launch.programs_folder() != here  # XLA would run programs with instructions that this processor lacks
 
 
 @pytest.mark.parametrize("chosen", ["/elsewhere", ""])
@@ -46,7 +46,7 @@ def test_folder_and_limit_of_user_stay(chosen, own_home, monkeypatch):
 
 def test_several_processes_keep_nothing(own_home, monkeypatch):
     keep_programs(several=True, say=pytest.fail)
-    monkeypatch.setattr(compiled_programs, "launched_by", lambda: ("srun", 2))
+    monkeypatch.setattr(launch, "launched_by", lambda: ("srun", 2))
     keep_programs(say=pytest.fail)
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     assert not list(own_home.iterdir())
@@ -67,7 +67,7 @@ def test_unusable_home_is_one_line(own_home, monkeypatch):
     said = []
     (own_home / "mjax").write_text("a file in the way")
     keep_programs(several=False, say=said.append)
-    monkeypatch.setattr(compiled_programs, "cache_home", lambda: None)
+    monkeypatch.setattr(launch, "cache_home", lambda: None)
     keep_programs(several=False, say=said.append)
     first, second = said
     assert "cannot be written (" in first

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.checkpoint.runs import locked
+from mjax.checkpoint.folders import locked
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config

@@ -20,7 +20,7 @@ import numpy as np
 
 from mjax.checkpoint.arrays import CHUNK_BYTES, STACKED, named, open_array, type_and_shape
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.manifest import MANIFEST, write_manifest
+from mjax.checkpoint.folders import MANIFEST, write_manifest
 
 
 def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, int, int], np.ndarray]) -> None:

@@ -57,7 +57,7 @@ from mjax.checkpoint.arrays import (
     reshape,
     type_and_shape,
 )
-from mjax.checkpoint.manifest import (
+from mjax.checkpoint.folders import (
     GOOD,
     Damaged,
     Unusable,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping, MutableMapping
+import tempfile
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +17,7 @@ from typing import Annotated
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
+from mjax.utils.places import cache_home
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 SET_BY_MJAX: dict[str, str] = {}
@@ -139,3 +143,71 @@ class Distributed:
 def leave_accelerators_alone() -> None:
     """Show JAX the CPU only: work that needs no accelerator must not take the memory of one in use."""
     set_variable("JAX_PLATFORMS", "cpu")
+
+
+# --- Compiled programs, kept on the disk so that a restart need not compile them again (JAX's persistent cache) -------
+
+CACHE_FOLDER, CACHE_LIMIT = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
+CACHE_BYTES = 2 * 2**30  # JAX removes the programs that were used least recently
+
+
+def programs_folder() -> Path | None:
+    """The folder of this machine's programs; None without a home.
+
+    Machines with other processors that share the home have folders of their own: XLA would run programs for a CPU with
+    instructions that this one lacks.
+    """
+    home = cache_home()
+    try:
+        processor = re.search(r"^(flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        processor = None
+    kind = hashlib.sha256((processor[0] if processor else platform.processor()).encode()).hexdigest()[:8]
+    return None if home is None else home / "programs" / f"{platform.machine()}-{kind}"
+
+
+def problem_with(folder: Path) -> str | None:
+    """Return the reason why `folder`, which is created, cannot store programs; None if it can.
+
+    Programs are machine code that runs when it is loaded, so no one else may write there.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
+            return f"others can write into {folder}, and programs there are run (chmod go-w {folder}, if it is yours)"
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"1")
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror or error})"
+    return None
+
+
+def keep_programs(several: bool | None = None, say: Callable[[str], None] | None = None) -> None:
+    """Let JAX keep compiled programs; before it compiles the first one.
+
+    Nothing changes if the user has chosen a folder, or none, with JAX_COMPILATION_CACHE_DIR; and with several
+    processes: on GPUs they measure kernels together while they compile, and one that does not compile would leave the
+    others waiting.
+
+    Args:
+      several: whether this process is one of several; by default what a launcher says.
+      say: takes one sentence if nothing can be kept; by default it goes to stderr.
+    """
+    say = say or (lambda line: print(line, file=sys.stderr))
+    several = launched_by() is not None if several is None else several
+    jax = sys.modules.get("jax")  # a config file may import it; nothing is compiled yet
+    if several or CACHE_FOLDER in os.environ or (jax is not None and jax.config.jax_compilation_cache_dir):
+        return
+    cache = programs_folder()
+    problem = "there is no home folder" if cache is None else problem_with(cache)
+    if problem is not None:
+        say(f"{problem}: programs are compiled at every start; name another folder with {CACHE_FOLDER}")
+        return
+    set_variable(CACHE_FOLDER, str(cache))
+    if CACHE_LIMIT not in os.environ:
+        set_variable(CACHE_LIMIT, str(CACHE_BYTES))
+    if jax is not None:
+        jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_FOLDER])
+        jax.config.update("jax_compilation_cache_max_size", int(os.environ[CACHE_LIMIT]))

@@ -39,7 +39,7 @@ from typing import Any
 
 import jax
 
-from mjax.cluster import meeting
+from mjax.cluster import processes
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import bytes_from_first
 from mjax.errors import UnhealthyError, UsageError, exit_code
@@ -164,7 +164,7 @@ class Watchdog:
 
     def _listen(self) -> Callable[[], None]:
         """In process 0: wait for all others, then watch them."""
-        met = meeting.listen(self.where, self.count, self.place.name, self._share) if self.count > 1 else {}
+        met = processes.listen(self.where, self.count, self.place.name, self._share) if self.count > 1 else {}
         self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
         for index, (line, _) in self._peers.items():
             self._selector.register(line, selectors.EVENT_READ, index)
@@ -172,7 +172,7 @@ class Watchdog:
 
     def _connect(self) -> Callable[[], None]:
         """In the others: connect to process 0."""
-        self._line, name = meeting.connect(self.where, self.index, self.place.name, self._share)
+        self._line, name = processes.connect(self.where, self.index, self.place.name, self._share)
         self._first = Place(name, heard=math.inf)  # until process 0 has met all others
         self._selector.register(self._line, selectors.EVENT_READ)
         return self._follow

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from mjax.checkpoint.blocks import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.runs import check_run_folder
+from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
 from mjax.config.bounds import Count

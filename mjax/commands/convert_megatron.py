@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from mjax.checkpoint.runs import check_run_folder
+from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.convert import print_next_steps
 from mjax.config.bounds import Count
 from mjax.config.mixture import MixtureConfig

@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.cluster import launch
-from mjax.cluster.compiled_programs import keep_programs
-from mjax.cluster.launch import Distributed
+from mjax.cluster.launch import Distributed, keep_programs
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
 from mjax.config.model import ModelConfig

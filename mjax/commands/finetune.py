@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mjax.checkpoint.runs import check_run_folder
+from mjax.checkpoint.folders import check_run_folder
 from mjax.cluster import launch
-from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster.launch import keep_programs
 from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
@@ -52,7 +52,7 @@ def finetune(arguments: FinetuneArguments) -> int:
 
 
 def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
-    from mjax.checkpoint.runs import locked
+    from mjax.checkpoint.folders import locked
     from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer

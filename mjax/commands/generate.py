@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 
 from mjax.checkpoint.checkpoint import restore_weights
-from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster.launch import keep_programs
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import Count, check_bounds
 from mjax.data.tokenizers import Tokenizer

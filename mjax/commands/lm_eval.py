@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mjax.cluster import launch
-from mjax.cluster.compiled_programs import keep_programs
+from mjax.cluster.launch import keep_programs
 from mjax.errors import UsageError
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
-from mjax.checkpoint.manifest import GOOD, MANIFEST
-from mjax.checkpoint.runs import checkpoint_steps, locked
+from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
 from mjax.config import Config, differences, read_settings
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import tyro
 
 from mjax.cluster import launch
-from mjax.cluster.compiled_programs import keep_programs
-from mjax.cluster.launch import Distributed
+from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
 from mjax.commands.flags import parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
@@ -118,7 +117,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     arguments = parse(TrainArguments, argv, "mjax train", chosen)
     folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
     label = arguments.config if arguments.resume is None else str(folder)
-    from mjax.checkpoint.runs import check_run_folder, has_checkpoint
+    from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 
     check_run_folder(folder)
     if arguments.step is not None and arguments.init is None:
@@ -128,7 +127,7 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     step = arguments.step if arguments.resume is not None else None
     arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
     if arguments.resume is None:
-        weights = folder if arguments.init is None or has_checkpoint(folder) else arguments.init
+        weights = folder if arguments.init is None or checkpoint_steps(folder) else arguments.init
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
     else:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
@@ -155,7 +154,7 @@ def _profiled(arguments: TrainArguments) -> range:
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:
     """Refuse a --step without a checkpoint in the run that is resumed."""
-    from mjax.checkpoint.runs import checkpoint_steps
+    from mjax.checkpoint.folders import checkpoint_steps
 
     if arguments.resume is None:
         raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
@@ -204,9 +203,9 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
-        from mjax.checkpoint.runs import has_checkpoint
+        from mjax.checkpoint.folders import checkpoint_steps
 
-        if not has_checkpoint(first.resume):
+        if not checkpoint_steps(first.resume):
             raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
         of_model = first.config is not None and has_own_model(first.resume)
         for flag in ("name",) if of_model else ("config", "name"):

@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from mjax.checkpoint.manifest import steps_in
-from mjax.cluster import compiled_programs
+from mjax.checkpoint.folders import steps_in
+from mjax.cluster import launch
 from mjax.config import Config
 from mjax.doctor.finding import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
 from mjax.doctor.host import state_bytes
@@ -109,18 +109,18 @@ def judge_storage(where: str, free: int, write: float, read: float, config: Conf
 @check("programs")
 def check_programs() -> Found:
     """Check that compiled programs can be kept, and say where."""
-    variable = compiled_programs.FOLDER
-    chosen, place = os.environ.get(variable), compiled_programs.folder()
+    variable = launch.CACHE_FOLDER
+    chosen, place = os.environ.get(variable), launch.programs_folder()
     if chosen == "":
         return GREEN, f"compiled at every start: {variable} is empty"
     if chosen is None and place is None:
         problem = "there is no home folder"
     else:
         place = Path(chosen or place)
-        problem = compiled_programs.problem_with(place)
+        problem = launch.problem_with(place)
     if problem is not None:
         advice = f"name a folder: export {variable}=/path/to/folder"
         return YELLOW, f"{problem}: programs are compiled at every start", advice
     there = sum(file.stat().st_size for file in place.glob("*-cache"))
-    limit = f" of at most {gibibytes(compiled_programs.MOST)}" if chosen is None else f", by {variable}"
+    limit = f" of at most {gibibytes(launch.CACHE_BYTES)}" if chosen is None else f", by {variable}"
     return GREEN, f"compiled ones are kept in {place}: {gibibytes(there)}{limit}"

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.checkpoint import restore_weights
-from mjax.checkpoint.runs import checkpoint_steps
+from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig

@@ -37,8 +37,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import mjax
-from mjax.checkpoint.manifest import MANIFEST
-from mjax.checkpoint.runs import checkpoint_steps
+from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.data.blend import parse_blend

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mjax.checkpoint.runs import checkpoint_steps
+from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import (
     CheckpointConfig,
     Config,
@@ -295,7 +295,7 @@ def _shown(value: Any) -> str:
 #     runs/q  ──weights of its checkpoint──▶  runs/new: optimizer from scratch, step 0, its own data, schedule and mesh
 #
 # The weights must mean the same in both: the architecture is equal, and so is every field that gives a weight its shape
-# or position. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder keeps
+# or position. Lengths, rotary base, window and dropout may differ, and the differences are printed. The run folder has
 # the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"

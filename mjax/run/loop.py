@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.runs import locked
+from mjax.checkpoint.folders import locked
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import COMPILING, Watchdog

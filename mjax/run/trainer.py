@@ -8,7 +8,7 @@ from pathlib import Path
 
 import optax
 
-from mjax.checkpoint.runs import check_run_folder
+from mjax.checkpoint.folders import check_run_folder
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.aot.saved_program import open_program
-from mjax.checkpoint.manifest import check_files, read_manifest, write_manifest
+from mjax.checkpoint.folders import check_files, read_manifest, write_manifest
 from mjax.config import Config, read_config, save_config, to_dict
 from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata, read_metadata

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.command import check_counts, in_one_sentence
-from mjax.checkpoint.manifest import Unusable
+from mjax.checkpoint.folders import Unusable
 from mjax.errors import RunError, UsageError
 from tests.faults.damage import damage
 from tests.faults.mutated_files import READERS, Files, Reader

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.checkpoint.manifest import Unusable, read_manifest
+from mjax.checkpoint.folders import Unusable, read_manifest
 from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import RunError
 from mjax.run.metrics import read_metrics

@@ -2,7 +2,7 @@
 
 import json
 
-from mjax.checkpoint.manifest import write_manifest
+from mjax.checkpoint.folders import write_manifest
 from tests.faults import runs
 from tests.faults.runs import STEPS, Ended, Outcome, Place
 

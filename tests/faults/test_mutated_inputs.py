@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.checkpoint.manifest import Unusable
+from mjax.checkpoint.folders import Unusable
 from mjax.errors import LONGEST, RunError, UsageError, one_sentence
 from mjax.interop.megatron.distributed import DistributedTensors
 from mjax.interop.megatron.names import flat

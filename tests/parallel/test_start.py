@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 
 import jax
+import pynvml
 import pytest
 
 from mjax.cluster import processes
@@ -80,6 +81,22 @@ def test_process_owns_its_share_of_gpus(environment, devices, start, monkeypatch
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert processes.local_devices() == devices
+
+
+def test_gpus_are_counted_by_the_driver(start, monkeypatch):
+    """Without CUDA_VISIBLE_DEVICES; those that belong to another job do not count."""
+
+    def handle(index):
+        if index == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 9)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert processes.local_devices() == [3]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mjax.checkpoint import manifest as manifests
+from mjax.checkpoint import folders as manifests
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.runs import has_checkpoint
+from mjax.checkpoint.folders import checkpoint_steps
 from mjax.errors import RunError, UsageError
 from tests.training.saved import data_file, entries, save_all, save_large, small_disk
 from tests.training.test_what_fails_beside_training import error_of, fail_with
@@ -151,7 +151,7 @@ def test_folders_of_a_person_stay(checkpoints, notices):
         (checkpoints.folder / name).mkdir(parents=True)
         (checkpoints.folder / name / "notes.txt").write_text("mine")
     (checkpoints.folder / "7.writing-of-mine").write_text("mine")
-    assert not has_checkpoint(checkpoints.folder.parent)
+    assert not checkpoint_steps(checkpoints.folder.parent)
     target = save_large(checkpoints, 30, 60, 90)
     assert checkpoints.steps() == [60, 90]
     with pytest.raises(UsageError, match="has no checkpoint 2024; there are 60, 90"):

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mjax.checkpoint.runs import locked
+from mjax.checkpoint.folders import locked
 from mjax.config import Config
 from mjax.run import metrics
 from mjax.run.display import Display, lasting_console

@@ -1,25 +1,27 @@
-"""The manifest of a checkpoint, which detects damage before it becomes other weights.
+"""The folder of a run: its lock, its checkpoints, and the manifest of each.
 
-manifest.json has the step, dtype and shape of every array, size and CRC-32 of every file, host values, and a checksum
-of itself.
+manifest.json detects damage before it becomes other weights. It has the step, dtype and shape of every array, size and
+CRC-32 of every file, host values, and a checksum of itself.
 
 A file that cannot be read is not damaged: reading is retried, and a file that stays unreadable is left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mjax.errors import one_sentence
+from mjax.errors import UsageError, one_sentence
+from mjax.utils.atomic import make_folder, take_lock
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -27,6 +29,61 @@ MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # also in a checkpoint, even if its mani
 READ_BYTES = 1 << 24
 READS = 3  # attempts before a file counts as unreadable
 PAUSE = 1.0  # seconds between attempts
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run's `checkpoints` folder, ascending, intact or not.
+
+    A user's folder there, such as `2024`, is not one.
+    """
+    if not folder.is_dir():
+        return []
+    named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
+    return sorted(int(at.name) for at in named if (at / MANIFEST).exists() or (at / MADE_BY_ORBAX).exists())
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a run folder, including damaged ones, in ascending order."""
+    return steps_in(folder / "checkpoints")
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuse a folder in which no checkpoint could be restored.
+
+    Orbax globs the whole path of what it merges: with a pattern in it, it would find nothing, or another run.
+
+    Raises:
+      UsageError: it is an address, such as of an object store, or has one of * ? [ in its path.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
+        raise UsageError(
+            f"{folder} is an address, and mjax writes runs into folders of a file system; mount the bucket, or give a "
+            "local folder and copy it when the run has ended"
+        )
+    if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
+        raise UsageError(
+            f"{folder.absolute()} has {wrong[0]} in its path, where no checkpoint could be restored; choose a folder "
+            "and a --name without * ? ["
+        )
+
+
+@contextlib.contextmanager
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock the run folder for this process; the system releases the lock when the process ends, however it ends.
+
+    On a file system without locks `say` is told, and nothing is locked.
+
+    Raises:
+      UsageError: another process trains here.
+    """
+    make_folder(folder)
+    with (folder / ".lock").open("wb") as file:
+        if not take_lock(file, say):
+            raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
+        yield
+
+
+# --- Manifests --------------------------------------------------------------------------------------------------------
 
 
 class Unusable(Exception):
@@ -58,17 +115,6 @@ class Misnamed(Unusable):
     """It is the checkpoint of another step."""
 
     word = "misnamed"
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's `checkpoints` folder, ascending, intact or not.
-
-    A user's folder there, such as `2024`, is not one.
-    """
-    if not folder.is_dir():
-        return []
-    named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
-    return sorted(int(at.name) for at in named if (at / MANIFEST).exists() or (at / MADE_BY_ORBAX).exists())
 
 
 def write_manifest(folder: Path, step: int, kinds: dict[str, list], host: dict[str, Any] | None = None) -> int:
