@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.atomic import make_folder, take_lock
+from mjax.utils.files import make_folder, take_lock
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one

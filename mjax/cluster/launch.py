@@ -17,7 +17,7 @@ from typing import Annotated
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
-from mjax.utils.places import cache_home
+from mjax.utils.files import cache_home
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 SET_BY_MJAX: dict[str, str] = {}

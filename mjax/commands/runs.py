@@ -35,7 +35,7 @@ from mjax.parallel.axes import in_words
 from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.metrics import finite_or_none, read_metrics
-from mjax.utils.atomic import rename, take_lock
+from mjax.utils.files import rename, take_lock
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 LAST = 100  # steps for which the list counts skipped ones

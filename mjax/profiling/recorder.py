@@ -28,7 +28,7 @@ from mjax.cluster.hardware import human_bytes
 from mjax.profiling.breakdown import break_down, kinds_table, parts_table
 from mjax.profiling.kernels import ASIDE, WINDOW, Kernel, Trace, newest_trace, read_trace
 from mjax.run.options import Profile
-from mjax.utils.atomic import make_folder, write_whole
+from mjax.utils.files import make_folder, write_whole
 
 FOLDER, MEMORY = "profile", "memory.pprof"
 

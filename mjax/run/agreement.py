@@ -40,7 +40,7 @@ import mjax
 from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
-from mjax.data.blend import parse_blend
+from mjax.config.datasets import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UnhealthyError, UsageError

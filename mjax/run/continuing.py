@@ -39,16 +39,15 @@ from mjax.config import (
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.bounds import fields_of
 from mjax.config.checks import check_batch_sizes
+from mjax.config.datasets import parse_blend
 from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import build
-from mjax.data.blend import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError, either
 from mjax.parallel.axes import NAMES
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 
 def _every_field(section: type) -> tuple[str, ...]:

@@ -46,8 +46,7 @@ from mjax.errors import UnhealthyError
 from mjax.run.metrics import Record
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 

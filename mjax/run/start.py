@@ -32,7 +32,7 @@ from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
-from mjax.utils.atomic import set_aside, write_whole
+from mjax.utils.files import set_aside, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
