@@ -37,9 +37,9 @@ from mjax.planner.calibration import (
     read_calibration,
     write_calibration,
 )
+from mjax.planner.layer_time import MJAX
 from mjax.planner.memory import predict_memory
 from mjax.planner.section import table
-from mjax.planner.software import MJAX
 from mjax.planner.time import PARTS, predict_time
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.

@@ -22,7 +22,7 @@ from benchmarks.fitting import fit_rates
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.planner.calibration import A100, FITTED, Calibration
-from mjax.planner.software import MJAX, Overlap, Software, Written
+from mjax.planner.layer_time import MJAX, Overlap, Software, Written
 from mjax.planner.time import predict_time
 from mjax.trace.flops import hardware_flops
 

@@ -20,7 +20,7 @@ from mjax.doctor.driver import Driver
 from mjax.doctor.finding import RED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.config_file import write_config
+from mjax.planner.search_flags import write_config
 from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_runs_command import make_run

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
-from mjax.planner.calibration import default_calibration
-from mjax.planner.rates import Rates
-from mjax.profiling.instructions import FREE, MOVES, Kernels
+from mjax.planner.calibration import Rates, default_calibration
+from mjax.profiling.kernels import FREE, MOVES, Kernels
 from mjax.trace.collectives import source_of
 from mjax.trace.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 

@@ -66,8 +66,7 @@ def main() -> int:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     from mjax.parallel import axes
-    from mjax.planner.compile import compile_step, versions
-    from mjax.planner.compile_section import announcing
+    from mjax.planner.compile import announcing, compile_step, versions
     from mjax.trace.flops import model_flops
 
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute

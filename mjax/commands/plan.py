@@ -26,10 +26,8 @@ from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, check_picture
 from mjax.models.kernels import attention_on_gpu
 from mjax.parallel import axes
-from mjax.planner.calibration import Calibration, default_calibration, read_calibration
-from mjax.planner.config_file import write_config
-from mjax.planner.rates import Rates
-from mjax.planner.search_flags import SearchArguments, check_search
+from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
+from mjax.planner.search_flags import SearchArguments, check_search, write_config
 from mjax.planner.section import Section, named_rows, table
 
 
@@ -196,7 +194,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
         check_compile(config, gpu and gpu.name, planned.per_server)
     attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
     if gpu is not None:
-        from mjax.planner.float8 import check_float8
+        from mjax.planner.fit import check_float8
 
         check_float8(config, gpu.name, gpu.compute_capability)
     if arguments.search.write is not None:  # after all checks
@@ -334,7 +332,7 @@ def _schedule(planned: _Planned) -> Section | None:
 
 def _memory(planned: _Planned) -> Section:
     """Bytes on each device, by kind."""
-    from mjax.planner.memory_section import memory_section
+    from mjax.planner.fit import memory_section
 
     return memory_section(planned.config, planned.gpu, planned.arguments.memory_figure, planned.arguments.config)
 
@@ -345,7 +343,7 @@ def _communication(planned: _Planned) -> Section:
 
     found, file = ledger(planned.config), planned.arguments.communication_figure
     if file is not None:
-        from mjax.pictures.communication import draw_communication
+        from mjax.pictures.plan import draw_communication
 
         draw_communication(found.pieces(), file, planned.arguments.config)
     by_axis = found.by_axis()
@@ -377,7 +375,7 @@ def _time(planned: _Planned) -> Section | None:
     gpu = planned.gpu
     if gpu is None:
         return None
-    from mjax.planner.time_section import time_section
+    from mjax.planner.time import time_section
 
     try:
         Rates(gpu, planned.calibration, planned.config.precision.compute)
@@ -402,7 +400,7 @@ def _compile(planned: _Planned) -> Section | None:
     """The step as compiled by XLA for a GPU, on request."""
     if not planned.arguments.compile:
         return None
-    from mjax.planner.compile_section import compile_and_tell
+    from mjax.planner.compile import compile_and_tell
 
     return compile_and_tell(planned.config, planned.gpu.name, planned.per_server)
 

@@ -20,7 +20,7 @@ from mjax.config.checks import validate
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, either, exit_code, explain
-from mjax.profiling.steps import profiled_steps
+from mjax.profiling import profiled_steps
 
 if TYPE_CHECKING:
     from mjax.run.continuing import Origin

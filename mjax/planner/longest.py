@@ -141,7 +141,7 @@ def run_longest(
     if not found:
         raise UsageError(f"{name} does not fit on {most} × {gpu.name} with any length; use --longest {2 * most}")
     if file is not None:
-        from mjax.pictures.longest import draw_longest
+        from mjax.pictures.plan import draw_longest
 
         points: dict[str, list[tuple[int, int]]] = {}
         for way, best in found:

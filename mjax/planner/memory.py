@@ -39,9 +39,8 @@ from mjax.models.build import with_unrolling
 from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
-from mjax.planner import muon
-from mjax.planner.rates import WIDTHS
-from mjax.planner.weights import Held, held_by
+from mjax.planner.calibration import WIDTHS
+from mjax.planner.weights import Held, held_by, muon_width, muon_workspace
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
 
@@ -449,5 +448,5 @@ def _reduction(sizes: _Sizes) -> Memory:
 
 def _update(sizes: _Sizes) -> Memory:
     """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
-    waiting = muon.width(sizes.config) * sizes.held.stored
-    return _memory(sizes, "update", 0.0, waiting, workspace=muon.workspace(sizes.config) + sizes.batch)
+    waiting = muon_width(sizes.config) * sizes.held.stored
+    return _memory(sizes, "update", 0.0, waiting, workspace=muon_workspace(sizes.config) + sizes.batch)

@@ -22,7 +22,6 @@ from mjax.errors import UsageError, suggestion
 from mjax.models.build import count_parameters
 from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
-from mjax.planner.config_file import WIDTH
 from mjax.planner.memory import HEADROOM, free_share, least_memory, predict_memory
 from mjax.planner.search import (
     SEARCHED,
@@ -45,10 +44,9 @@ from mjax.planner.search import (
     with_values,
     word,
 )
-from mjax.planner.search_flags import SearchArguments
+from mjax.planner.search_flags import WIDTH, SearchArguments
 from mjax.planner.section import Section, good_to, table
-from mjax.planner.time import LeastTime, StepTime, predict_time
-from mjax.planner.time_section import run_tokens
+from mjax.planner.time import LeastTime, StepTime, predict_time, run_tokens
 
 LIKE_THE_BEST = (
     "mesh.model",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from mjax.config import Config, load_config, to_dict
 from mjax.config.bounds import Count, NotNegative, Positive
-from mjax.errors import UsageError
-from mjax.planner.config_file import check_new
+from mjax.config.model_file import file_of
+from mjax.errors import UsageError, check_folder
+from mjax.utils.atomic import put
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,93 @@ def check_search(arguments: SearchArguments, gpu: str | None) -> None:
             )
     if arguments.write is not None:
         check_new(arguments.write)
+
+
+# --- The config file: short Python, only the differences from the defaults --------------------------------------------
+
+
+WIDTH = 120
+
+
+def check_new(file: Path, flag: str = "--write") -> None:
+    """Refuse an output file that cannot be written, before any work is done.
+
+    Raises:
+      UsageError: it is not a .py file, it exists already, or its folder does not.
+    """
+    if file.suffix != ".py":
+        raise UsageError(f"{flag} {file} is not a Python file; use a name that ends in .py")
+    if file.exists():
+        raise UsageError(f"{flag} {file} already exists and is not overwritten; use another file, or move it away")
+    check_folder(flag, file)
+
+
+def write_config(config: Config, file: Path, about: str) -> None:
+    """Write `config` into the new file `file`, atomically; `load_config` returns exactly this config.
+
+    Args:
+      config: the config.
+      file: its path, ending in .py.
+      about: docstring of the file: a first line, an empty one, and further text.
+
+    Raises:
+      UsageError: the file exists already, or its folder does not.
+    """
+    check_new(file)
+    temporary = file.with_name(f"{file.stem}.tmp.py")
+    try:
+        temporary.write_text(config_source(config, about))
+        assert to_dict(load_config(str(temporary))) == to_dict(config), f"{file} does not reproduce the config"
+        check_new(file)  # do not overwrite a file that has appeared in the meantime
+        put(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def config_source(config: Config, about: str) -> str:
+    """The text of a config file."""
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
+    default = Config()
+    changed = {name: _changed(section) for name, section in sections.items() if section != getattr(default, name)}
+    names, own = ["Config"], ""
+    for cls in (type(sections[name]) for name in changed):
+        file = file_of(cls)
+        names.append(cls.__name__ if file is None else "load_config")
+        own += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
+    calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
+    docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
+    imports = _import("from mjax.config import ", sorted(names))
+    return f'"""{docstring}\n"""\n\n{imports}\n\n{own}config = Config(\n{"".join(calls)})\n'
+
+
+def _changed(section: Any) -> dict[str, Any]:
+    """The fields of a section that differ from their defaults."""
+    fields = dataclasses.fields(section)
+    return {field.name: value for field in fields if (value := getattr(section, field.name)) != field.default}
+
+
+def _call(opening: str, values: dict[str, Any]) -> str:
+    """A keyword argument that is a call, on one line if it fits, else one line per argument, as formatted by ruff."""
+    arguments = [f"{name}={_literal(value)}" for name, value in values.items()]
+    line = f"{opening}({', '.join(arguments)}),"
+    if len(line) <= WIDTH:
+        return line + "\n"
+    inner = f"        {', '.join(arguments)}"
+    if len(inner) <= WIDTH:
+        return f"{opening}(\n{inner}\n    ),\n"
+    return f"{opening}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    ),\n"
+
+
+def _import(opening: str, names: list[str]) -> str:
+    line = opening + ", ".join(names)
+    return line if len(line) <= WIDTH else f"{opening}(\n" + textwrap.indent(",\n".join(names), "    ") + ",\n)"
+
+
+def _literal(value: Any) -> str:
+    """A value as Python source; whole numbers with underscores."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, tuple):
+        parts = [_literal(part) for part in value]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

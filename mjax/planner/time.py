@@ -4,7 +4,7 @@ Three things are kept apart:
 
     hardware     `Gpu`: data-sheet values (`mjax/cluster/hardware.py`).
     software     `Software`: properties of the program that no config contains: what it sends in addition, in which
-                 dtype, and what it hides (`software.py`). Read from the code, never fitted.
+                 dtype, and what it hides (`layer_time.py`). Read from the code, never fitted.
     calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
                  there kernel by kernel, or taken from published runs (`calibration.py`).
 
@@ -17,18 +17,18 @@ The parts of a step, and how each is modelled:
     memory-bound      LayerNorm, residual sums, GELU: bytes of the traced kernels (`kernel_bytes.py`) over `memory` ×
                       bandwidth, and launches; with a loop over layers also what it fills and copies
     float8            the layers' products at `float8` × its peak. Scales and rounding are memory-bound kernels of the
-                      trace; ranks agree on a scale in an all-reduce of one number (`float8.py`)
+                      trace; ranks agree on a scale in an all-reduce of one number (`layer_time.py`)
     context           attention's collectives, which nothing hides
     experts           products of a mixture: as many rows for each expert, or in the worst case all tokens to the same
                       experts; whole tiles of rows. Their tokens' way over `expert` and back is not hidden
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
-                      a message's latency for each rank. What a product hides (`software.Overlap`) counts only beyond
+                      a message's latency for each rank. What a product hides (`layer_time.Overlap`) counts only beyond
                       the product's time
     host memory       a layer's input over the link between GPU and server, at its nominal rate: out beside the whole
                       forward pass of the layer, back beside nothing
     pipeline          work of all micro-batches, then fill and drain as in the schedule (`schedules.py`), in lock-step;
                       the head is on the last stage, for which all others wait
-    once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`muon.py`)
+    once per step     sums over `data`, gathers of weights, the bytes of the optimizer; Muon's products (`weights.py`)
 
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
 model (`trace/layers.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
@@ -38,7 +38,7 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 
 from mjax.cluster.hardware import Gpu
@@ -46,14 +46,13 @@ from mjax.config import Config, MeshConfig, TrainConfig
 from mjax.config.batch_size import BatchSizes
 from mjax.models.build import count_parameters
 from mjax.parallel.axes import MODEL, copies
-from mjax.planner import muon
-from mjax.planner.calibration import Calibration, default_calibration
-from mjax.planner.layer_time import Common, LayerTime
-from mjax.planner.rates import Rates
-from mjax.planner.software import MJAX, Software
-from mjax.planner.weights import held_by
+from mjax.planner.calibration import Calibration, Rates, default_calibration
+from mjax.planner.layer_time import MJAX, Common, LayerTime, Software
+from mjax.planner.section import Section, good_to, named_rows, table
+from mjax.planner.weights import held_by, muon_exchange_seconds, muon_iteration_seconds, muon_width
+from mjax.step.precision import in_float8
 from mjax.trace import layers as trace
-from mjax.trace.flops import model_flops
+from mjax.trace.flops import hardware_flops, model_flops
 
 # Parts of a step, in display order.
 PARTS = (
@@ -222,7 +221,7 @@ class _Step(Common):
         seconds["data"] += self._sums_over_data(m)
         seconds["optimizer"] += self.optimizer(m)
         if self.config.optimizer.name == "muon":
-            for axis, exchanged in muon.exchange_seconds(self.config, self.rates).items():
+            for axis, exchanged in muon_exchange_seconds(self.config, self.rates).items():
                 seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
             forward, inputs, weights = (sum(each.values()) / mesh.chunks for each in self.passes)
@@ -320,8 +319,8 @@ class _Step(Common):
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
         # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
-        moved += (4 * muon.width(self.config) - 8) * self.held.matrices
-        return self.rates.traffic(moved, 20) + muon.iteration_seconds(self.config, self.rates)
+        moved += (4 * muon_width(self.config) - 8) * self.held.matrices
+        return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 
 
 # --- The pipeline: closed forms of its schedules (`parallel/schedules.py`) --------------------------------------------
@@ -359,3 +358,136 @@ def empty_messages(mesh: MeshConfig, m: int, every_tick: bool) -> int:
     if every_tick:
         return 2 * (ticks(mesh, m) - m * mesh.chunks)
     return 2 * (mesh.pipe - 1)
+
+
+# --- The time section of a plan ---------------------------------------------------------------------------------------
+
+
+NAMES = {
+    "matmul": "matrix products of the layers",
+    "attention": "attention",
+    "elementwise": "LayerNorm, GELU, dropout, sums",
+    "head": "embedding and head",
+    "model": "collectives over model",
+    "context": "collectives over context",
+    "expert": "collectives over expert",
+    "pipe": "messages between stages",
+    "bubble": "bubble of the pipeline",
+    "data": "sums and gathers over data",
+    "host": "copies to host memory and back",
+    "optimizer": "gradient accumulation, update",
+}
+DAY = 86_400
+
+
+def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> Section:
+    """The section of a plan.
+
+    Args:
+      config: validated.
+      gpu: the GPU.
+      calibration: its rates; by default the planner's own.
+
+    Raises:
+      UsageError: the GPU has no peak for the config's compute dtype.
+    """
+    calibration = calibration or default_calibration(gpu)
+    step = predict_time(config, gpu, calibration)
+    worst = predict_time(config, gpu, calibration, worst=True) if config.model.parted_experts() else None
+    devices, compute = config.mesh.devices, config.precision.compute
+    step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
+    float8 = in_float8(config.precision)
+    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if float8 else ""
+    hardware = hardware_flops(config) / step.total / devices / 1e12
+    causal = model_flops(config, causal=True) / (peak * devices * step.total)
+    run_seconds, tokens = config.train.steps * step.mean, run_tokens(config)
+    values = {
+        "gpu": gpu.name,
+        "seconds": step.total,
+        "error": step.error,
+        "between": step.between(step.total),
+        "caveats": list(step.caveats),
+        "parts": step.parts,
+        "worst_router": {"seconds": worst.total, "parts": worst.parts} if worst else None,
+        "model_flops": model_flops(config),
+        "hardware_flops": hardware_flops(config),
+        "model_tflops": step.model_tflops,
+        "hardware_tflops": hardware,
+        "peak_tflops": peak / 1e12,
+        "mfu": step.mfu,
+        "mfu_causal": causal,
+        "tokens_per_second": step_tokens / step.total,
+        "run": {"tokens": tokens, "seconds": run_seconds},
+        "calibration": asdict(calibration),
+        "not_measured": calibration.not_measured(gpu, compute),
+    }
+    parts = [
+        (NAMES[name], f"{1e3 * step.parts[name]:,.1f}", f"{step.parts[name] / step.total:.1%}")
+        for name in PARTS
+        if step.parts[name] > 0
+    ]
+    rows = {
+        "error bar": _error_bar(config, step, calibration),
+        "rates": _rates(calibration, gpu, compute),
+        "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
+        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
+        f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
+        "tokens/s": f"{step_tokens / step.total:,.0f}",
+        "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
+        f"{run_seconds * devices / 3600:,.0f} GPU-hours",
+    }
+    if worst:
+        rows = {
+            "balanced router": f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens",
+            **_other_router(config, worst.total),
+            **rows,
+        }
+    if step.caveats:
+        rows = {"beyond": "; ".join(step.caveats), **rows}
+    total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
+    lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
+    return Section(f"Time on {gpu.name}, predicted", values, lines)
+
+
+def _other_router(config: Config, seconds: float) -> dict[str, str]:
+    """The row of a router that gives all tokens to the same experts: the worst, if only some ranks have these."""
+    chosen = f"{1e3 * seconds:,.1f} ms: all tokens choose the same experts"
+    if config.mesh.expert > 1:
+        return {"worst router": f"{chosen}, on the same ranks"}
+    return {"one-sided router": f"{chosen}, which every GPU has"}
+
+
+def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
+    found = calibration.source_of("error")
+    if step.error is None:
+        missing = "fp8; bf16 was" if in_float8(config.precision) else "sequences of this length; others were"
+        missing = "the attention kernel flash; others were" if config.model.attention == "flash" else missing
+        missing = "mixtures of experts; others were" if config.model.parted_experts() else missing
+        missing = "activations in host memory; others were" if config.train.recompute == "offload" else missing
+        return f"none for {missing} compared with {found}"
+    between = step.between(step.total)
+    if between is None:
+        return f"{good_to(step.error)} of the measured time: {found}"
+    low, high = (f"{1e3 * seconds:,.1f}" for seconds in between)
+    return f"{good_to(step.error)} of the measured time, so {low} to {high} ms: {found}"
+
+
+def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
+    """Where the rates come from, those of the same source together."""
+    unknown, sources, rates = calibration.not_measured(gpu, compute), {}, calibration.rates(compute)
+    for name in rates:
+        sources.setdefault(calibration.source_of(name), []).append(name)
+    measured = [name for name in rates if name not in unknown]
+    found = f"{', '.join(measured)} measured on {gpu.name}" if measured else f"none measured on {gpu.name}"
+    return "; ".join([found, *(f"{', '.join(names)}: {source}" for source, names in sources.items())])
+
+
+def run_tokens(config: Config) -> int:
+    """Tokens of all steps of the run."""
+    return BatchSizes.of(config).samples_before(config.train.steps) * config.model.sequences * config.model.sequence
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 2 * DAY:
+        return f"{seconds / DAY:,.1f} days"
+    return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"

@@ -1,25 +1,33 @@
-"""Weights that one device stores and computes with: the traced model, sharded by `parallel/zero.py`.
+"""Weights that one device stores and computes with, and the work of Muon on them.
 
-The model is traced once; its storage on a mesh is then arithmetic on shapes, thousands of meshes per second.
+The model is traced once. Its storage on a mesh (`parallel/zero.py`) is then arithmetic on shapes, thousands of meshes
+per second. Muon's matrices have the shapes of the weights (`parallel/matrices.py`); its matmuls are those of the traced
+iteration (`step/muon.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
+from mjax.config import Config, MeshConfig
 from mjax.config.model import ModelConfig
 from mjax.models.build import abstract_weights, matrix_dims
-from mjax.parallel.axes import EXPERT
-from mjax.parallel.axes import sizes as sizes_of
+from mjax.parallel import axes
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.stacks import stack_and_turn
 from mjax.parallel.zero import computed_spec, is_layer, storage_of
+from mjax.planner.calibration import WIDTHS, Rates
+from mjax.step.muon import ITERATE_IN, newton_schulz
+from mjax.trace.program import Product, Program
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ def _held(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) ->
             continue
         computed //= mesh.pipe
         total["layers"] += computed
-        total["experts"] += computed if EXPERT in computed_as else 0
+        total["experts"] += computed if axes.EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
         if storage.in_loop:
             total["gathered"] += computed
@@ -106,6 +114,90 @@ def _matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
 
 def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
     """Elements per device of an array that is sharded so."""
-    axes = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
-    sizes = sizes_of(mesh)
-    return math.prod(shape) // math.prod(sizes[axis] for axis in axes)
+    split = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    return math.prod(shape) // math.prod(axes.sizes(mesh)[axis] for axis in split)
+
+
+# --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
+
+
+class MuonCollective(NamedTuple):
+    """A collective of the update of one weight.
+
+    Attributes:
+      operation: all-to-all, all-gather or all-reduce.
+      axis: of the mesh.
+      elements: in the whole tensor of an all-gather or all-reduce, in a device's operand of an all-to-all.
+      times: in a step.
+    """
+
+    operation: str
+    axis: str
+    elements: int
+    times: int
+
+
+def muon_width(config: Config) -> int:
+    """Bytes of an element in the iteration."""
+    return WIDTHS[ITERATE_IN[config.precision.compute]]
+
+
+def muon_workspace(config: Config) -> float:
+    """Bytes of the temporaries of the largest weight."""
+
+    def elements(matrices: Matrices) -> int:
+        # Of an iteration x, its product, the next x and a copy, and three squares; what is sent and received.
+        whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
+        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
+        return matrices.each * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+
+    return muon_width(config) * max(map(elements, matrices_of(config.model, config.mesh)), default=0)
+
+
+def muon_iteration_seconds(config: Config, rates: Rates) -> float:
+    """Seconds in which the busiest device orthogonalizes its matrices."""
+    rates = Rates(rates.gpu, rates.calibration, ITERATE_IN[config.precision.compute])
+    return sum(
+        rates.product(product.m, product.n, product.k, product.batch)
+        for matrices in matrices_of(config.model, config.mesh)
+        for product in muon_products(matrices.each, *matrices.size)
+    )
+
+
+def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
+    """Seconds in which matrices become whole and results go back, by mesh axis."""
+    sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
+    for sent in muon_collectives(config):
+        inner = axes.NAMES[axes.NAMES.index(sent.axis) + 1 :]
+        stride = math.prod(sizes[axis] for axis in inner)
+        # An all-to-all sends as much as a gather.
+        collective = rates.sum if sent.operation == "all-reduce" else rates.gather
+        seconds[sent.axis] += sent.times * collective(sizes[sent.axis], stride, sent.elements * muon_width(config))
+    return seconds
+
+
+def muon_collectives(config: Config) -> Iterator[MuonCollective]:
+    """The collectives of a device's update, weight by weight."""
+    sizes = axes.sizes(config.mesh)
+    for matrices in matrices_of(config.model, config.mesh):
+        count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
+        for axis, dim in matrices.moves:
+            part //= 1 if dim is None else sizes[axis]
+        for axis, dim in matrices.moves:
+            ranks = sizes[axis]
+            share = -(-count // ranks)
+            if dim is not None:
+                yield MuonCollective("all-to-all", axis, share * ranks * part, times=2)
+                part *= ranks
+            elif ranks <= count:
+                yield MuonCollective("all-gather", axis, share * ranks * part, times=1)
+            else:
+                yield MuonCollective("all-reduce", axis, count * part, times=1)
+            count = share
+
+
+@lru_cache(maxsize=4096)
+def muon_products(count: int, rows: int, columns: int) -> tuple[Product, ...]:
+    """The matmuls of the iteration on `count` matrices."""
+    stack = jax.ShapeDtypeStruct((count, rows, columns), jnp.float32)
+    return Program(jax.make_jaxpr(newton_schulz)(stack)).products

@@ -20,11 +20,9 @@ from mjax.cluster.hardware import gpu_named
 from mjax.errors import UsageError
 from mjax.parallel import axes
 from mjax.planner import compile as ahead
-from mjax.planner.compile import compile_step, sheet_names
-from mjax.planner.compile_section import compile_section
+from mjax.planner.compile import compile_section, compile_step, sheet_names
 from mjax.planner.memory import Memory, predict_memory
-from mjax.profiling.instructions import read_instructions
-from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of
+from mjax.profiling.kernels import ELSEWHERE, KINDS, kind_of, read_instructions
 from mjax.trace.collectives import ledger, source_of
 from mjax.trace.hlo import counted
 from tests.conftest import ROOT

@@ -7,8 +7,8 @@ import pytest
 
 from mjax.config import available_configs, load_config
 from mjax.errors import UsageError
-from mjax.planner import config_file
-from mjax.planner.config_file import write_config
+from mjax.planner import search_flags
+from mjax.planner.search_flags import write_config
 from tests.planner.configs import changed
 
 
@@ -26,13 +26,13 @@ def test_quotes_and_line_ends_survive(tmp_path):
 
 
 def test_file_that_appeared_meanwhile_stays(tmp_path, monkeypatch):
-    file, source = tmp_path / "written.py", config_file.config_source
+    file, source = tmp_path / "written.py", search_flags.config_source
 
     def late(config, about):
         file.write_text("theirs")
         return source(config, about)
 
-    monkeypatch.setattr(config_file, "config_source", late)
+    monkeypatch.setattr(search_flags, "config_source", late)
     with pytest.raises(UsageError, match="already exists and is not overwritten"):
         write_config(load_config("gpt_8b"), file, "A.\n\nB.")
     assert file.read_text() == "theirs"

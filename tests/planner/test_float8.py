@@ -10,9 +10,9 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.float8 import ADA, check_float8
+from mjax.planner.calibration import Rates, filled_share
+from mjax.planner.fit import ADA, check_float8
 from mjax.planner.memory import predict_memory
-from mjax.planner.rates import Rates, filled_share
 from mjax.trace.float8 import of_weights, transposed
 from mjax.trace.kernel_bytes import depending
 from mjax.trace.layers import Traced, layer_backward, layer_program

@@ -12,7 +12,7 @@ from mjax.cluster.hardware import GIB, gpu_named
 from mjax.commands import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
-from mjax.pictures.longest import draw_longest
+from mjax.pictures.plan import draw_longest
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
 from mjax.planner.memory import HEADROOM, Memory
 from tests.small import small_config

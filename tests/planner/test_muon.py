@@ -8,10 +8,9 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
-from mjax.planner import muon
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
-from mjax.planner.weights import held_by, matrices_of
+from mjax.planner.weights import held_by, matrices_of, muon_collectives, muon_products, muon_width
 from mjax.step import muon as training
 from mjax.step.layout import lay_out
 from mjax.trace.collectives import ledger
@@ -40,8 +39,8 @@ def test_matrices_and_collectives_are_those_of_step(mesh):
     for record in ledger(config).records:
         if (record.part, record.dtype) == ("optimizer", "bfloat16"):
             found[record.operation, record.axes[0]] += record.count * record.payload
-    for each in muon.sent(config):
-        expected[each.operation, each.axis] += each.times * each.elements * muon.width(config)
+    for each in muon_collectives(config):
+        expected[each.operation, each.axis] += each.times * each.elements * muon_width(config)
     assert found == expected
     assert expected
 
@@ -49,7 +48,7 @@ def test_matrices_and_collectives_are_those_of_step(mesh):
 def test_iteration_has_fifteen_products_on_smaller_dim():
     m, n = 64, 256
     for shape in ((m, n), (n, m)):
-        found = muon.products(3, *shape)
+        found = muon_products(3, *shape)
         assert len(found) == 15
         assert sum(each.flops for each in found) == 5 * 3 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
 
@@ -63,5 +62,5 @@ def test_matrix_has_one_moment_and_its_own_time():
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
     matrices = matrices_of(ours.model, ours.mesh)
-    flops = sum(product.flops for each in matrices for product in muon.products(each.each, *each.size))
+    flops = sum(product.flops for each in matrices for product in muon_products(each.each, *each.size))
     assert after["optimizer"] - before["optimizer"] > 0.5 * flops / gpu.peak("bf16")

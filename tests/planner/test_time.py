@@ -30,13 +30,10 @@ from mjax.config.batch_size import BatchSizes, at_batch
 from mjax.config.model import as_kind
 from mjax.parallel.schedules import build_schedule
 from mjax.planner import layer_time
-from mjax.planner.calibration import A100, write_calibration
+from mjax.planner.calibration import A100, Rates, write_calibration
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.layer_time import TILE
-from mjax.planner.rates import Rates
-from mjax.planner.software import MJAX, Overlap
-from mjax.planner.time import PARTS, bubble, predict_time, ticks
-from mjax.planner.time_section import run_tokens, time_section
+from mjax.planner.layer_time import MJAX, TILE, Overlap
+from mjax.planner.time import PARTS, bubble, predict_time, run_tokens, ticks, time_section
 from mjax.planner.weights import held_by
 from mjax.trace.collectives import ledger
 from mjax.trace.flops import hardware_flops

@@ -11,8 +11,8 @@ from jax.profiler import ProfileData
 from mjax.commands import cli
 from mjax.config import load_config
 from mjax.errors import RunError, UsageError
+from mjax.profiling import profiled_steps
 from mjax.profiling.recorder import Recorder
-from mjax.profiling.steps import profiled_steps
 from mjax.run import loop
 from mjax.run.options import Options
 from tests.test_train_command import CONFIG, losses, run_here
