@@ -74,8 +74,12 @@ def main() -> int:
         compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, announce)
         if arguments.save_program is not None:
             announce(f"writing {arguments.save_program}")
-            facts = {"gpu": compiled.gpu, "device_kind": compiled.device_kind, "attention": compiled.attention}
-            facts |= {"memory": asdict(compiled.memory), "versions": versions()}
+            facts = {"gpu": compiled.gpu, "device_kind": compiled.device_kind}
+            facts |= {
+                "attention": compiled.config.model.attention,
+                "memory": asdict(compiled.memory),
+                "versions": versions(),
+            }
             save_program(arguments.save_program, compiled.config, compiled.step, "cuda", facts, compiled.text)
     overlaps = overlap_rows(read_overlaps(compiled.text, axes.sizes(config.mesh)))
     launches, modelled = read_launches(compiled.text), roofline(compiled.text, gpu, devices, compute)

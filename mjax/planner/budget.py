@@ -25,7 +25,7 @@ from mjax.config.resolve import shorter_warmup
 from mjax.errors import UsageError, either
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration
-from mjax.planner.search import SEARCHED, Candidate, Found, candidates, rank, search, value_of, with_values
+from mjax.planner.search import SEARCHED, Candidate, SearchResult, candidates, rank, search, value_of, with_values
 from mjax.planner.search_command import check_searchable, find, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to, table
@@ -33,7 +33,7 @@ from mjax.trace.flops import model_flops
 
 STRAIGHT = 5  # trials after which halves are taken
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
-Search = Callable[[Config], Found]
+Search = Callable[[Config], SearchResult]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Ways:
         self.devices, self.gpu, self.calibration, self.keep = devices, gpu, calibration, keep
         self.fastest: list[dict[str, Any]] = []
 
-    def __call__(self, config: Config) -> Found:
+    def __call__(self, config: Config) -> SearchResult:
         """At least the fastest way to run `config`, if any fits."""
         memory_of, time_of = predictions(self.gpu, self.calibration)
         capacity, host = self.gpu.usable_bytes, self.gpu.host_bytes
@@ -182,7 +182,7 @@ class _Ways:
         found = [search(each, self.devices, memory_of, time_of, capacity, SEARCHED, host=host) for each in known]
         roomy = sorted((each for ways in found for each in ways.roomy), key=rank)
         if roomy:
-            return Found(self.devices, capacity, roomy, [], [])
+            return SearchResult(self.devices, capacity, roomy, [], [])
         whole = find(config, self.devices, self.gpu, self.calibration, self.keep, within=1.0)
         self.fastest = [{name: value_of(each.config, name) for name in SEARCHED} for each in whole.ranked[:10]]
         return whole

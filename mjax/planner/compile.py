@@ -14,6 +14,7 @@ It needs the CUDA wheels (requirements-cuda.txt), which contain the compiler for
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -89,16 +90,6 @@ class Compilation:
     text: str
     step: Any
 
-    @property
-    def attention(self) -> str:
-        """The compiled attention kernel."""
-        return self.config.model.attention
-
-    @property
-    def unrolled(self) -> bool:
-        """Whether the layers are compiled one after the other, without a loop."""
-        return self.config.train.unroll == "on"
-
 
 def sheet_names() -> list[str]:
     """The GPUs with a target file."""
@@ -152,6 +143,7 @@ def compile_step(
       UsageError: JAX or cuDNN does not support the config.
       RunError: XLA cannot compile the step.
     """
+    import jax
     from jax.experimental.topologies import get_topology_desc
 
     from mjax.parallel.mesh import make_mesh
@@ -160,28 +152,43 @@ def compile_step(
     sizes = config.mesh
     config = resolved_on_gpu(config, gpu_named(gpu).compute_capability)
     config = with_unrolling(config, on_gpu=True)
-    servers = max(1, sizes.devices // per_server)
+    servers, sheet = max(1, sizes.devices // per_server), (SHEETS / f"{gpu}.txtpb").read_text()
     topology = get_topology_desc(
         platform="cuda",
         topology=f"1x{servers}x{min(sizes.devices, per_server)}",  # slices × servers × GPUs of a server
-        target_config=(SHEETS / f"{gpu}.txtpb").read_text(),
+        target_config=sheet,
     )
     mesh, device_kind = make_mesh(sizes, topology.devices), topology.devices[0].device_kind
 
     announce("tracing the step")
     began = time.perf_counter()
     program = build_program(config, mesh)
-    lowered = _lower(program)
+    try:
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    except NotImplementedError as error:
+        # JAX asks its GPU what cuDNN supports. Here it finds none, and assumes the oldest.
+        raise UsageError(
+            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
+            "one older than Hopper; add --model.attention xla"
+        ) from error
     traced = time.perf_counter()
     announce(f"compiling for {sizes.devices:,} × {device_kind}")
-    compiled = _compile(lowered, gpu, options)
+    try:
+        with _without_compilation_cache():
+            compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     done = time.perf_counter()
     announce("reading the compiled program")
     text, stats = compiled.as_text(), compiled.memory_analysis()
+    try:
+        collectives = read_collectives(text, dict(mesh.shape))
+    except HloError as error:
+        raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
     return Compilation(
         gpu=gpu,
         device_kind=device_kind,
-        gpu_memory=memory_of(gpu),
+        gpu_memory=int(re.search(r"device_memory_size: (\d+)", sheet)[1]),
         config=config,
         tracing=traced - began,
         compiling=done - traced,
@@ -193,39 +200,10 @@ def compile_step(
             stats.peak_memory_in_bytes,
             stats.host_temp_size_in_bytes,
         ),
-        collectives=_read(text, dict(mesh.shape)),
+        collectives=collectives,
         text=text,
         step=program,
     )
-
-
-def _lower(program):
-    """The traced step of a `TrainProgram`."""
-    try:
-        return program.train_step.lower(program.abstract_state, program.abstract_batch)
-    except NotImplementedError as error:
-        # JAX asks its GPU what cuDNN supports. Here it finds none, and assumes the oldest.
-        raise UsageError(
-            f"JAX does not lower cuDNN's attention here: {str(error).splitlines()[0]} Without a GPU it assumes "
-            "one older than Hopper; add --model.attention xla"
-        ) from error
-
-
-def _compile(lowered, gpu: str, options: dict[str, Any] | None):
-    import jax
-
-    try:
-        with _without_compilation_cache():
-            return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
-
-
-def _read(text: str, mesh: dict[str, int]) -> list[ScheduledCollective]:
-    try:
-        return read_collectives(text, mesh)
-    except HloError as error:
-        raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
 
 
 @contextmanager
@@ -244,19 +222,10 @@ def _without_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def memory_of(gpu: str) -> int:
-    """Bytes of memory in the target file of a GPU."""
-    for line in (SHEETS / f"{gpu}.txtpb").read_text().splitlines():
-        name, _, value = line.strip().partition(": ")
-        if name == "device_memory_size":
-            return int(value)
-    raise ValueError(f"the sheet of {gpu} gives no device_memory_size")
-
-
 def versions() -> dict[str, str]:
     """Versions of the compiler: JAX, and its CUDA plugin."""
-    found = installed()
-    return {name: found[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in found}
+    packages = installed()
+    return {name: packages[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in packages}
 
 
 # --- The section of a plan: memory and collectives as compiled, and as predicted --------------------------------------
@@ -278,12 +247,12 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
       expected: the ledger's counts (`Ledger.in_program`).
       formula: from `predict_memory`.
     """
-    memory, found = compiled.memory, counted(compiled.collectives)
+    memory, scheduled = compiled.memory, counted(compiled.collectives)
     values = {
         "gpu": compiled.gpu,
         "device_kind": compiled.device_kind,
-        "attention": compiled.attention,
-        "unrolled": compiled.unrolled,
+        "attention": compiled.config.model.attention,
+        "unrolled": compiled.config.train.unroll == "on",
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "memory": asdict(memory)
         | {"total": memory.total, "formula": formula.total, "host_formula": formula.host, "gpu": compiled.gpu_memory},
@@ -293,20 +262,28 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
                 "kind": key[1],
                 "dtype": key[2],
                 "ledger": dict(zip(("calls", "bytes"), expected.get(key, (0, 0)), strict=True)),
-                "compiled": dict(zip(("calls", "bytes"), found.get(key, (0, 0)), strict=True)),
+                "compiled": dict(zip(("calls", "bytes"), scheduled.get(key, (0, 0)), strict=True)),
             }
-            for key in sorted(expected.keys() | found.keys())
+            for key in sorted(expected.keys() | scheduled.keys())
         ],
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    parts = (
-        _about(values),
-        _memory(values["memory"], memory.outputs - memory.aliased),
-        _collectives(values["ledger"], any(collective.conditional for collective in compiled.collectives)),
-    )
-    lines = [line for part in parts for line in ("", *part)]
-    return Section(f"Compiled for {compiled.device_kind}", values, lines[1:])
+    about = {
+        "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
+        "XLA flags": values["xla_flags"] or "none",
+        "attention": values["attention"],
+        "layers": layers_in_words(values["unrolled"]),
+        "took": f"{compiled.tracing:.1f} s tracing, {compiled.compiling:.1f} s compiling",
+    }
+    lines = [
+        *named_rows(about),
+        "",
+        *_memory(values["memory"], memory.outputs - memory.aliased),
+        "",
+        *_collectives(values["ledger"], any(collective.conditional for collective in compiled.collectives)),
+    ]
+    return Section(f"Compiled for {compiled.device_kind}", values, lines)
 
 
 @contextmanager
@@ -325,17 +302,6 @@ def announcing() -> Iterator[Callable[[str], None]]:
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def _about(values: dict) -> list[str]:
-    rows = {
-        "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
-        "XLA flags": values["xla_flags"] or "none",
-        "attention": values["attention"],
-        "layers": layers_in_words(values["unrolled"]),
-        "took": ", ".join(f"{spent:.1f} s {what}" for what, spent in values["seconds"].items()),
-    }
-    return named_rows(rows)
 
 
 def _memory(memory: dict[str, float], outputs: float) -> list[str]:
@@ -365,9 +331,9 @@ def _collectives(rows: list[dict], in_branches: bool) -> list[str]:
         return ["collectives: none, on a mesh of one device"]
     cells = []
     for row in rows:
-        ours, found = row["ledger"], row["compiled"]
-        verdict = "equal" if ours["bytes"] == found["bytes"] else f"{found['bytes'] - ours['bytes']:+,}"
-        counts = [f"{each[what]:,}" for what in ("calls", "bytes") for each in (ours, found)]
+        ours, compiled = row["ledger"], row["compiled"]
+        verdict = "equal" if ours["bytes"] == compiled["bytes"] else f"{compiled['bytes'] - ours['bytes']:+,}"
+        counts = [f"{program[number]:,}" for number in ("calls", "bytes") for program in (ours, compiled)]
         cells.append([row["kind"], axes_name(row["axes"]), row["dtype"], *counts, verdict])
     header = ("collectives", "over", "dtype", "calls", "compiled", "bytes put in", "compiled", "")
     lines = table(header, cells, left=3)

@@ -1,4 +1,4 @@
-"""Checks whether a config fits into the memory of a GPU, and proposes changes that make it fit, cheapest first.
+"""Check whether a config fits into the memory of a GPU, and propose changes that make it fit, cheapest first.
 
 Every combination of the changes below is evaluated; one that is valid (`validate`) and leaves HEADROOM of the memory
 free is proposed, unless a part of it is enough. Prices only order the proposals: they are ranks, not times. Changes
@@ -21,6 +21,7 @@ last.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from mjax.errors import UsageError
 from mjax.models.build import is_unrolled, repeats_in_stack
 from mjax.models.kernels import HOPPER, capability_of, resolved_on_gpu
 from mjax.parallel.axes import PIPE, in_words
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, memory_of, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
 from mjax.planner.section import Section, layers_in_words, named_rows
 from mjax.step.precision import in_float8
@@ -83,20 +84,22 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
 
     No proposal contains another. The global batch, the model and its numbers do not change.
     """
-    found: list[tuple[dict[str, Any], Change]] = []
+    proposed: list[tuple[dict[str, Any], Change]] = []
     for price, values in sorted(_candidates(config), key=lambda candidate: candidate[0]):
-        if any(values.items() <= other.items() or _includes(values, other) for other, _ in found):
+        if any(values.items() <= other.items() or _includes(values, other) for other, _ in proposed):
             continue
         changed = with_values(config, values)
-        if not _runs(changed) or free_share((memory := predict_memory(changed)).total, usable) < HEADROOM:
+        if not _runs(changed):
             continue
-        if not fits_host(memory, host):
-            continue
-        typed = (f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items())
-        found.append((values, Change(" ".join(typed), changed, memory, price)))
-        if len(found) == count:
-            break
-    return [change for _, change in found]
+        memory = predict_memory(changed)
+        if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
+            flags = (
+                f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items()
+            )
+            proposed.append((values, Change(" ".join(flags), changed, memory, price)))
+            if len(proposed) == count:
+                break
+    return [change for _, change in proposed]
 
 
 ADA = (8, 9)
@@ -157,17 +160,17 @@ def check_gpu_at_hand(config: Config, name: str, force: bool, say: Callable[[str
     """
     import jax  # a plan does not need it
 
+    from mjax.cluster.processes import place_on_host
+
     device = jax.local_devices()[0]
-    found = memory_of(device)
-    if found is None or config.mesh.devices != jax.device_count():
+    usable = usable_memory(device)
+    if usable is None or config.mesh.devices != jax.device_count():
         return
     check_float8(config, device.device_kind, capability_of(device))
     config = resolved_on_gpu(config, capability_of(device))
     try:
-        from mjax.cluster.processes import place_on_host  # imports JAX
-
         host = host_memory() / (jax.local_device_count() * place_on_host()[1])
-        if warning := check_memory(config, *found, name, host):
+        if warning := check_memory(config, usable, device.device_kind, name, host):
             say(f"memory  {warning}")
     except UsageError as error:
         if not force:
@@ -209,16 +212,12 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
             f"{gpu}, which leaves {free:.1%}; the prediction may be off by {HEADROOM:.0%}, so it may not fit; {advice}"
         )
     advice = f"what fits, cheapest first: {nearest}" if changes else "no change of mesh or recomputation makes it fit"
+    largest_first = sorted(memory.parts.items(), key=lambda part: -part[1])
+    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in largest_first if size / GIB >= 0.05)
     raise UsageError(
-        f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({describe_kinds(memory)}) and {usable / GIB:.1f} GiB "
-        f"of {gpu} are usable{_larger_fraction(memory.total, usable)}; {advice}"
+        f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({kinds}) and {usable / GIB:.1f} GiB of {gpu} are "
+        f"usable{_larger_fraction(memory.total, usable)}; {advice}"
     )
-
-
-def describe_kinds(memory: Memory) -> str:
-    """`parameters 5.8, optimizer 7.8, …`, in GiB, the largest first."""
-    kinds = {name: size for name, size in memory.parts.items() if size / GIB >= 0.05}
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in sorted(kinds.items(), key=lambda kind: -kind[1]))
 
 
 # --- The combinations -------------------------------------------------------------------------------------------------
@@ -227,25 +226,23 @@ def describe_kinds(memory: Memory) -> str:
 def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every combination of changes: its price, and the changed fields by dotted name."""
     mesh, train = config.mesh, config.train
-    losses = [each.train.loss_chunks for each in (config, *with_loss_chunks(config, predict_memory(config)))]
+    losses = [config.train.loss_chunks for config in (config, *with_loss_chunks(config, predict_memory(config)))]
     unrolled = is_unrolled(config, on_gpu=True)
-    recomputes = [each for each in RECOMPUTE if RECOMPUTE[each] >= RECOMPUTE[train.recompute]]
-    for (pipe, data, context, model), recompute in itertools.product(_meshes(config), recomputes):
-        devices = pipe * data * context * model
-        moved = OTHER_MESH * ((pipe, data, context, model) != (mesh.pipe, mesh.data, mesh.context, mesh.model))
+    recomputes = [mode for mode in RECOMPUTE if RECOMPUTE[mode] >= RECOMPUTE[train.recompute]]
+    for sizes, recompute in itertools.product(_meshes(config), recomputes):
+        devices = math.prod(sizes.values())
+        moved = OTHER_MESH * any(size != getattr(mesh, axis) for axis, size in sizes.items())
         moved += MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
-        splits = {mesh.sequence_parallel, True} if model > 1 else {mesh.sequence_parallel}
-        zeros = [stage for stage in ZERO if stage >= mesh.zero and (data * context > 1 or stage == mesh.zero)]
-        micro_batches = _micro_batches(train.micro_batch, train.global_batch // data)
-        unrolls = ["off", config.train.unroll] if unrolled and pipe == 1 else [config.train.unroll]
+        splits = {mesh.sequence_parallel, True} if sizes["model"] > 1 else {mesh.sequence_parallel}
+        replicas = sizes["data"] * sizes["context"]
+        zeros = [stage for stage in ZERO if stage >= mesh.zero and (replicas > 1 or stage == mesh.zero)]
+        micro_batches = _micro_batches(train.micro_batch, train.global_batch // sizes["data"])
+        unrolls = ["off", train.unroll] if unrolled and sizes["pipe"] == 1 else [train.unroll]
         for micro_batch, split, zero, chunks, unroll in itertools.product(
             micro_batches, splits, zeros, losses, unrolls
         ):
             every = {
-                "mesh.pipe": pipe,
-                "mesh.data": data,
-                "mesh.context": context,
-                "mesh.model": model,
+                **{f"mesh.{axis}": size for axis, size in sizes.items()},
                 "mesh.sequence_parallel": split,
                 "mesh.zero": zero,
                 "train.recompute": recompute,
@@ -263,33 +260,24 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield price, values
 
 
-def _meshes(config: Config) -> list[tuple[int, int, int, int]]:
-    """The config's own mesh; those that give `data` to `context`, `model` or `pipe`; and those with two to sixty-four
-    times the GPUs: (pipe, data, context, model)."""
+def _meshes(config: Config) -> list[dict[str, int]]:
+    """Sizes by axis: of the config's mesh; of meshes with `data` given to another axis; with 2 to 64 times the GPUs."""
     mesh, positions = config.mesh, config.model.sequence
-    found = [(mesh.pipe, mesh.data, mesh.context, mesh.model)]
+    sizes = {"pipe": mesh.pipe, "data": mesh.data, "context": mesh.context, "model": mesh.model}
+    meshes = [sizes]
     for factor in (2, 4, 8):
         if mesh.data % factor == 0:
-            data = mesh.data // factor
-            found += [
-                (mesh.pipe, data, mesh.context, mesh.model * factor),
-                (mesh.pipe * factor, data, mesh.context, mesh.model),
-                (mesh.pipe, data, mesh.context * factor, mesh.model),
-            ]
+            less = sizes | {"data": mesh.data // factor}
+            meshes += [less | {axis: sizes[axis] * factor} for axis in ("model", "pipe", "context")]
     for factor in (2, 4, 8, 16, 32, 64):
-        found += [
-            (mesh.pipe, mesh.data, mesh.context, mesh.model * factor),
-            (mesh.pipe * factor, mesh.data, mesh.context, mesh.model),
-            (mesh.pipe, mesh.data * factor, mesh.context, mesh.model),
-            (mesh.pipe, mesh.data, mesh.context * factor, mesh.model),
-        ]
+        meshes += [sizes | {axis: sizes[axis] * factor} for axis in ("model", "pipe", "data", "context")]
 
     def is_sensible(context: int, model: int) -> bool:
         # Devices of `model` communicate in every layer, so they should share a server: at most eight, unless it has
         # more. Sequences are split if they are long.
         return model <= max(8, mesh.model) and (context == mesh.context or positions // context >= LEAST_POSITIONS)
 
-    return [axes for axes in found if is_sensible(*axes[2:])]
+    return [sizes for sizes in meshes if is_sensible(sizes["context"], sizes["model"])]
 
 
 def _micro_batches(largest: int, share: int) -> list[int]:
@@ -299,8 +287,7 @@ def _micro_batches(largest: int, share: int) -> list[int]:
 
 
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
-    """True if `values` include what is proposed already, or go further: a smaller micro-batch, full instead of
-    selective recomputation."""
+    """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
 
     def strength(name: str, value: Any) -> int:
         return -value if name == "train.micro_batch" else RECOMPUTE.get(value, 1 if value == "off" else value)
@@ -378,8 +365,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         free = free_share(memory.total, gpu.usable_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         if memory.host:
-            values |= _of_server(config, memory, gpu)
-            rows["host memory"] += f"; {_server_in_words(values)}"
+            needed, available = min(gpu.gpus_per_node, config.mesh.devices) * memory.host, gpu.host_memory_per_node
+            values |= {"host_of_server": needed, "host_memory": available}
+            rows["host memory"] += f"; {_server_in_words(needed, available)}"
         values |= {
             "gpu": gpu.name,
             "usable": gpu.usable_bytes,
@@ -408,18 +396,11 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     return Section("Memory", values, [*named_rows(rows), *lines])
 
 
-def _of_server(config: Config, memory: Memory, gpu: Gpu) -> dict[str, float | None]:
-    """Bytes of host memory in a server: what all of its devices need, and what it has, None if that is not known."""
-    devices = min(gpu.gpus_per_node, config.mesh.devices)
-    return {"host_of_server": devices * memory.host, "host_memory": gpu.host_memory_per_node}
-
-
-def _server_in_words(values: dict[str, Any]) -> str:
-    needed, there = values["host_of_server"], values["host_memory"]
-    if there is None:
+def _server_in_words(needed: float, available: float | None) -> str:
+    if available is None:
         return f"{needed / GIB:,.1f} GiB in a server, whose memory is not known"
-    words = f"{needed / GIB:,.1f} of the {there / GIB:,.0f} GiB of a server"
-    return words if needed <= there else f"{words}, which is too much: use --train.recompute full"
+    words = f"{needed / GIB:,.1f} of the {available / GIB:,.0f} GiB of a server"
+    return words if needed <= available else f"{words}, which is too much: use --train.recompute full"
 
 
 def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:
@@ -427,22 +408,13 @@ def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, na
     from mjax.pictures.plan import draw_memory  # matplotlib takes a second to import
 
     config = resolved_on_gpu(config, HOPPER if gpu is None else gpu.compute_capability)
-    modes = {mode: memory.parts for mode, memory in variants(config).items()}
+    modes = {}
+    for split in (False, True) if config.mesh.model > 1 else (False,):
+        for recompute in RECOMPUTE:
+            changed = with_values(config, {"mesh.sequence_parallel": split, "train.recompute": recompute})
+            if can_run_layers(changed):
+                modes[recompute + ", sequence parallel" * split] = predict_memory(changed).parts
     heading = f"Memory of a device by recomputation mode{', for ' * bool(name)}{name}"
     micro_batch, attention = config.train.micro_batch, config.model.attention
     about = f"{in_words(config.mesh, PIPE)}, micro-batches of {micro_batch}, attention by {attention}"
     draw_memory(modes, file, heading, about, gpu, HEADROOM)
-
-
-def variants(config: Config) -> dict[str, Memory]:
-    """The memory in each recomputation mode that is possible, with and without sequence parallelism if `model` is above
-    1."""
-    found = {}
-    for split in (False, True) if config.mesh.model > 1 else (False,):
-        for recompute in ("none", "selective", "full", "offload"):
-            train = replace(config.train, recompute=recompute)
-            changed = replace(config, mesh=replace(config.mesh, sequence_parallel=split), train=train)
-            if not can_run_layers(changed):
-                continue
-            found[f"{recompute}, sequence parallel" if split else recompute] = predict_memory(changed)
-    return found

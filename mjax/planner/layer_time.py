@@ -1,6 +1,9 @@
 """Predicted seconds of a layer: its products, attention, memory-bound kernels and collectives, forward and backward.
 
-`time.py` says how each is modelled, and puts layers together to a step.
+`time.py` says how each is modelled, and puts layers together to a step. `Software` has the properties of a training
+program that no config contains: what it sends and what it hides. mjax's own program is traced: its products, the bytes
+of its kernels and its collectives are read from the trace of a layer. The programs of papers cannot be traced; what
+their kernels read and write was read from their code (`Written`). Nothing here is fitted.
 """
 
 from __future__ import annotations
@@ -178,15 +181,11 @@ class Common:
 
     @cached_property
     def layer_scatter(self) -> float:
-        return self._split(self.element)
+        return self.rates.gather(self.config.mesh.model, 1, self.element * self.stream)
 
     @cached_property
     def layer_gather(self) -> float:
-        return self._split(self.gathered)
-
-    def _split(self, width: float) -> float:
-        """A gather or a reduce-scatter of a stream over `model`, of `width` bytes per element."""
-        return self.rates.gather(self.config.mesh.model, 1, width * self.stream)
+        return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
 
     def over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
         """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
@@ -197,8 +196,8 @@ class Common:
             return seconds
         return seconds + collective(copies(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
 
-    def waits(self, seconds: float, work: float) -> float:
-        """What layers wait for of so many seconds of ZeRO's collectives beside so much work."""
+    def exposed_zero(self, seconds: float, work: float) -> float:
+        """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
         return seconds - min(self.overlap.weights * seconds, work)
 
     def seconds_of(self, moved: Moved) -> float:
@@ -234,43 +233,40 @@ class LayerTime:
         return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
 
     def _forward(self) -> dict[str, float]:
-        """A layer's forward pass."""
         over_model, over_data = self._agreed(0)
+        work = {"matmul": self._forward_products, "attention": self._attention, "elementwise": self._kernels[0]}
+        gathers = self._over_data(self.run.gathered)
         forward = {
-            "matmul": self._forward_products,
-            "attention": self._attention,
-            "elementwise": self._kernels[0],
+            **work,
             "model": len(self.layer.branches) * self.run.layer_sum + over_model,
             "context": sum(self._over_context),
             "expert": sum(self._over_experts),
-            "data": self.run.waits(self._over_data(self.run.gathered), self.forward_work) + over_data,
+            "data": self.run.exposed_zero(gathers, sum(work.values())) + over_data,
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
     @cached_property
     def _to_host(self) -> float:
         """A copy of what a layer keeps in host memory, one way."""
-        kernel = "cudnn" if self.run.flash else "xla"
-        recompute = self.config.train.recompute
+        kernel, recompute = self._traced_kernel, self.config.train.recompute
 
-        def kept(of: trace.Traced) -> tuple[float, ...]:
+        def offloaded(of: trace.Traced) -> tuple[float, ...]:
             return (trace.layer_backward(of, kernel, recompute).offloaded,)
 
         if recompute != "offload":
             return 0.0
-        return self.rates.host(*trace.of_micro_batch(self.of, self.samples, kept))
+        return self.rates.host(*trace.of_micro_batch(self.of, self.samples, offloaded))
 
     @property
-    def forward_work(self) -> float:
-        """What a layer computes in its forward pass."""
-        return self._forward_products + self._attention + self._kernels[0]
+    def _traced_kernel(self) -> str:
+        return "cudnn" if self.run.flash else "xla"
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
-        again, software = self.config.train.recompute, self.software
-        to_inputs = sum(self._product(each, each.k, each.n) for each in self.layer.of_weights)
+        recompute, software = self.config.train.recompute, self.software
+        to_inputs = sum(self._product(product, product.k, product.n) for product in self.layer.of_weights)
         over_model, over_data = self._agreed(1)
-        whole, attention = again in ("full", "offload"), again != "none"
+        whole, attention = recompute in ("full", "offload"), recompute != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
             sent = 2 * self.run.layer_gather + software.repeated_sums * self.run.layer_scatter
@@ -285,72 +281,71 @@ class LayerTime:
             "elementwise": self._kernels[1] + self._loop,
         }
         stored = self._over_data(self.run.gathered) + self._over_data(software.gradient_bytes)
-        beside = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
+        overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
             "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
-            "data": self.run.waits(stored, beside) + over_data,
+            "data": self.run.exposed_zero(stored, overlapped) + over_data,
             "host": self._to_host,
         }
 
     @cached_property
     def _forward_products(self) -> float:
         return sum(
-            self._product(each, n, each.k)
-            for each, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
-            for n in ((each.n,) if self._is_joined(columns) else columns)
+            self._product(product, n, product.k)
+            for product, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
+            for n in ((product.n,) if self._is_joined(columns) else columns)
         )
 
     def _is_joined(self, columns: tuple[int, ...]) -> bool:
         """Whether products of the same input run as one."""
-        written = self.element * self.run.tokens * max(columns)
         if len(columns) == 1 or self.run.float8:
             return False
-        return self.software.written is not None or written <= JOINED_BYTES
+        return self.software.written is not None or self.element * self.run.tokens * max(columns) <= JOINED_BYTES
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        found = 0.0
-        for each in products:
-            rows, groups = self._rows(each)
-            found += self.rates.product(each.k, each.n, rows, groups, float8=self.run.float8)
-        return found
+        seconds = 0.0
+        for product in products:
+            rows, groups = self._rows(product)
+            seconds += self.rates.product(product.k, product.n, rows, groups, float8=self.run.float8)
+        return seconds
 
-    def _product(self, each: Product, n: int, k: int) -> float:
+    def _product(self, product: Product, n: int, k: int) -> float:
         """[tokens, k] × [k, n] for the tokens of a product with a weight."""
-        rows, groups = self._rows(each)
+        rows, groups = self._rows(product)
         return self.rates.product(rows, n, k, groups, float8=self.run.float8)
 
-    def _rows(self, each: Product) -> tuple[float, int]:
-        """The rows of a product with a weight, and how many weights have as many each: of experts whole tiles."""
-        if not each.grouped:
-            return self.samples * each.m, 1
+    def _rows(self, product: Product) -> tuple[float, int]:
+        """The rows of a product with a weight, and the number of weights with so many; experts have whole tiles."""
+        rows, groups = self.samples * product.m, product.batch
+        if not product.grouped:
+            return rows, 1
         model, mesh = self.config.model, self.config.mesh
-        rows, groups = self.samples * each.m, each.batch
         if self.worst:
-            own = model.parted_experts() // mesh.expert
-            rows, groups = self.run.tokens * mesh.expert, min(model.taken_experts(), own)
+            local = model.parted_experts() // mesh.expert
+            rows, groups = self.run.tokens * mesh.expert, min(model.taken_experts(), local)
         return TILE * math.ceil(rows / TILE), groups
 
     @cached_property
     def _over_experts(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
-        mesh, found = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
+        mesh, seconds = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
         for name, whole in trace.layer_collectives(self.of, EXPERT):
-            found[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
-        return found["all_gather"], found["reduce_scatter"]
+            seconds[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
+        return seconds["all_gather"], seconds["reduce_scatter"]
 
     @cached_property
     def _over_context(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
-        mesh, found, back = self.config.mesh, [0.0, 0.0], 0
+        mesh, seconds, exchanged = self.config.mesh, [0.0, 0.0], 0
         for name, whole in trace.layer_collectives(self.of, CONTEXT):
-            found[back == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
-            back += name == "all_to_all"  # of queries, keys and values, then of the result
-        return tuple(found)
+            seconds[exchanged == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
+            exchanged += name == "all_to_all"  # of queries, keys and values, then of the result
+        return tuple(seconds)
 
     @cached_property
     def _attention(self) -> float:
@@ -366,30 +361,29 @@ class LayerTime:
 
     def _flash(self, backward: bool) -> float:
         products, model = self.layer.of_activations, self.config.model
-        flops = self.samples * sum(each.flops for each in products) / (2 if model.causal else 1)
+        flops = self.samples * sum(product.flops for product in products) / (2 if model.causal else 1)
         return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
 
     @cached_property
     def _score_products(self) -> float:
         products = self.layer.of_activations
-        return sum(self.rates.product(each.m, each.n, each.k, each.batch * self.samples) for each in products)
+        return sum(self.rates.product(p.m, p.n, p.k, p.batch * self.samples) for p in products)
 
     @cached_property
     def _scores(self) -> tuple[float, float]:
         """Passes over stored scores, in the forward and in the backward pass."""
         written = self.software.written
         if written is None:
-            return tuple(self.rates.traffic(each.scores, 3) for each in self.traced[:2])
-        elements = self.samples * max(each.batch * each.m * each.n for each in self.layer.of_activations)
+            return tuple(self.rates.traffic(moved.scores, 3) for moved in self.traced[:2])
+        elements = self.samples * max(p.batch * p.m * p.n for p in self.layer.of_activations)
         forward = self.rates.traffic(written.scores * elements * self.element / 2, 3)
         return forward, written.backward * forward
 
     @cached_property
     def traced(self) -> Kernels:
         """What the traced kernels move for a micro-batch."""
-        kernel = "cudnn" if self.run.flash else "xla"
-        find = kernel_bytes.of_micro_batch if self.run.exact else kernel_bytes.at_least
-        return find(self.of, kernel, self.config.train.recompute, self.samples)
+        bytes_of = kernel_bytes.of_micro_batch if self.run.exact else kernel_bytes.at_least
+        return bytes_of(self.of, self._traced_kernel, self.config.train.recompute, self.samples)
 
     @cached_property
     def _kernels(self) -> tuple[float, float]:
@@ -397,7 +391,7 @@ class LayerTime:
         mesh, written = self.config.mesh, self.software.written
         if written is None:
             width = 2 * self.element * self.run.tokens
-            cut = [width * sum(each) for each in self.layer.joined if self._is_joined(each)]
+            cut = [width * sum(columns) for columns in self.layer.joined if self._is_joined(columns)]
             forward, backward = map(self.run.seconds_of, self.traced[:2])
             return forward + self.rates.traffic(sum(cut), len(cut)), backward
         stream = written.stream * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
@@ -422,15 +416,14 @@ class LayerTime:
 
     @cached_property
     def _exposed_backward(self) -> float:
-        """What a layer waits for of its backward collectives: those beside the weight gradients of the column-parallel
-        layers before them, cost nothing up to the time that these take."""
+        """Exposed seconds of a layer's backward collectives over `model`.
+
+        A collective that overlaps the weight gradients of column-parallel layers costs nothing while these run.
+        """
         split = self.config.mesh.splits_tokens
         hidden = self.overlap.backward * (2 * self.run.layer_scatter if split else self.run.layer_sum)
-        sums = 0.0
-        for branch in self.layer.branches:
-            beside = self._weight_gradients(branch[:-1])
-            sums += self.run.layer_sum - min(hidden, beside)
-        return sums
+        gradients = [self._weight_gradients(branch[:-1]) for branch in self.layer.branches]
+        return sum(self.run.layer_sum - min(hidden, overlapped) for overlapped in gradients)
 
     def _over_data(self, width: float) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
@@ -445,10 +438,11 @@ def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rat
     Those of weights are over `model` only; where the others are too, XLA combines them with one of these.
     """
     over_model = over_data = 0.0
-    for axes in agreed if copies(mesh) > 1 else (each for each in agreed if DATA in each):
+    replicated = copies(mesh) > 1
+    for axes in agreed:
         seconds = rates.agree(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model)
-        if DATA in axes and copies(mesh) > 1:
+        if DATA in axes and replicated:
             over_data += seconds
-        else:
+        elif DATA in axes or replicated:
             over_model += seconds
     return over_model, over_data

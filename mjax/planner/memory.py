@@ -98,10 +98,9 @@ def fits_host(memory: Memory, host: float | None) -> bool:
     return host is None or memory.host <= host
 
 
-def memory_of(device) -> tuple[float, str] | None:
-    """Bytes that XLA may allocate on a JAX device, and its name; None if it is not a GPU or does not say."""
-    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
-    return (float(limit), device.device_kind) if limit else None
+def usable_memory(device) -> float | None:
+    """Bytes that XLA may allocate on a JAX device; None if it is not a GPU or does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit") if device.platform == "gpu" else None
 
 
 def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:

@@ -90,24 +90,23 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     fixed = {name: value_of(config, name) for name in keep}
     train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
 
-    def or_kept(name: str, possible: Sequence) -> Sequence:
-        """A kept value stays even if the field has no effect on this mesh."""
+    def or_fixed(name: str, possible: Sequence) -> Sequence:
+        """The fixed value, even if the field has no effect on this mesh, or the possible ones."""
         return [fixed[name]] if name in fixed else possible
 
     def expert_ranks(data: int, model: int) -> list[int]:
         possible = divisors(math.gcd(data, experts)) if experts else [1]
         return [ranks for ranks in possible if ranks * model <= max(SERVER, model) or ranks == fixed.get("mesh.expert")]
 
-    def ways(model: int, context: int) -> list[str]:
-        """Of attention over `context`."""
-        found = ways_across(replace(config, mesh=MeshConfig(context=context, model=model)))
-        kept = fixed.get("mesh.context_attention")
-        if kept is None:
-            return found
-        return [kept] if kept in found or (kept == "auto" and found) else []
+    def context_attention(model: int, context: int) -> Sequence[str]:
+        if context == 1:
+            return or_fixed("mesh.context_attention", ["auto"])
+        possible = ways_across(replace(config, mesh=MeshConfig(context=context, model=model)))
+        if fixed.get("mesh.context_attention") == "auto":
+            return ["auto"] * bool(possible)
+        return possible
 
     for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
-        over_context = ways(model, context) if context > 1 else or_kept("mesh.context_attention", ["auto"])
         for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.sequences * config.model.sequence // context
             splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
@@ -118,11 +117,11 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.model": [model],
                 "mesh.expert": expert_ranks(data, model),
                 "mesh.context": [context],
-                "mesh.context_attention": over_context,
+                "mesh.context_attention": context_attention(model, context),
                 "mesh.sequence_parallel": [False, True] if splits else [False],
-                "mesh.schedule": or_kept("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
+                "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
-                "mesh.zero": or_kept("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
+                "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
                 "train.loss_chunks": sorted({1, train.loss_chunks}),
@@ -140,7 +139,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     this `context`, or with those that leave a rank `LEAST_POSITIONS`."""
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
-    parts = [each for each in divisors(model.sequence) if each == 1 or model.sequence // each >= LEAST_POSITIONS]
+    parts = [n for n in divisors(model.sequence) if n == 1 or model.sequence // n >= LEAST_POSITIONS]
     for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)
@@ -150,8 +149,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
 
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
-    """`config` with the loss in CHUNKS chunks if the logits are at the peak of its memory, and the model has that; else
-    nothing."""
+    """`config` with the loss in CHUNKS chunks, if its memory peaks with the logits and the model supports chunks."""
     if memory.moment != "head" or config.train.loss_chunks > 1 or not scores_in_chunks(config.model):
         return []
     return [replace(config, train=replace(config.train, loss_chunks=CHUNKS))]
@@ -181,7 +179,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -247,7 +245,7 @@ def search(
     top: int = 10,
     within: float = WITHIN,
     among: Collection[Config] | None = None,
-) -> Found:
+) -> SearchResult:
     """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `within` times the
     fastest.
 
@@ -267,24 +265,24 @@ def search(
     roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
     every = list(candidates(config, devices, keep) if among is None else among)
 
-    def in_chunks(candidate: Config, memory: Memory) -> list[Config]:
-        """The candidate with the loss in chunks, if it lacks memory."""
+    def with_chunks(candidate: Config, memory_of: MemoryOf) -> list[tuple[Config, Memory]]:
+        """The candidate, and if it lacks memory the same with the loss in chunks; each with its memory."""
+        memory = memory_of(candidate)
         lacks = free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep
-        return with_loss_chunks(candidate, memory) if lacks else []
+        chunked = with_loss_chunks(candidate, memory) if lacks else []
+        return [(candidate, memory), *((other, memory_of(other)) for other in chunked)]
 
     def predict(candidate: Config) -> None:
         nonlocal without_host
-        memory = memory_of(candidate)
-        tried = [(candidate, memory), *((each, memory_of(each)) for each in in_chunks(candidate, memory))]
-        for each, memory in tried:
+        for variant, memory in with_chunks(candidate, memory_of):
             if memory.total > capacity:
-                too_big.append((each, memory.total))
+                too_big.append((variant, memory.total))
                 continue
             if not fits_host(memory, host):
                 without_host += 1
                 continue
             fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
-            fitting.append(Candidate(each, memory, time_of(each)))
+            fitting.append(Candidate(variant, memory, time_of(variant)))
             if fitting is roomy:
                 insort(fastest, roomy[-1].time.mean)
 
@@ -304,41 +302,39 @@ def search(
                     predict(candidate)
             else:
                 for candidate in group:
-                    memory = bounds.memory(candidate)
-                    sizes = [memory.total, *(bounds.memory(each).total for each in in_chunks(candidate, memory))]
-                    too_big.append((candidate, min(sizes))) if min(sizes) > capacity else left.append(candidate)
+                    least_bytes = min(memory.total for _, memory in with_chunks(candidate, bounds.memory))
+                    too_big.append((candidate, least_bytes)) if least_bytes > capacity else left.append(candidate)
             if left:
                 heappush(waiting, (bounds.seconds(left[0], True), number, True, left))
             advance(len(group) - len(left))
     roomy, tight = sorted(roomy, key=rank), sorted(tight, key=rank)
-    return Found(devices, capacity, roomy, tight, too_big, without_host, tuple(slower))
+    return SearchResult(devices, capacity, roomy, tight, too_big, without_host, tuple(slower))
 
 
 def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool, list[Config]]]:
-    """A heap of candidates that take the same at least: the seconds, a number of its own, whether these come from a
-    traced layer, and the candidates."""
-    alike = defaultdict(list)
-    for each in every:
-        alike[tuple(value_of(each, name) for name in SEARCHED if name not in UNBOUND)].append(each)
-    groups = enumerate(alike.values())
-    waiting = [(bounds.seconds(group[0], False), number, False, group) for number, group in groups]
+    """Return a heap of candidates with the same lower bound.
+
+    Entries are the seconds, the number of the group, whether the seconds come from a traced layer, and the candidates.
+    """
+    groups = defaultdict(list)
+    for candidate in every:
+        groups[tuple(value_of(candidate, name) for name in SEARCHED if name not in UNBOUND)].append(candidate)
+    waiting = [(bounds.seconds(group[0], False), n, False, group) for n, group in enumerate(groups.values())]
     heapify(waiting)
     return waiting
 
 
 def rank(candidate: Candidate) -> tuple:
-    """The sort key of candidates: seconds of the run to four digits, then complexity."""
-    return float(f"{candidate.time.mean:.4g}"), complexity(candidate.config)
-
-
-def complexity(config: Config) -> tuple:
-    """Smaller is simpler; the most important fields for a reader of the config come first."""
-    mesh, train = config.mesh, config.train
+    """The sort key of candidates: seconds of the run to four digits, then the simplest first."""
+    mesh, train = candidate.config.mesh, candidate.config.train
     schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
-    recompute = RECOMPUTE.index(train.recompute)
-    first = mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero
-    last = train.micro_batch, train.loss_chunks, mesh.expert, mesh.context_attention
-    return *first, recompute, mesh.sequence_parallel, *last
+    # The most important fields for a reader of the config come first.
+    return (
+        float(f"{candidate.time.mean:.4g}"),
+        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero),
+        *(RECOMPUTE.index(train.recompute), mesh.sequence_parallel, train.micro_batch, train.loss_chunks),
+        *(mesh.expert, mesh.context_attention),
+    )
 
 
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
@@ -367,31 +363,36 @@ class Alternative:
         if self.candidate is None:
             return []
         pairs = [(name, value_of(self.candidate.config, name)) for name in SEARCHED if name != self.field]
-        return [f"{short(name)} {word(value)}" for name, value in pairs if value != value_of(best, name)]
+        differ = [(name.split(".")[1], word(value)) for name, value in pairs if value != value_of(best, name)]
+        return [f"{name.replace('_', '-')} {value}" for name, value in differ]
 
 
-def compared(best: Config) -> list[str]:
-    """Fields of which it is told what a choice is worth. Not those that follow from others: `data` is what `pipe` and
-    `model` leave, and without a pipeline there are no schedule and no chunks, and without `context` no attention over
-    it."""
+def compared_fields(best: Config) -> list[str]:
+    """Fields for which the report says what a choice is worth, without fields that follow from others.
+
+    `data` is what `pipe` and `model` leave. Without a pipeline there are no schedule and no chunks, and without
+    `context` no attention over it.
+    """
     follow = {"mesh.data"} if best.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
     if best.mesh.context == 1:
         follow.add("mesh.context_attention")
     return [name for name in SEARCHED if name not in follow]
 
 
-def alternatives(found: Found) -> list[Alternative]:
-    """For each field of `compared`, what the best candidate would lose with another value of it, with all others
-    searched again; fields with the same value in every candidate are left out."""
-    best, listed = found.ranked[0], []
-    for name in compared(best.config):
+def alternatives(result: SearchResult) -> list[Alternative]:
+    """For each compared field, the fastest candidate with another value of it.
+
+    Fields with the same value in every candidate are left out.
+    """
+    best, listed = result.ranked[0], []
+    for name in compared_fields(best.config):
         value = value_of(best.config, name)
-        other = next((each for each in found.ranked if value_of(each.config, name) != value), None)
+        other = next((ranked for ranked in result.ranked if value_of(ranked.config, name) != value), None)
         if other is not None:
             listed.append(Alternative(name, value, value_of(other.config, name), other, None))
             continue
-        others = [(each.config, each.memory.total) for each in found.tight] if found.roomy else []
-        sizes = [(size, value_of(each, name)) for each, size in others + found.too_big if value_of(each, name) != value]
+        unranked = [(tight.config, tight.memory.total) for tight in result.tight if result.roomy] + result.too_big
+        sizes = [(size, value_of(config, name)) for config, size in unranked if value_of(config, name) != value]
         if sizes:
             least, instead = min(sizes, key=lambda pair: pair[0])
             listed.append(Alternative(name, value, instead, None, least))
@@ -413,11 +414,6 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def short(name: str) -> str:
-    """The last part of a dotted name, in words: train.micro_batch → micro-batch."""
-    return name.split(".")[1].replace("_", "-")
 
 
 def word(value: Any) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import GIB, Gpu, gpu_named
 from mjax.config import Config, DataConfig, MeshConfig
@@ -29,13 +28,13 @@ from mjax.planner.search import (
     Alternative,
     Bounds,
     Candidate,
-    Found,
     MemoryOf,
+    SearchResult,
     TimeOf,
     alternatives,
     batch_unit,
     candidates,
-    compared,
+    compared_fields,
     describe,
     divisors,
     rank,
@@ -47,16 +46,11 @@ from mjax.planner.search import (
 from mjax.planner.search_flags import WIDTH, SearchArguments
 from mjax.planner.section import Section, good_to, table
 from mjax.planner.time import LeastTime, StepTime, predict_time, run_tokens
+from mjax.utils.progress import progress
 
-LIKE_THE_BEST = (
-    "mesh.model",
-    "mesh.sequence_parallel",
-    "mesh.schedule",
-    "mesh.zero",
-    "train.recompute",
-    "train.loss_chunks",
-)
-"""Fields that do not depend on divisors of the batch. They are kept: all ways at the full batch take minutes."""
+INDEPENDENT_OF_BATCH = (
+    "mesh.model", "mesh.sequence_parallel", "mesh.schedule", "mesh.zero", "train.recompute", "train.loss_chunks",
+)  # fmt: skip
 LARGEST = 16_384
 """The largest number of GPUs tried when looking for how many are enough."""
 
@@ -90,8 +84,8 @@ class Question:
         return self.gpu.name + (f", {self.gpu.gpus_per_node} a server" * (self.gpu.gpus_per_node != usual))
 
 
-LeftOut = tuple[dict[str, Any] | None, str]
-"""What a batch ramp-up excludes from a search: plain values for JSON, and a sentence; None and empty if nothing."""
+Excluded = tuple[dict[str, Any] | None, str]
+"""Candidates that a batch ramp-up excludes: plain values for JSON, and a sentence; None and empty if nothing."""
 
 
 def run_search(
@@ -120,51 +114,50 @@ def run_search(
     memory_of, time_of = predictions(gpu, calibration)
 
     began = time.perf_counter()
-    found = find(config, devices, gpu, calibration, keep, top=arguments.top)
-    refuse_too_big(found, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
-    found = with_alternatives(found, config, gpu, calibration, keep)
+    result = find(config, devices, gpu, calibration, keep, top=arguments.top)
+    refuse_too_big(result, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
+    result = with_alternatives(result, config, gpu, calibration, keep)
     seconds = time.perf_counter() - began
 
     question = Question(name, config, gpu, arguments.price, arguments.top, time_of, kernel_of)
-    best, file = found.ranked[0].config, arguments.write
-    left_out = narrowed(found, config, memory_of, time_of, keep)
-    section = report(found, question, seconds, None if file is None else str(file), left_out)
-    return best, section, _about(found, question)
+    excluded = excluded_by_rampup(result, config, memory_of, time_of, keep)
+    section = report(result, question, seconds, arguments.write and str(arguments.write), excluded)
+    return result.ranked[0].config, section, _about(result, question)
 
 
 def find(
     config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = (), **ranked: Any
-) -> Found:
-    """The fastest ways to run `config` on this many GPUs, with a progress bar on a terminal; `ranked` as for `search`:
-    `top`, `within`, `among`."""
+) -> SearchResult:
+    """The fastest ways to run `config` on this many GPUs, with a progress bar on a terminal.
+
+    `ranked` are arguments of `search`: `top`, `within`, `among`.
+    """
     bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=gpu.compute_capability))
     memory_of, time_of = predictions(gpu, calibration)
-    return search(
-        config, devices, memory_of, time_of, gpu.usable_bytes, keep, _showing, gpu.host_bytes, bounds, **ranked
-    )
+    bar = partial(progress, "searching", transient=True)
+    return search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, bar, gpu.host_bytes, bounds, **ranked)
 
 
 def with_alternatives(
-    found: Found, config: Config, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()
-) -> Found:
-    """`found` with the fastest candidate that has another value, of each field of which all that are ranked have the
-    same."""
-    best = found.ranked[0].config
-    for name in compared(best):
+    result: SearchResult, config: Config, gpu: Gpu, calibration: Calibration | None, keep: Collection[str] = ()
+) -> SearchResult:
+    """Add the fastest candidate with another value, for each field that is the same in all ranked candidates."""
+    best = result.ranked[0].config
+    for name in compared_fields(best):
         value = value_of(best, name)
-        others = [each for each in found.slower if value_of(each, name) != value]
-        if others and all(value_of(each.config, name) == value for each in found.ranked):
-            also = find(config, found.devices, gpu, calibration, keep, top=1, within=1.0, among=others)
-            tried = set(others).difference(also.slower)
-            found = replace(
-                found,
-                roomy=sorted(found.roomy + also.roomy, key=rank),
-                tight=sorted(found.tight + also.tight, key=rank),
-                too_big=found.too_big + also.too_big,
-                without_host=found.without_host + also.without_host,
-                slower=tuple(each for each in found.slower if each not in tried),
+        others = [config for config in result.slower if value_of(config, name) != value]
+        if others and all(value_of(candidate.config, name) == value for candidate in result.ranked):
+            more = find(config, result.devices, gpu, calibration, keep, top=1, within=1.0, among=others)
+            tried = set(others).difference(more.slower)
+            result = replace(
+                result,
+                roomy=sorted(result.roomy + more.roomy, key=rank),
+                tight=sorted(result.tight + more.tight, key=rank),
+                too_big=result.too_big + more.too_big,
+                without_host=result.without_host + more.without_host,
+                slower=tuple(config for config in result.slower if config not in tried),
             )
-    return found
+    return result
 
 
 def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
@@ -175,46 +168,27 @@ def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, Ti
     )
 
 
-@contextmanager
-def _showing(total: int) -> Iterator[Callable[[int], None]]:
-    """On a terminal a progress bar, after the first second."""
-    from mjax.utils.progress import progress
-
-    began, before, show = time.perf_counter(), 0, None
-
-    def advance(done: int) -> None:
-        nonlocal before, show
-        before += done
-        if show is None and time.perf_counter() - began > 1:
-            show, done = bar.enter_context(progress("searching", total, transient=True)), before
-        if show is not None:
-            show(done)
-
-    with ExitStack() as bar:
-        yield advance
-
-
-def _about(found: Found, question: Question) -> str:
+def _about(result: SearchResult, question: Question) -> str:
     """Docstring of the written config: what it is and how it was chosen."""
-    best, config = found.ranked[0], question.config
-    spent = cost(best, found.devices, question)
+    best, config = result.ranked[0], question.config
+    spent = cost(best, result.devices, question.price)
     mfu = "" if best.time.mfu is None else f", {best.time.mfu:.1%} MFU"
     rows = {
         "parameters": f"{count_parameters(config.model):,}",
-        "hardware": f"{found.devices:,} × {question.hardware}: {describe(best.config)}",
+        "hardware": f"{result.devices:,} × {question.hardware}: {describe(best.config)}",
         "predicted": f"{best.time.total:.3g} s a step ({good_to(best.time.error)}), {best.time.model_tflops:.0f} model "
-        f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {found.capacity / GIB:.1f} GiB a GPU",
+        f"TFLOP/s a GPU{mfu}; {best.memory.total / GIB:.1f} of {result.capacity / GIB:.1f} GiB a GPU",
         "cost": f"{run_tokens(config):,} tokens in {spent.days:.3g} days, {spent.gpu_hours:,.0f} GPU-hours",
-        "chosen": f"by `mjax plan`: the fastest of {len(found.ranked):,} ways that fit, of {found.tried:,} to run "
+        "chosen": f"by `mjax plan`: the fastest of {len(result.ranked):,} ways that fit, of {result.tried:,} to run "
         f"{question.name} at a global batch of {config.train.global_batch:,}; model and learning rate are its own",
     }
-    if warning := tight_warning(found):
+    if warning := tight_warning(result):
         rows["memory"] = warning
     lines = [
         textwrap.fill(text, WIDTH, initial_indent=f"{name:<13}", subsequent_indent=" " * 13)
         for name, text in rows.items()
     ]
-    return f"{question.name} for {found.devices:,} × {question.hardware}, found by the planner.\n\n" + "\n".join(lines)
+    return f"{question.name} for {result.devices:,} × {question.hardware}, found by the planner.\n\n" + "\n".join(lines)
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -251,40 +225,48 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
         nearest = (next((n for n in side if any(candidates(config, n, keep))), None) for side in sides)
         counts = [count for count in nearest if count is not None]
         layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
+        unit = batch_unit(config)
+        rampup = f" that grows there by multiples of {unit}" if unit != batch else ""
         kept = f" with {', '.join(keep)} kept" if keep else ""
         use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
         raise UsageError(
             f"--devices {devices} cannot be divided among {layers} layers, {heads} heads and a global batch of {batch}"
-            f"{_of_rampup(config)}{kept}; {use}"
+            f"{rampup}{kept}; {use}"
         )
 
 
 def refuse_too_big(
-    found: Found, config: Config, name: str, gpu: str, memory_of: MemoryOf, gpus_per_node: int, keep: Collection[str]
+    result: SearchResult,
+    config: Config,
+    name: str,
+    gpu: str,
+    memory_of: MemoryOf,
+    gpus_per_node: int,
+    keep: Collection[str],
 ) -> None:
     """Refuse a search in which nothing fits, with the closest candidate, and how many GPUs would be enough.
 
     Raises:
       UsageError: nothing fits.
     """
-    if found.ranked:
+    if result.ranked:
         return
-    if not found.too_big:
+    if not result.too_big:
         raise UsageError(
-            f"all {found.tried:,} ways to run {name} on {found.devices} × {gpu} need more host memory than there is; "
+            f"all {result.tried:,} ways to run {name} on {result.devices} × {gpu} need more host memory than there is; "
             "leave out --keep train.recompute"
         )
-    nearest, least = _smallest(found.too_big, memory_of)
-    enough = enough_devices(config, found.devices, memory_of, found.capacity, gpus_per_node, keep)
+    nearest, least = _smallest(result.too_big, memory_of)
+    enough = enough_devices(config, result.devices, memory_of, result.capacity, gpus_per_node, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
     raise UsageError(
-        f"none of {found.tried:,} ways to run {name} on {found.devices} × {gpu} fits: the smallest, "
-        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {found.capacity / GIB:.1f}; {advice}"
+        f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
+        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}; {advice}"
     )
 
 
 def _smallest(too_big: list[tuple[Config, float]], memory_of: MemoryOf) -> tuple[Config, float]:
-    """The candidate that takes least, and its bytes; each comes with what it takes at least."""
+    """The candidate that takes least, and its bytes; candidates come with a lower bound."""
     nearest, least = too_big[0][0], math.inf
     for candidate, at_least in sorted(too_big, key=lambda pair: pair[1]):
         if at_least >= least:
@@ -301,8 +283,7 @@ def enough_devices(
     gpus_per_node: int,
     keep: Collection[str] = (),
 ) -> int | None:
-    """The smallest number of GPUs above `devices` on which a frugal candidate leaves HEADROOM free, or None if none was
-    found.
+    """The smallest number of GPUs above `devices` on which a frugal candidate leaves HEADROOM free, or None.
 
     Only candidates with one sequence per micro-batch, full recomputation and one chunk are tried: those that need least
     memory. So the answer is enough; that fewer would not be is likely, not certain.
@@ -319,13 +300,6 @@ def enough_devices(
         if any(free_share(each, capacity) >= HEADROOM for each in needs):
             return count
     return None
-
-
-def _of_rampup(config: Config) -> str:
-    train = config.train
-    if train.batch_rampup is None and train.batch_schedule is None:
-        return ""
-    return f" that grows there by multiples of {batch_unit(config)}"
 
 
 def _usual_counts(gpus_per_node: int) -> list[int]:
@@ -385,15 +359,16 @@ def _steps_of(sizes: BatchSizes, samples: int) -> int:
 # --- A batch ramp-up --------------------------------------------------------------------------------------------------
 
 
-def narrowed(found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()) -> LeftOut:
-    """Candidates that the ramp-up or schedule of the batch excludes from a search, since each of its sizes has to
-    divide.
+def excluded_by_rampup(
+    result: SearchResult, config: Config, memory_of: MemoryOf, time_of: TimeOf, keep: Collection[str] = ()
+) -> Excluded:
+    """Candidates that the ramp-up or schedule of the batch excludes, because each of its sizes has to divide.
 
     Args:
-      found: with at least one candidate that fits.
+      result: with at least one candidate that fits.
       config, memory_of, time_of, keep: as passed to `search`.
     """
-    train, unit, best = config.train, batch_unit(config), found.ranked[0]
+    train, unit, best = config.train, batch_unit(config), result.ranked[0]
     if unit == train.global_batch:
         return None, ""
     rampup = train.batch_rampup
@@ -404,9 +379,10 @@ def narrowed(found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf,
         f"{flag} narrows the search: what is left divides each of its {len(BatchSizes.of(config).sizes())} batch "
         f"sizes, multiples of {unit}"
     )
-    like = {name: value_of(best.config, name) for name in LIKE_THE_BEST}
-    whole = with_values(at_batch(config, train.global_batch), like)
-    first = search(whole, found.devices, memory_of, time_of, found.capacity, {*keep, *like}).ranked[:1]
+    # All candidates at the full batch take minutes, so fields that do not depend on divisors of the batch are fixed.
+    fixed = {name: value_of(best.config, name) for name in INDEPENDENT_OF_BATCH}
+    whole = with_values(at_batch(config, train.global_batch), fixed)
+    first = search(whole, result.devices, memory_of, time_of, result.capacity, {*keep, *fixed}).ranked[:1]
     if not first or float(f"{first[0].time.total:.4g}") >= float(f"{best.time.total:.4g}"):
         return values, f"{start}; nothing like the best would be faster without it"
 
@@ -426,65 +402,65 @@ def narrowed(found: Found, config: Config, memory_of: MemoryOf, time_of: TimeOf,
 
 
 def report(
-    found: Found, question: Question, seconds: float, written: str | None = None, left_out: LeftOut = (None, "")
+    result: SearchResult,
+    question: Question,
+    seconds: float,
+    written: str | None = None,
+    excluded: Excluded = (None, ""),
 ) -> Section:
     """The section `search` of a plan.
 
     Args:
-      found: with at least one candidate that fits.
+      result: with at least one candidate that fits.
       question: the question of the search.
       seconds: duration of the search.
       written: the file into which the best was written.
-      left_out: excluded by a batch ramp-up.
+      excluded: candidates that a batch ramp-up excludes.
     """
-    shown = found.ranked[: question.top]
-    costs = [cost(each, found.devices, question) for each in shown]
-    others, rank = alternatives(found), _own_rank(found, question.config)
+    shown = result.ranked[: question.top]
+    costs = [cost(candidate, result.devices, question.price) for candidate in shown]
+    others, rank = alternatives(result), _own_rank(result, question.config)
     return Section(
-        title=f"Search: {question.name} on {found.devices:,} × {question.hardware}",
+        title=f"Search: {question.name} on {result.devices:,} × {question.hardware}",
         values={
             "gpu": question.gpu.name,
             "devices_per_node": question.gpu.gpus_per_node,
             "network_bytes_per_second": question.gpu.network_bandwidth_per_node,
-            "devices": found.devices,
+            "devices": result.devices,
             "global_batch": question.config.train.global_batch,
             "tokens": run_tokens(question.config),
-            "usable_bytes": found.capacity,
-            "tried": found.tried,
-            "too_big": len(found.too_big),
-            "tight": len(found.tight),
-            "without_host": found.without_host,
-            "slower": len(found.slower),
+            "usable_bytes": result.capacity,
+            "tried": result.tried,
+            "too_big": len(result.too_big),
+            "tight": len(result.tight),
+            "without_host": result.without_host,
+            "slower": len(result.slower),
             "seconds": seconds,
-            "best": [_values(*each) for each in zip(shown, costs, strict=True)],
-            "alternatives": [_alternative_values(each) for each in others],
-            "own": None if rank is None else {"rank": rank, "seconds": found.ranked[rank - 1].time.mean},
-            "narrowed": left_out[0],
+            "best": [_values(*pair) for pair in zip(shown, costs, strict=True)],
+            "alternatives": [_alternative_values(other) for other in others],
+            "own": None if rank is None else {"rank": rank, "seconds": result.ranked[rank - 1].time.mean},
+            "narrowed": excluded[0],
             "written": written,
         },
         lines=[
-            f"{found.tried:,} ways to run it: {len(found.too_big):,} are too big for {found.capacity / GIB:.1f} GiB, "
-            f"{len(found.tight):,} leave less than {HEADROOM:.0%} of it free, "
-            + (f"{found.without_host:,} need more host memory than there is, " if found.without_host else "")
-            + f"{len(found.roomy):,} fit"
-            + (f", and {len(found.slower):,} take {WITHIN - 1:.0%} longer or more" if found.slower else "")
+            f"{result.tried:,} ways to run it: {len(result.too_big):,} are too big for "
+            f"{result.capacity / GIB:.1f} GiB, {len(result.tight):,} leave less than {HEADROOM:.0%} of it free, "
+            + (f"{result.without_host:,} need more host memory than there is, " if result.without_host else "")
+            + f"{len(result.roomy):,} fit"
+            + (f", and {len(result.slower):,} take {WITHIN - 1:.0%} longer or more" if result.slower else "")
             + f" ({seconds:.1f} s)",
             "",
-            *_table(found, shown, costs),
+            *_table(result, shown, costs),
             "",
-            *_reasons(found, others),
+            *_reasons(result, others),
             "",
-            *_remarks(found, question, costs[0]),
-            *filter(None, [left_out[1], f"written to {written}" if written else ""]),
+            *_remarks(result, question, costs[0]),
+            *filter(None, [excluded[1], f"written to {written}" if written else ""]),
         ],
     )
 
 
-# --- The report: cost -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Cost of the whole run: days, GPU-hours, and money if a GPU-hour has a price."""
 
     days: float
@@ -492,32 +468,28 @@ class Cost:
     money: float | None
 
 
-def cost(candidate: Candidate, devices: int, question: Question) -> Cost:
+def cost(candidate: Candidate, devices: int, price: float | None) -> Cost:
     """The cost of all steps of a candidate."""
     hours = candidate.time.mean * candidate.config.train.steps / 3600
-    return Cost(hours / 24, hours * devices, None if question.price is None else hours * devices * question.price)
-
-
-# --- The report: lines ------------------------------------------------------------------------------------------------
+    return Cost(hours / 24, hours * devices, None if price is None else hours * devices * price)
 
 
 # Columns that are left out where every row has this.
 OPTIONAL = {"expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-", "cost": "-"}
 
 
-def _table(found: Found, shown: list[Candidate], costs: list[Cost]) -> list[str]:
-    pairs = enumerate(zip(shown, costs, strict=True), 1)
-    rows = [_cells(number, candidate, spent, found) for number, (candidate, spent) in pairs]
+def _table(result: SearchResult, shown: list[Candidate], costs: list[Cost]) -> list[str]:
+    rows = [{"": number, **_cells(*pair, result)} for number, pair in enumerate(zip(shown, costs, strict=True), 1)]
     header = [name for name in rows[0] if any(row[name] != OPTIONAL.get(name) for row in rows)]
     return table(header, [[row[name] for name in header] for row in rows])
 
 
-def _cells(number: int, candidate: Candidate, spent: Cost, found: Found) -> dict[str, Any]:
+def _cells(candidate: Candidate, spent: Cost, result: SearchResult) -> dict[str, Any]:
     config, memory, time = candidate.config, candidate.memory, candidate.time
     mesh, train = config.mesh, config.train
     chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
     return {
-        "": number, "pipe": mesh.pipe, "data": mesh.data, "expert": mesh.expert,
+        "pipe": mesh.pipe, "data": mesh.data, "expert": mesh.expert,
         "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
         "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",
@@ -525,55 +497,51 @@ def _cells(number: int, candidate: Candidate, spent: Cost, found: Found) -> dict
         "TFLOP/s": f"{time.model_tflops:.0f}", "MFU": "-" if time.mfu is None else f"{time.mfu:.1%}",
         "GiB": f"{memory.total / GIB:.1f}", "host GiB": f"{memory.host / GIB:.1f}" if memory.host else "-",
         "days": f"{spent.days:.3g}", "GPU-hours": f"{spent.gpu_hours:,.0f}",
-        "cost": f"{spent.money:,.0f}" if spent.money else "-", "held back by": held_back_by(candidate, found),
+        "cost": f"{spent.money:,.0f}" if spent.money else "-", "held back by": _bottlenecks(candidate, result),
     }  # fmt: skip
 
 
-def held_back_by(candidate: Candidate, found: Found) -> str:
-    """The parts that take most time besides the matrix products, and the memory if too little of it is free."""
-    parts = {name: seconds for name, seconds in candidate.time.parts.items() if name != "matmul"}
-    largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
-    words = [f"{name} {parts[name] / candidate.time.total:.0%}" for name in largest if parts[name] > 0]
-    free = found.free(candidate)
-    return ", ".join([*words, *([f"memory, {free:.1%} free"] if free < HEADROOM else [])])
+def _bottlenecks(candidate: Candidate, result: SearchResult) -> str:
+    """The two slowest parts besides the matmuls, and the memory if too little of it is free."""
+    time, free = candidate.time, result.free(candidate)
+    parts = sorted((-seconds, name) for name, seconds in time.parts.items() if seconds > 0 and name != "matmul")
+    words = [f"{name} {-seconds / time.total:.0%}" for seconds, name in parts[:2]]
+    return ", ".join(words + [f"memory, {free:.1%} free"] * (free < HEADROOM))
 
 
-def _reasons(found: Found, others: list[Alternative]) -> list[str]:
-    best = found.ranked[0]
-    lines = []
-    if len(found.ranked) > 1:
-        lines += [f"1 before 2: {faster_by(best, found.ranked[1])}", ""]
+def _reasons(result: SearchResult, others: list[Alternative]) -> list[str]:
+    best = result.ranked[0]
+    lines = [f"1 before 2: {_faster_by(best.time, result.ranked[1].time)}", ""] if len(result.ranked) > 1 else []
     rows = []
     for other in others:
         if other.candidate is None:
-            what = "nothing fits" if other.least > found.capacity else f"nothing leaves {HEADROOM:.0%} free"
+            what = "nothing fits" if other.least > result.capacity else f"nothing leaves {HEADROOM:.0%} free"
             verdict = f"{what}: {other.least / GIB:.1f} GiB at least"
         else:
-            verdict = _beside(other.candidate.time, best.time)
-        with_it = ", ".join(other.others(best.config))
-        rows.append([other.field, word(other.best), word(other.value), verdict, with_it])
+            verdict = _compared(other.candidate.time, best.time)
+        rows.append([other.field, word(other.best), word(other.value), verdict, ", ".join(other.others(best.config))])
     return lines + table(["what a choice is worth", "best", "else", "the fastest so", "which also has"], rows, left=5)
 
 
-def _beside(time: StepTime, best: StepTime) -> str:
+def _compared(time: StepTime, best: StepTime) -> str:
     """The seconds per step of a candidate, and the difference from the best one."""
     return f"{time.mean:.3g} s, {time.mean / best.mean - 1:+.1%}"
 
 
-def faster_by(first: Candidate, second: Candidate) -> str:
+def _faster_by(first: StepTime, second: StepTime) -> str:
     """Parts in which the second of two candidates takes more, or less, time."""
-    change = second.time.mean - first.time.mean
-    if abs(change) < 1e-4 * first.time.mean:
+    change = second.mean - first.mean
+    if abs(change) < 1e-4 * first.mean:
         return "the same time to four digits; the simpler one comes first"
-    parts = {name: second.time.parts[name] - seconds for name, seconds in first.time.parts.items()}
+    parts = {name: second.parts[name] - seconds for name, seconds in first.parts.items()}
     largest = sorted(parts, key=lambda name: -abs(parts[name]))[:3]
     words = [f"{name} {1e3 * parts[name]:+,.1f} ms" for name in largest if abs(parts[name]) > 0.05 * abs(change)]
-    where = "" if first.time.mean == first.time.total else "at the whole batch: "
+    where = "" if first.mean == first.total else "at the whole batch: "
     return f"2 takes {1e3 * change:,.1f} ms more ({where}{', '.join(words)})"
 
 
-def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
-    best, config = found.ranked[0], question.config
+def _remarks(result: SearchResult, question: Question, spent: Cost) -> list[str]:
+    best, config = result.ranked[0], question.config
     money = "" if spent.money is None else f", {spent.money:,.0f} at {question.price:g} a GPU-hour"
     lines = [
         f"{run_tokens(config):,} tokens in {config.train.steps:,} steps: {spent.days:.3g} days, "
@@ -586,16 +554,16 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
             f"s/step is the mean of the run, whose batch grows; at the whole batch, of {config.train.global_batch:,}, "
             f"the best takes {best.time.total:.3g} s"
         )
-    if config.mesh.devices == found.devices:
-        verdict = _own_verdict(found, config, question.time_of)
+    if config.mesh.devices == result.devices:
+        verdict = _own_verdict(result, config, question.time_of)
         lines.append(f"the config's own mesh, {describe(config)}: {verdict}")
-    if warning := tight_warning(found):
+    if warning := tight_warning(result):
         lines.append(warning)
-    elif found.tight and found.tight[0].time.mean < best.time.mean:
-        fast = found.tight[0]
+    elif result.tight and result.tight[0].time.mean < best.time.mean:
+        fast = result.tight[0]
         lines.append(
-            f"not ranked, because it leaves {found.free(fast):.1%} of the memory free and the prediction may be off by "
-            f"{HEADROOM:.0%}: {describe(fast.config)}, {_beside(fast.time, best.time)}"
+            f"not ranked, because it leaves {result.free(fast):.1%} of the memory free and the prediction may be off "
+            f"by {HEADROOM:.0%}: {describe(fast.config)}, {_compared(fast.time, best.time)}"
         )
     without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
     if question.kernel_of(best.config) != question.kernel_of(without):
@@ -608,48 +576,46 @@ def _remarks(found: Found, question: Question, spent: Cost) -> list[str]:
     return lines
 
 
-def tight_warning(found: Found) -> str:
+def tight_warning(result: SearchResult) -> str:
     """A warning if no candidate leaves enough memory free; else an empty string."""
-    if found.roomy:
+    if result.roomy:
         return ""
     return (
         f"warning: no way to run it leaves {HEADROOM:.0%} of the memory free, by which the prediction may be off; the "
-        f"best leaves {found.free(found.ranked[0]):.1%} and may not fit"
+        f"best leaves {result.free(result.ranked[0]):.1%} and may not fit"
     )
 
 
-def _own_verdict(found: Found, config: Config, time_of: TimeOf) -> str:
-    best, rank = found.ranked[0], _own_rank(found, config)
+def _own_verdict(result: SearchResult, config: Config, time_of: TimeOf) -> str:
+    best, rank = result.ranked[0], _own_rank(result, config)
     if rank is not None:
-        return f"{_beside(found.ranked[rank - 1].time, best.time)}, rank {rank:,}"
-    for tight in found.tight:
+        return f"{_compared(result.ranked[rank - 1].time, best.time)}, rank {rank:,}"
+    for tight in result.tight:
         if _is_own(tight.config, config):
-            return f"{_beside(tight.time, best.time)}, not ranked: it leaves {found.free(tight):.1%} of the memory free"
-    sizes = [size for each, size in found.too_big if _is_own(each, config)]
-    for slower in filter(lambda each: _is_own(each, config), found.slower):
-        return f"{_beside(time_of(slower), best.time)}, not ranked"
+            free = f"it leaves {result.free(tight):.1%} of the memory free"
+            return f"{_compared(tight.time, best.time)}, not ranked: {free}"
+    for slower in result.slower:
+        if _is_own(slower, config):
+            return f"{_compared(time_of(slower), best.time)}, not ranked"
+    sizes = [size for candidate, size in result.too_big if _is_own(candidate, config)]
     return f"{sizes[0] / GIB:.1f} GiB at least, which is too big" if sizes else "is not among those that were tried"
 
 
-def _own_rank(found: Found, config: Config) -> int | None:
+def _own_rank(result: SearchResult, config: Config) -> int | None:
     """The rank of the config itself among those that fit, counted from 1."""
-    ranks = (rank for rank, each in enumerate(found.ranked, 1) if _is_own(each.config, config))
-    return next(ranks, None)
+    return next((rank for rank, ranked in enumerate(result.ranked, 1) if _is_own(ranked.config, config)), None)
 
 
-def _is_own(each: Config, config: Config) -> bool:
+def _is_own(candidate: Config, config: Config) -> bool:
     """True if a candidate is the config itself; the flag of sequence parallelism means nothing with `model` 1."""
-    flag = config.mesh.sequence_parallel if config.mesh.model == 1 else each.mesh.sequence_parallel
-    return replace(each, mesh=replace(each.mesh, sequence_parallel=flag)) == config
-
-
-# --- The report: plain values -----------------------------------------------------------------------------------------
+    flag = config.mesh.sequence_parallel if config.mesh.model == 1 else candidate.mesh.sequence_parallel
+    return replace(candidate, mesh=replace(candidate.mesh, sequence_parallel=flag)) == config
 
 
 def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:
     time, memory = candidate.time, candidate.memory
     return {
-        **settings(candidate.config),
+        **_settings(candidate.config),
         "seconds": time.mean,
         "seconds_at_global_batch": time.total,
         "error": time.error,
@@ -657,7 +623,7 @@ def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:
         "model_tflops": time.model_tflops,
         "mfu": time.mfu,
         "memory": {**asdict(memory), "total": memory.total},
-        **asdict(spent),
+        **spent._asdict(),
     }
 
 
@@ -666,9 +632,9 @@ def _alternative_values(other: Alternative) -> dict[str, Any]:
     if candidate is None:
         return values | {"seconds": None, "settings": None, "bytes": other.least}
     time, memory = candidate.time, candidate.memory
-    return values | {"seconds": time.mean, "settings": settings(candidate.config), "bytes": memory.total}
+    return values | {"seconds": time.mean, "settings": _settings(candidate.config), "bytes": memory.total}
 
 
-def settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config) -> dict[str, Any]:
     """The fields in which candidates differ, by dotted name."""
     return {name: value_of(config, name) for name in SEARCHED}

@@ -54,11 +54,22 @@ from mjax.step.precision import in_float8
 from mjax.trace import layers as trace
 from mjax.trace.flops import hardware_flops, model_flops
 
-# Parts of a step, in display order.
-PARTS = (
-    "matmul", "attention", "elementwise", "head", "model", "context", "expert", "pipe", "bubble", "data", "host",
-    "optimizer",
-)  # fmt: skip
+# Parts of a step in display order, with their names in a plan.
+NAMES = {
+    "matmul": "matrix products of the layers",
+    "attention": "attention",
+    "elementwise": "LayerNorm, GELU, dropout, sums",
+    "head": "embedding and head",
+    "model": "collectives over model",
+    "context": "collectives over context",
+    "expert": "collectives over expert",
+    "pipe": "messages between stages",
+    "bubble": "bubble of the pipeline",
+    "data": "sums and gathers over data",
+    "host": "copies to host memory and back",
+    "optimizer": "gradient accumulation, update",
+}
+PARTS = tuple(NAMES)
 # Launches for each chunk of the loss: running sums, the gradient of its logits, and its products.
 CHUNK_KERNELS = 10
 
@@ -116,14 +127,14 @@ def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]],
       seconds_of: the parts of a step of so many micro-batches.
       total: of a step with the global batch.
     """
-    train, steps = config.train, config.train.steps
-    if (train.batch_rampup is None and train.batch_schedule is None) or steps < 1:
+    train = config.train
+    if (train.batch_rampup is None and train.batch_schedule is None) or train.steps < 1:
         return total
     seconds, sequences = 0.0, config.mesh.data * train.micro_batch
-    for count, size in BatchSizes.of(config).stretches(steps):
-        each = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
-        seconds += count * each
-    return seconds / steps
+    for count, size in BatchSizes.of(config).stretches(train.steps):
+        step = total if size == train.global_batch else sum(seconds_of(size // sequences).values())
+        seconds += count * step
+    return seconds / train.steps
 
 
 def predict_time(
@@ -152,15 +163,16 @@ def predict_time(
     total = sum(seconds.values())
     tflops = model_flops(config) / total / config.mesh.devices / 1e12
     error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
+    untimed = []
     if step.kernel == "flash":
-        error, caveats = None, (*caveats, "nobody has timed the attention kernel flash, which counts as cuDNN's here")
+        untimed.append("the attention kernel flash, which counts as cuDNN's here")
     if config.model.parted_experts():
-        error, caveats = None, (*caveats, "nobody has timed the products of experts, which count as cuBLAS's here")
+        untimed.append("the products of experts, which count as cuBLAS's here")
     if config.train.recompute == "offload":
-        link = f"{gpu.host_bandwidth / 1e9:g} GB/s one way"
-        error, caveats = None, (*caveats, f"nobody has timed the copies to host memory, which count at {link} here")
+        untimed.append(f"the copies to host memory, which count at {gpu.host_bandwidth / 1e9:g} GB/s one way here")
+    caveats += tuple(f"nobody has timed {work}" for work in untimed)
     mean = mean_over_run(config, step.seconds, total)
-    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, error, mean, caveats)
+    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, None if untimed else error, mean, caveats)
 
 
 class LeastTime:
@@ -192,14 +204,14 @@ class LeastTime:
             unroll="on",  # without what a loop copies
         )
         layers, head, sums = self._parts(replace(config, mesh=alone, train=portion), exact)
-        each = layers / mesh.pipe + head + sums / (1 if mesh.pipe == 1 else 2)
-        return mean_over_run(config, lambda m: {"": m * each}, config.micro_batches * each)
+        micro_batch = layers / mesh.pipe + head + sums / (1 if mesh.pipe == 1 else 2)
+        return mean_over_run(config, lambda m: {"": m * micro_batch}, config.micro_batches * micro_batch)
 
     def _parts_of(self, config: Config, exact: bool) -> tuple[float, float, float]:
-        """Of a micro-batch without a pipeline: all layers, the head, and its collectives."""
+        """Seconds of a micro-batch without a pipeline: all layers, the head, and its collectives."""
         rates = Rates(self.gpu, self.calibration, config.precision.compute)
         step = _Step(config, rates, MJAX, exact=exact)
-        return sum(sum(each.values()) for each in step.passes), step.head(), step.head_sums()
+        return sum(sum(parts.values()) for parts in step.passes), step.head(), step.head_sums()
 
 
 class _Step(Common):
@@ -217,32 +229,31 @@ class _Step(Common):
     def seconds(self, m: int) -> dict[str, float]:
         """The parts of a step of `m` micro-batches on each replica."""
         mesh = self.config.mesh
-        seconds = {part: m * each for part, each in self._micro_batch.items()}
+        seconds = {part: m * spent for part, spent in self._micro_batch.items()}
         seconds["data"] += self._sums_over_data(m)
         seconds["optimizer"] += self.optimizer(m)
         if self.config.optimizer.name == "muon":
             for axis, exchanged in muon_exchange_seconds(self.config, self.rates).items():
                 seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
-            forward, inputs, weights = (sum(each.values()) / mesh.chunks for each in self.passes)
+            forward, inputs, weights = (sum(parts.values()) / mesh.chunks for parts in self.passes)
             empty = empty_messages(mesh, m, self.software.sends_every_tick) * self._message
             seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
         return seconds
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
-        """Of the layers of a stage, as `LayerTime.passes`."""
-        found = []
-        for number in range(3):
-            of_kinds = [(n, layer.passes[number]) for n, layer in self.layers]
-            found.append({part: sum(n * each.get(part, 0.0) for n, each in of_kinds) for part in PARTS})
-        return found
+        """`LayerTime.passes`, summed over the layers of a stage."""
+        return [
+            {part: sum(n * layer.passes[number].get(part, 0.0) for n, layer in self.layers) for part in PARTS}
+            for number in range(3)
+        ]
 
     @cached_property
     def _micro_batch(self) -> dict[str, float]:
         """Seconds that each micro-batch adds to a step, by part."""
         mesh = self.config.mesh
-        seconds = {part: sum(each.get(part, 0.0) for each in self.passes) for part in PARTS}
+        seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
         if mesh.pipe > 1:
@@ -272,7 +283,7 @@ class _Step(Common):
             moved = self.seconds_of(self.layers[0][1].traced.head)
         else:
             moved = self.rates.traffic(written.logits * self.samples * self.end.logits, 6)
-        products = [self.rates.product(self.tokens, each.n, each.k) for each in self.end.products]
+        products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + 3 * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
             seconds += products[-1] + self.rates.traffic(0, CHUNK_KERNELS * chunks)
@@ -283,8 +294,8 @@ class _Step(Common):
 
         With a pipeline they are on different stages, and the embedding's is hidden by the others' work.
         """
-        each = 2 * self.layer_scatter if self.config.mesh.splits_tokens else self.layer_sum
-        return each * (2 if self.config.mesh.pipe == 1 else 1)
+        seconds = 2 * self.layer_scatter if self.config.mesh.splits_tokens else self.layer_sum
+        return seconds * (2 if self.config.mesh.pipe == 1 else 1)
 
     # --- Once a step --------------------------------------------------------------------------------------------------
 
@@ -297,13 +308,13 @@ class _Step(Common):
         weights = shared if mesh.zero == 3 else self.held.layers + shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
         hidden = self.overlap.gradients and not self.looped and (m == 1 or software.written is not None)
-        beside = hidden * sum(sum(each.values()) for each in self.passes[1:])
+        overlapped = hidden * sum(sum(parts.values()) for parts in self.passes[1:])
         if not mesh.zero:
             whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
             last = (shared + self.held.largest) * (software.written is None)
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
-            return seconds + (max(alone, whole - beside) if hidden else whole)
+            return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
         experts = 0.0 if mesh.zero == 3 else self.held.experts
         return seconds + self.over_replicas(rates.gather, across, weights - narrow / across, experts)
@@ -327,7 +338,7 @@ class _Step(Common):
 
 
 def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
-    """Idle seconds of the last stage in a step of `m` micro-batches.
+    """Return the idle seconds of the last stage in a step of `m` micro-batches.
 
     Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
 
@@ -335,12 +346,10 @@ def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: flo
       mesh, m: the pipeline.
       forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
     """
-    fill = mesh.pipe - 1
     if mesh.schedule != "zb-h1":
-        return fill * (forward + inputs + weights)
+        return (mesh.pipe - 1) * (forward + inputs + weights)
     # A tick has one operation on each stage and takes as long as the longest of them.
-    work = m * mesh.chunks
-    return ticks(mesh, m) * max(forward, inputs, weights) - work * (forward + inputs + weights)
+    return ticks(mesh, m) * max(forward, inputs, weights) - m * mesh.chunks * (forward + inputs + weights)
 
 
 def ticks(mesh: MeshConfig, m: int) -> int:
@@ -363,23 +372,6 @@ def empty_messages(mesh: MeshConfig, m: int, every_tick: bool) -> int:
 # --- The time section of a plan ---------------------------------------------------------------------------------------
 
 
-NAMES = {
-    "matmul": "matrix products of the layers",
-    "attention": "attention",
-    "elementwise": "LayerNorm, GELU, dropout, sums",
-    "head": "embedding and head",
-    "model": "collectives over model",
-    "context": "collectives over context",
-    "expert": "collectives over expert",
-    "pipe": "messages between stages",
-    "bubble": "bubble of the pipeline",
-    "data": "sums and gathers over data",
-    "host": "copies to host memory and back",
-    "optimizer": "gradient accumulation, update",
-}
-DAY = 86_400
-
-
 def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = None) -> Section:
     """The section of a plan.
 
@@ -395,9 +387,8 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     step = predict_time(config, gpu, calibration)
     worst = predict_time(config, gpu, calibration, worst=True) if config.model.parted_experts() else None
     devices, compute = config.mesh.devices, config.precision.compute
-    step_tokens = config.train.global_batch * config.model.sequences * config.model.sequence
-    float8 = in_float8(config.precision)
-    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if float8 else ""
+    tokens_per_second = config.train.global_batch * config.model.sequences * config.model.sequence / step.total
+    peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if in_float8(config.precision) else ""
     hardware = hardware_flops(config) / step.total / devices / 1e12
     causal = model_flops(config, causal=True) / (peak * devices * step.total)
     run_seconds, tokens = config.train.steps * step.mean, run_tokens(config)
@@ -416,60 +407,51 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "peak_tflops": peak / 1e12,
         "mfu": step.mfu,
         "mfu_causal": causal,
-        "tokens_per_second": step_tokens / step.total,
+        "tokens_per_second": tokens_per_second,
         "run": {"tokens": tokens, "seconds": run_seconds},
         "calibration": asdict(calibration),
         "not_measured": calibration.not_measured(gpu, compute),
     }
-    parts = [
-        (NAMES[name], f"{1e3 * step.parts[name]:,.1f}", f"{step.parts[name] / step.total:.1%}")
-        for name in PARTS
-        if step.parts[name] > 0
-    ]
-    rows = {
+    spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0}
+    spent["a step"] = step.total
+    cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
+    rows = {"beyond": "; ".join(step.caveats)} if step.caveats else {}
+    if worst:
+        chosen = f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts"
+        rows["balanced router"] = f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens"
+        if config.mesh.expert > 1:
+            rows["worst router"] = f"{chosen}, on the same ranks"
+        else:
+            rows["one-sided router"] = f"{chosen}, which every GPU has"
+    rows |= {
         "error bar": _error_bar(config, step, calibration),
         "rates": _rates(calibration, gpu, compute),
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
         "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
         f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
-        "tokens/s": f"{step_tokens / step.total:,.0f}",
+        "tokens/s": f"{tokens_per_second:,.0f}",
         "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    if worst:
-        rows = {
-            "balanced router": f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens",
-            **_other_router(config, worst.total),
-            **rows,
-        }
-    if step.caveats:
-        rows = {"beyond": "; ".join(step.caveats), **rows}
-    total = ("a step", f"{1e3 * step.total:,.1f}", "100.0%")
-    lines = [*table(("", "ms", "share"), [*parts, total]), *named_rows(rows)]
+    lines = [*table(("", "ms", "share"), cells), *named_rows(rows)]
     return Section(f"Time on {gpu.name}, predicted", values, lines)
 
 
-def _other_router(config: Config, seconds: float) -> dict[str, str]:
-    """The row of a router that gives all tokens to the same experts: the worst, if only some ranks have these."""
-    chosen = f"{1e3 * seconds:,.1f} ms: all tokens choose the same experts"
-    if config.mesh.expert > 1:
-        return {"worst router": f"{chosen}, on the same ranks"}
-    return {"one-sided router": f"{chosen}, which every GPU has"}
-
-
 def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
-    found = calibration.source_of("error")
+    source = calibration.source_of("error")
     if step.error is None:
-        missing = "fp8; bf16 was" if in_float8(config.precision) else "sequences of this length; others were"
-        missing = "the attention kernel flash; others were" if config.model.attention == "flash" else missing
-        missing = "mixtures of experts; others were" if config.model.parted_experts() else missing
-        missing = "activations in host memory; others were" if config.train.recompute == "offload" else missing
-        return f"none for {missing} compared with {found}"
+        reasons = {
+            "activations in host memory; others were": config.train.recompute == "offload",
+            "mixtures of experts; others were": config.model.parted_experts(),
+            "the attention kernel flash; others were": config.model.attention == "flash",
+            "fp8; bf16 was": in_float8(config.precision),
+            "sequences of this length; others were": True,
+        }
+        missing = next(reason for reason, applies in reasons.items() if applies)
+        return f"none for {missing} compared with {source}"
     between = step.between(step.total)
-    if between is None:
-        return f"{good_to(step.error)} of the measured time: {found}"
-    low, high = (f"{1e3 * seconds:,.1f}" for seconds in between)
-    return f"{good_to(step.error)} of the measured time, so {low} to {high} ms: {found}"
+    limits = "" if between is None else f", so {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms"
+    return f"{good_to(step.error)} of the measured time{limits}: {source}"
 
 
 def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
@@ -477,9 +459,9 @@ def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
     unknown, sources, rates = calibration.not_measured(gpu, compute), {}, calibration.rates(compute)
     for name in rates:
         sources.setdefault(calibration.source_of(name), []).append(name)
-    measured = [name for name in rates if name not in unknown]
-    found = f"{', '.join(measured)} measured on {gpu.name}" if measured else f"none measured on {gpu.name}"
-    return "; ".join([found, *(f"{', '.join(names)}: {source}" for source, names in sources.items())])
+    measured = ", ".join(name for name in rates if name not in unknown) or "none"
+    parts = [f"{', '.join(names)}: {source}" for source, names in sources.items()]
+    return "; ".join([f"{measured} measured on {gpu.name}", *parts])
 
 
 def run_tokens(config: Config) -> int:
@@ -488,6 +470,6 @@ def run_tokens(config: Config) -> int:
 
 
 def _duration(seconds: float) -> str:
-    if seconds >= 2 * DAY:
-        return f"{seconds / DAY:,.1f} days"
+    if seconds >= 2 * 86_400:
+        return f"{seconds / 86_400:,.1f} days"
     return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"

@@ -77,7 +77,7 @@ def test_xla_gets_share_of_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("usable", "flags", "code", "words"),
     [
-        (1e5, SIXTEEN, 2, "of NVIDIA V100 are usable"),
+        (1e5, SIXTEEN, 2, "of cpu are usable"),
         (1e5, [*SIXTEEN, "--force"], 0, "continuing because of --force"),
         (1e12, SIXTEEN, 0, ""),
         # Other devices than the mesh needs are refused in loop.train, not here.
@@ -87,7 +87,7 @@ def test_xla_gets_share_of_memory(monkeypatch):
 )
 def test_training_begins_only_if_it_fits(monkeypatch, tmp_path, capsys, usable, flags, code, words):
     train = Mock(return_value=SimpleNamespace(exit_code=0))
-    monkeypatch.setattr(fit, "memory_of", lambda device: (usable, "NVIDIA V100"))
+    monkeypatch.setattr(fit, "usable_memory", lambda device: usable)
     monkeypatch.setattr(fit, "changes_that_fit", lambda *_, **__: [])
     monkeypatch.setattr("mjax.run.loop.train", train)
     assert cli.main([*TINY, *flags, "--runs", str(tmp_path)]) == code
@@ -102,7 +102,7 @@ def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
     devices = jax.device_count()
     config = changed(load_config("gpt_345m"), model={"attention_dropout": 0.0}, mesh={"data": devices})
     config = changed(config, train={"recompute": "none"})
-    monkeypatch.setattr(fit, "memory_of", lambda device: (predict_memory(config).total / 0.94, "a GPU"))
+    monkeypatch.setattr(fit, "usable_memory", lambda device: predict_memory(config).total / 0.94)
     monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
     check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)
     monkeypatch.setattr(fit, "capability_of", lambda device: (7, 0))
@@ -111,7 +111,7 @@ def test_gpu_at_hand_limits_kernel_and_host_memory(monkeypatch):
 
     config = changed(config, train={"recompute": "offload", "micro_batch": 8, "global_batch": 8 * devices})
     memory = predict_memory(config)
-    monkeypatch.setattr(fit, "memory_of", lambda device: (2 * memory.total, "NVIDIA V100"))
+    monkeypatch.setattr(fit, "usable_memory", lambda device: 2 * memory.total)
     monkeypatch.setattr(fit, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(fit, "host_memory", lambda: int(devices * memory.host))
     check_gpu_at_hand(config, "gpt_345m", False, pytest.fail)

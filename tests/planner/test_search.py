@@ -14,7 +14,7 @@ from mjax.config.model import as_kind
 from mjax.errors import UsageError
 from mjax.planner.memory import Memory
 from mjax.planner.search import CHUNKS, alternatives, candidates, search
-from mjax.planner.search_command import check_searchable, enough_devices, narrowed, refuse_too_big, with_batch
+from mjax.planner.search_command import check_searchable, enough_devices, excluded_by_rampup, refuse_too_big, with_batch
 from mjax.planner.time import StepTime
 from tests.planner.configs import changed
 
@@ -225,8 +225,8 @@ def test_ramp_up_tells_what_it_leaves_out():
 
     found = search(config, 4, lambda _: bytes_of(1), seconds, 2)
     assert found.ranked[0].time.total == 1 / 2
-    left_out, text = narrowed(found, config, lambda _: bytes_of(1), seconds)
-    assert (left_out["unit"], left_out["seconds"], left_out["needs"]) == (2, 1 / 8, 8)
+    excluded, text = excluded_by_rampup(found, config, lambda _: bytes_of(1), seconds)
+    assert (excluded["unit"], excluded["seconds"], excluded["needs"]) == (2, 1 / 8, 8)
     assert "at the whole batch, -75.0%" in text
 
 
