@@ -1,4 +1,4 @@
-"""What all pictures have in common: inks, a heading, a margin, and a file that exists completely or not at all."""
+"""Shared parts of all pictures: inks, a heading, a margin, and a file that exists completely or not at all."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def add_perplexity(axes: Axes) -> None:
     if len(shown) < 3 and high < 20:  # a narrow range
         numbers = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(math.exp(low), math.exp(high))
         shown = [number for number in numbers if math.exp(low) <= number <= math.exp(high)]
-    beside = axes.secondary_yaxis("right")
-    beside.set_ylabel("perplexity")
-    beside.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
+    right = axes.secondary_yaxis("right")
+    right.set_ylabel("perplexity")
+    right.set_yticks([math.log(number) for number in shown], [f"{number:,g}" for number in shown])
 
 
 def save(figure: Figure, file: Path | BinaryIO) -> None:

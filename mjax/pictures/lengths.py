@@ -57,8 +57,8 @@ def draw_lengths(lengths: np.ndarray, name: str, file: Path) -> None:
     shares.yaxis.set_major_formatter(PercentFormatter(1.0))
     shares.yaxis.label.set_color(LINE)
 
-    for each in (axes, shares):
-        each.spines["top"].set_visible(False)
+    for plot in (axes, shares):
+        plot.spines["top"].set_visible(False)
 
     empty = len(lengths) - len(present)
     aside = f", {empty:,} of them without tokens" if empty else ""

@@ -5,6 +5,7 @@ Colors are Okabe and Ito's palette, distinguishable with color blindness.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -103,9 +104,8 @@ SOURCE_COLOURS = {
     scopes.LOSS: "#999999",
     "": "#000000",
 }
-SOURCES = list(SOURCE_COLOURS)
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
-PHASES = list(HATCHES)
+ORDER = list(itertools.product(SOURCE_COLOURS, HATCHES))  # of parts and phases in a bar
 
 
 def draw_communication(
@@ -130,7 +130,8 @@ def draw_communication(
     shown: dict[tuple[str, str], str] = {}
     for row, axes in enumerate(drawn):
         left = 0.0
-        for (part, phase), size in sorted(sources[axes].items(), key=_order):
+        for part, phase in sorted(sources[axes], key=ORDER.index):
+            size = sources[axes][part, phase]
             # A thin piece has no border, which would hide it.
             border = 0.8 if size > 0.005 * longest else 0.0
             bars.barh(row, size / scale, left=left, height=0.62, linewidth=border, **_style(part, phase))
@@ -149,11 +150,6 @@ def draw_communication(
     handles = [Patch(**_style(*key)) for key in shown]
     figure.legend(handles, list(shown.values()), loc="outside lower left", ncols=4, frameon=False, labelcolor=INK)
     save(figure, file)
-
-
-def _order(piece: tuple[tuple[str, str], float]) -> tuple[int, int]:
-    (part, phase), _ = piece
-    return SOURCES.index(part), PHASES.index(phase)
 
 
 def _in_words(part: str, phase: str) -> str:
@@ -179,29 +175,22 @@ STYLES = (
 )
 
 
-def draw_longest(found: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
+def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
     """Draw the longest sequences.
 
     Args:
-      found: by way, highest first, the numbers of GPUs and of positions.
+      points: by way, highest first, the numbers of GPUs and of positions.
       file: .png, .pdf or .svg.
       name, gpu: of the config and of the GPU, for the title and the axis.
     """
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     plot = figure.add_subplot()
-    for (way, points), (colour, marker, offset, side) in zip(found.items(), STYLES, strict=False):
-        counts, lengths = zip(*points, strict=True)
+    for (way, pairs), (colour, marker, offset, side) in zip(points.items(), STYLES, strict=False):
+        counts, lengths = zip(*pairs, strict=True)
         plot.plot(counts, lengths, color=colour, marker=marker, linewidth=2, label=way)
         for count, length in zip(counts, lengths, strict=True):
-            plot.annotate(
-                in_short(length),
-                (count, length),
-                offset,
-                textcoords="offset points",
-                ha=side,
-                size=9,
-                color=colour,
-            )
+            style = {"textcoords": "offset points", "ha": side, "size": 9, "color": colour}
+            plot.annotate(in_short(length), (count, length), offset, **style)
     plot.set_xscale("log", base=2)
     plot.set_yscale("log")
     plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))

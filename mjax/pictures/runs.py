@@ -21,7 +21,7 @@ LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
     """Training loss (thin: raw, thick: centred average) and validation loss over steps, as a PNG.
 
-    For a BERT the loss of the masked tokens, with the loss of guessing by frequency; and beside it the accuracy of the
+    For a BERT the loss of the masked tokens, with the loss of guessing by frequency; next to it the accuracy of the
     order.
     """
     from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     records = list(records)
     bert = any("order_accuracy" in record for record in records)
     figure = Figure(figsize=(12 if bert else 8, 4.5), dpi=120, layout="constrained")
-    axes, *beside = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
+    axes, *right = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
     _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
     axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
     axes.set_title(f"{title}: masked tokens" if bert else title, parse_math=False)  # a name may contain dollars
@@ -38,13 +38,13 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
     if entropy is not None:
         axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
     add_perplexity(axes)
-    for order in beside:
+    for order in right:
         _draw_curves(order, records, "order_accuracy", "{:.1%}")
         order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")
         order.set(xlabel="step", ylabel="share of pairs whose order is found")
         order.set_title(f"{title}: sentence order", parse_math=False)
         order.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    for panel in (axes, *beside):
+    for panel in (axes, *right):
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if panel.get_legend_handles_labels()[0]:
@@ -53,7 +53,7 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None
 
 
 def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarray, file: Path, title: str) -> None:
-    """How evenly a mixture uses its experts, as a PNG: load and entropy over steps, and the share of each expert.
+    """Balance of a mixture's experts, as a PNG: load and entropy over steps, and the share of each expert.
 
     Args:
       records: of metrics.jsonl.

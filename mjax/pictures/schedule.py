@@ -185,11 +185,11 @@ def _label_rows(rows: Axes, schedule: Schedule, row: int, scale: float) -> None:
     rows.set_xlabel(f"time, in {unit}; stages begin {together} together", size=9 * scale, color=SOFT_INK, loc="left")
     rows.spines[:].set_visible(False)
     if schedule.backward is not None:
-        beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "annotation_clip": False}
-        rows.annotate("in flight", (1, 0), (8, 7 * scale), size=9 * scale, color=SOFT_INK, **beside)
+        at_right = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "annotation_clip": False}
+        rows.annotate("in flight", (1, 0), (8, 7 * scale), size=9 * scale, color=SOFT_INK, **at_right)
         for stage in shown:
-            held = str(schedule.in_flight(stage))
-            rows.annotate(held, (1, stage + 0.52), (8, 0), size=10 * scale, color=INK, va="center", **beside)
+            in_flight = str(schedule.in_flight(stage))
+            rows.annotate(in_flight, (1, stage + 0.52), (8, 0), size=10 * scale, color=INK, va="center", **at_right)
 
 
 def _draw_gaps(rows: Axes, time: Timeline, scale: float) -> None:

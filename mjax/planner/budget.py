@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mjax.cluster.hardware import GIB, Gpu
@@ -80,39 +81,31 @@ def ladder(name: str, config: Config) -> list[Rung]:
     model = config.model
     unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
     depth = 4 if model.layers % 4 == 0 else 1
-    sized: dict[ModelConfig, int] = {model: count_parameters(model)}
+    widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
+    sizes: dict[ModelConfig, int] = {model: count_parameters(model)}
     for heads in range(unit, WIDEST * model.heads + 1, unit):
+        wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})
         least = max(round(model.layers * heads / model.heads / depth), 1)
-        depths = range(least, max(7 * least // 4, least + 1))
-        # All layers of a width have as many parameters as each other: two models tell the size of the rest.
-        first, second = (count_parameters(_scaled(model, heads, depth * count)) for count in (least, least + 1))
-        sized |= {_scaled(model, heads, depth * n): first + (n - least) * (second - first) for n in depths}
-    return [Rung(name, replace(config, model=each)) for each in sorted(sized, key=sized.__getitem__)]
+        # All layers of a width have the same number of parameters: two models tell the size of the rest.
+        first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
+        for n in range(least, max(7 * least // 4, least + 1)):
+            sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
+    return [Rung(name, replace(config, model=scaled)) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
-def _scaled(model: ModelConfig, heads: int, layers: int) -> ModelConfig:
-    changed: dict[str, Any] = {"heads": heads, "layers": layers, "hidden": model.hidden * heads // model.heads}
-    if getattr(model, "feed_forward", None) is not None:
-        changed["feed_forward"] = model.feed_forward * heads // model.heads
-    return replace(model, **changed)
-
-
-def possible_rungs(rungs: list[Rung], devices: int, keep: Collection[str] = ()) -> list[Rung]:
-    """Those whose model is valid, and that can be divided among the devices."""
-
-    def is_valid(config: Config) -> bool:
-        try:
-            config.model.check(config)
-        except UsageError:
-            return False
-        return True
-
-    return [rung for rung in rungs if is_valid(rung.config) and any(candidates(rung.config, devices, keep))]
+def _is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
+    """True if the model is valid and can be divided among the devices."""
+    try:
+        config.model.check(config)
+    except UsageError:
+        return False
+    return any(candidates(config, devices, keep))
 
 
 def family_ladder(family: str) -> list[Rung]:
-    """The configs whose name begins with `family`, smallest first; not those for demonstration, and of a model that has
-    one at several lengths that with the shortest.
+    """The configs whose name begins with `family`, smallest first, without demonstrations.
+
+    Of configs with the same model at several lengths, the shortest is chosen.
 
     Raises:
       UsageError: there are none.
@@ -122,14 +115,12 @@ def family_ladder(family: str) -> list[Rung]:
     if not chosen:
         families = sorted({re.match("[a-z]+", name)[0] for name in names})
         raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
-    rungs = [Rung(name, load_config(name)) for name in chosen]
-    sizes = [count_parameters(rung.config.model) for rung in rungs]
-    shortest: dict[int, int] = {}
-    for size, rung in zip(sizes, rungs, strict=True):
-        length = rung.config.model.sequence
-        shortest[size] = min(length, shortest.get(size, length))
-    kept = [each for each in zip(sizes, rungs, strict=True) if each[1].config.model.sequence == shortest[each[0]]]
-    return [rung for _, rung in sorted(kept, key=lambda each: each[0])]
+    rungs = defaultdict(list)
+    for name in chosen:
+        config = load_config(name)
+        rungs[count_parameters(config.model)].append(Rung(name, config))
+    lengths = {size: min(rung.config.model.sequence for rung in rungs[size]) for size in sorted(rungs)}
+    return [rung for size in lengths for rung in rungs[size] if rung.config.model.sequence == lengths[size]]
 
 
 def run_budget(
@@ -158,17 +149,17 @@ def run_budget(
     if arguments.target_batch is not None:
         rungs = [replace(rung, config=with_batch(rung.config, arguments.target_batch)) for rung in rungs]
     devices, keep = arguments.devices, arguments.keep
-    possible = possible_rungs(rungs, devices, keep)
+    possible = [rung for rung in rungs if _is_possible(rung.config, devices, keep)]
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
 
-    best, tried = largest(possible, arguments, gpu, _Ways(devices, gpu, calibration, keep), say)
+    best, tried = largest(possible, arguments, gpu, _RepeatedSearch(devices, gpu, calibration, keep), say)
     base = base if arguments.family is None else load_config(best.rung.base)
-    called = f"{best.rung.base} at {in_units(best.parameters)} parameters"
-    return called, best.config, budget_section(best, tried, base, arguments, gpu)
+    title = f"{best.rung.base} at {in_units(best.parameters)} parameters"
+    return title, best.config, budget_section(best, tried, base, arguments, gpu)
 
 
-class _Ways:
-    """A search of rungs one after the other, each in the ways that were the fastest of the first."""
+class _RepeatedSearch:
+    """A search for one rung after the other, among the settings that were the fastest for the first."""
 
     def __init__(self, devices: int, gpu: Gpu, calibration: Calibration, keep: Collection[str]):
         self.devices, self.gpu, self.calibration, self.keep = devices, gpu, calibration, keep
@@ -176,16 +167,16 @@ class _Ways:
 
     def __call__(self, config: Config) -> SearchResult:
         """At least the fastest way to run `config`, if any fits."""
-        memory_of, time_of = predictions(self.gpu, self.calibration)
-        capacity, host = self.gpu.usable_bytes, self.gpu.host_bytes
-        known = (with_values(config, each) for each in self.fastest)
-        found = [search(each, self.devices, memory_of, time_of, capacity, SEARCHED, host=host) for each in known]
-        roomy = sorted((each for ways in found for each in ways.roomy), key=rank)
+        machine = *predictions(self.gpu, self.calibration), self.gpu.usable_bytes
+        roomy = []
+        for values in self.fastest:
+            known = with_values(config, values)
+            roomy += search(known, self.devices, *machine, SEARCHED, host=self.gpu.host_bytes).roomy
         if roomy:
-            return SearchResult(self.devices, capacity, roomy, [], [])
-        whole = find(config, self.devices, self.gpu, self.calibration, self.keep, within=1.0)
-        self.fastest = [{name: value_of(each.config, name) for name in SEARCHED} for each in whole.ranked[:10]]
-        return whole
+            return SearchResult(self.devices, self.gpu.usable_bytes, sorted(roomy, key=rank), [], [])
+        result = find(config, self.devices, self.gpu, self.calibration, self.keep, within=1.0)
+        self.fastest = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+        return result
 
 
 # --- The largest ------------------------------------------------------------------------------------------------------
@@ -221,9 +212,8 @@ def largest(
         nearest = bisect_right(rungs, fitting, key=lambda rung: count_parameters(rung.config.model)) - 1
         middle = (low + high) // 2 if len(tried) > STRAIGHT else min(max(nearest, low + 1), high - 1)
         low, high = (middle, high) if within(middle) else (low, middle)
-        trial = tried[middle]
-        days = trial.days if trial.best is not None else 2 * trial.days_at_peak
-        fitting = trial.parameters * math.sqrt(arguments.days / days)
+        days = tried[middle].days if tried[middle].best is not None else 2 * tried[middle].days_at_peak
+        fitting = tried[middle].parameters * math.sqrt(arguments.days / days)
     if low < 0:
         smallest = tried[0]
         raise UsageError(
@@ -252,9 +242,8 @@ def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) ->
     flops = model_flops(config) * samples / config.train.global_batch
     peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
     days_at_peak = flops / (arguments.devices * peak) / 86_400
-    found = search(config) if days_at_peak <= arguments.days else None
-    best = found.ranked[0] if found and found.ranked else None
-    return Trial(rung, config, parameters, samples * sample, flops, days_at_peak, best)
+    ranked = search(config).ranked if days_at_peak <= arguments.days else []
+    return Trial(rung, config, parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
 
 
 def with_tokens(config: Config, tokens: int) -> Config:
@@ -278,8 +267,9 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
       arguments: with devices and days.
       gpu: each of the devices.
     """
-    model, command = best.config.model, train_command(best, base)
-    named = best.rung.base + ("" if best.config.model == base.model else ", scaled")
+    flags = (as_flag(name, new) for name, (_, new) in differences(base, best.best.config).items())
+    command = f"python train.py --config {best.rung.base} {' '.join(flags)} --data.path PREFIX"
+    model, name = best.config.model, best.rung.base + ", scaled" * (best.config.model != base.model)
     header = ["parameters", "layers", "hidden", "tokens", "FLOPs", "mesh", "s/step", "MFU", "GiB", "days", "GPU-hours"]
     return Section(
         f"Budget: {arguments.devices:,} × {gpu.name} for {arguments.days:g} days",
@@ -292,7 +282,7 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
             "command": command,
         },
         [
-            f"the largest within the budget, at {arguments.tokens_per_parameter:g} tokens a parameter: {named}",
+            f"the largest within the budget, at {arguments.tokens_per_parameter:g} tokens a parameter: {name}",
             f"{best.parameters:,} parameters: {model.layers} layers of width {model.hidden}, {model.heads} heads",
             "",
             *table(header, [_row(trial, arguments, trial is best) for trial in tried]),
@@ -304,17 +294,20 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
     )
 
 
-def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[str]:
+def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[Any]:
     model, best = trial.config.model, trial.best
-    row = [f"{trial.parameters:,}" + " *" * is_best, str(model.layers), str(model.hidden)]
+    row = [f"{trial.parameters:,}" + " *" * is_best, model.layers, model.hidden]
     row += [in_units(trial.tokens), f"{trial.flops:.3g}"]
     if best is None:
         return [*row, *[""] * 4, duration(trial, arguments), ""]
     mesh, mfu = best.config.mesh, best.time.mfu
     sizes = [mesh.pipe, mesh.data, *([mesh.context] if mesh.context > 1 else []), mesh.model]
     row += [" × ".join(map(str, sizes)), f"{best.time.mean:.3g}", "-" if mfu is None else f"{mfu:.1%}"]
-    row += [f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{24 * trial.days * arguments.devices:,.0f}"]
-    return row
+    return [*row, f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{_gpu_hours(trial, arguments):,.0f}"]
+
+
+def _gpu_hours(trial: Trial, arguments: SearchArguments) -> float:
+    return 24 * trial.days * arguments.devices
 
 
 def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArguments) -> list[str]:
@@ -324,7 +317,7 @@ def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArg
     days = "" if between is None else f": between {between[0]:.3g} and {between[1]:.3g} days"
     remarks = [f"* fits into {arguments.days:g} days by the prediction, which {good}{days}", *time.caveats]
     if arguments.price is not None:
-        remarks.append(f"{24 * best.days * arguments.devices * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
+        remarks.append(f"{_gpu_hours(best, arguments) * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
     if best.config.model != base.model:
         remarks.append(
             f"batch and learning rate are those of {best.rung.base}: a larger model usually takes a lower rate"
@@ -334,19 +327,11 @@ def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArg
     return remarks
 
 
-def train_command(best: Trial, base: Config) -> str:
-    """What to type to train the model, from the config it comes from."""
-    changed = differences(base, best.best.config)
-    flags = " ".join(as_flag(name, new) for name, (_, new) in changed.items())
-    return f"python train.py --config {best.rung.base} {flags} --data.path PREFIX"
-
-
 def _values(trial: Trial) -> dict[str, Any]:
-    best = trial.best
-    sizes = {field.name: getattr(trial.config.model, field.name) for field in fields(trial.config.model)}
+    best, model = trial.best, trial.config.model
     return {
         "config": trial.rung.base,
-        "model": {name: sizes[name] for name in ("layers", "hidden", "heads")},
+        "model": {"layers": model.layers, "hidden": model.hidden, "heads": model.heads},
         "parameters": trial.parameters,
         "tokens": trial.tokens,
         "steps": trial.config.train.steps,

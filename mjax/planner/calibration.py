@@ -178,29 +178,16 @@ def read_calibration(file: Path) -> Calibration:
     Raises:
       UsageError: there is no such file, it is not a calibration, or a number in it is out of bounds.
     """
-    again = "write one with: python benchmarks/calibrate.py --output calibration.json"
-    values = read_json(file, again)
+    advice = "write one with: python benchmarks/calibrate.py --output calibration.json"
+    values = read_json(file, advice)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {again}")
+        raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {advice}")
     try:
         calibration = build(Calibration, values, str(file))
         calibration = dataclasses.replace(calibration, attention=tuple(map(tuple, calibration.attention)))
         check_bounds(calibration, f"{file}: ")
     except UsageError as error:
-        raise UsageError(f"{error}; {again}") from None
-    _check_attention(calibration, file)
-    for name in ("sequences", "parameters", "devices"):
-        low, high = getattr(calibration, name)
-        if not 0 < low <= high <= MOST:
-            raise UsageError(f"{file}: {name} is [{low}, {high}]; give the smallest and the largest, both above 0")
-    if calibration.gpu not in [gpu.name for gpu in GPUS]:
-        raise UsageError(
-            f"{file}: gpu {calibration.gpu!r} is not known; mjax/cluster/hardware.py describes how to add it"
-        )
-    return calibration
-
-
-def _check_attention(calibration: Calibration, file: Path) -> None:
+        raise UsageError(f"{error}; {advice}") from None
     if not calibration.attention:
         raise UsageError(f"{file}: attention has no rows; give at least [head size, positions, forward, backward]")
     for row in calibration.attention:
@@ -210,6 +197,15 @@ def _check_attention(calibration: Calibration, file: Path) -> None:
                 f"{file}: attention has the row {list(row)}; give a head size and positions above 0, and two fractions "
                 f"of the peak above 0 and at most {LARGEST}"
             )
+    for name in ("sequences", "parameters", "devices"):
+        low, high = getattr(calibration, name)
+        if not 0 < low <= high <= MOST:
+            raise UsageError(f"{file}: {name} is [{low}, {high}]; give the smallest and the largest, both above 0")
+    if calibration.gpu not in [gpu.name for gpu in GPUS]:
+        raise UsageError(
+            f"{file}: gpu {calibration.gpu!r} is not known; mjax/cluster/hardware.py describes how to add it"
+        )
+    return calibration
 
 
 # --- Seconds of a kernel or a collective on a GPU: the data sheet times the calibration -------------------------------

@@ -350,9 +350,9 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
     if values["float8"]:
         rows["products"] = "with the layers' weights in float8: e4m3, gradients e5m2; all others in bf16"
     if values["loss_chunks"] > 1:
-        chunks, here = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
-        each = f"{-(-here // chunks):,} logits of a token at a time"
-        rows["loss"] = f"in {chunks} chunks of the vocabulary, {each}, computed twice"
+        chunks, local = config.train.loss_chunks, config.model.padded_vocabulary // config.mesh.model
+        logits = f"{-(-local // chunks):,} logits of a token at a time"
+        rows["loss"] = f"in {chunks} chunks of the vocabulary, {logits}, computed twice"
     lines = []
     if gpu is not None:
         rows["layers"] = layers_in_words(values["unrolled"])

@@ -63,17 +63,17 @@ class Written:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives that run beside products: the one place that says so.
+    """The collectives that run during products.
 
     Attributes:
-      backward: share of a layer's backward collectives over `model` that stands beside the products of its weights'
+      backward: share of a layer's backward collectives over `model` that overlaps the products of its weights'
         gradients, at most as long as these take.
-      repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, beside the
+      repeated: with sequence parallelism the same of the gathers of kept tokens that recomputation repeats, during the
         products of gradients: both of a layer with selective recomputation, the first with full.
-      gradients: sums over `data` run beside the backward pass of the only micro-batch, without ZeRO and without a loop
+      gradients: sums over `data` run during the backward pass of the only micro-batch, without ZeRO and without a loop
         over its layers.
-      weights: share of FSDP's gathers of weights and sums of gradients that runs beside the layers' own kernels.
-      copies: the copies into and out of the stacks of a loop over layers run beside the products.
+      weights: share of FSDP's gathers of weights and sums of gradients that runs during the layers' own kernels.
+      copies: the copies into and out of the stacks of a loop over layers run during the products.
     """
 
     backward: float
@@ -114,19 +114,19 @@ class Software:
     sends_every_tick: bool
 
     def overlap_of(self, config: Config) -> Overlap:
-        """What the program hides with this config."""
+        """Return the collectives that the program hides with this config."""
         return self.overlap or mjax_overlap(config, jax.__version_info__)
 
 
 def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
-    """What mjax's step hides when compiled by a version of jax, read from programs compiled for H100s.
+    """Return the collectives that mjax's step hides, by version of jax, read from programs compiled for H100s.
 
-    With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product beside it, in every
-    version; the all-gather before it is needed at once, and one that is repeated needs only what was kept. Without
-    sequence parallelism XLA decides: jax 0.10 puts the all-reduce beside the product, 0.11 behind it; and 0.11 copies
-    into the stacks of a loop beside the products. FSDP gathers weights and sums gradients beside the layers. Without
-    ZeRO and a loop over layers the sums of the only micro-batch run beside the gradients of the weights. XLA has one
-    collective in flight, so none of these runs beside those over `model` (docs/benchmarks.md).
+    With sequence parallelism a barrier ties each reduce-scatter of the backward pass to the product next to it, in
+    every version; the all-gather before it is needed at once, and one that is repeated needs only what was kept.
+    Without sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the product, 0.11 does not; and
+    0.11 copies into the stacks of a loop during the products. FSDP gathers weights and sums gradients during the
+    layers. Without ZeRO and a loop over layers the sums of the only micro-batch run during the gradients of the
+    weights. XLA has one collective in flight, so none of these overlaps those over `model` (docs/benchmarks.md).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
@@ -147,7 +147,7 @@ MJAX = Software(
 
 
 class Common:
-    """What layers and the rest of a step share: the run, the GPU, and collectives; every method returns seconds.
+    """Values shared by layers and the rest of a step: the run, the GPU, collectives. Every method returns seconds.
 
     Attributes:
       element: bytes of the compute dtype; `gathered`: of what products are gathered for.
@@ -206,7 +206,7 @@ class Common:
 
     @cached_property
     def looped(self) -> bool:
-        """Whether the layers of a traced program run in a loop."""
+        """True if the layers of a traced program run in a loop."""
         return self.software.written is None and not is_unrolled(self.config, on_gpu=True)
 
 
@@ -214,7 +214,7 @@ class LayerTime:
     """The work of one device in a layer, part by part; every method returns seconds.
 
     Attributes:
-      run: what all layers and the rest of the step share; `config` to `samples` are its own.
+      run: shared by all layers; `config` to `samples` are its attributes.
       of, layer: of its kind, and its products.
       weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`.
       worst: all tokens of a mixture choose the same experts.
@@ -300,7 +300,7 @@ class LayerTime:
         )
 
     def _is_joined(self, columns: tuple[int, ...]) -> bool:
-        """Whether products of the same input run as one."""
+        """True if products of the same input run as one."""
         if len(columns) == 1 or self.run.float8:
             return False
         return self.software.written is not None or self.element * self.run.tokens * max(columns) <= JOINED_BYTES
@@ -381,7 +381,7 @@ class LayerTime:
 
     @cached_property
     def traced(self) -> Kernels:
-        """What the traced kernels move for a micro-batch."""
+        """Bytes that the traced kernels move for a micro-batch."""
         bytes_of = kernel_bytes.of_micro_batch if self.run.exact else kernel_bytes.at_least
         return bytes_of(self.of, self._traced_kernel, self.config.train.recompute, self.samples)
 
@@ -401,7 +401,7 @@ class LayerTime:
 
     @cached_property
     def _loop(self) -> float:
-        """What a loop over layers costs for each: filling stacks and copying."""
+        """Cost of a loop for each layer: filling stacks and copying."""
         if not self.run.looped:
             return 0.0
         return self.rates.traffic(

@@ -12,7 +12,9 @@ cuDNN's). So the longest is found by a few predictions along straight lines, eac
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from mjax.errors import UsageError
 from mjax.models.build import scores_in_chunks
 from mjax.parallel import axes
 from mjax.planner.calibration import Calibration
-from mjax.planner.memory import HEADROOM, Memory
+from mjax.planner.memory import HEADROOM
 from mjax.planner.search import CHUNKS, SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search
 from mjax.planner.search_command import predictions
 from mjax.planner.section import Section, table
@@ -85,17 +87,20 @@ def longest(
 
     def ways_at(steps: int) -> list[Config]:
         longer = replace(fixed, model=replace(config.model, sequence=steps * unit))
-        split = (each for each in candidates(longer, devices, keep) if each.mesh.model <= gpus_per_node)
-        return [each for each in split if each.mesh.sequence_parallel == (each.mesh.model > 1)]
+        in_server = (way for way in candidates(longer, devices, keep) if way.mesh.model <= gpus_per_node)
+        return [way for way in in_server if way.mesh.sequence_parallel == (way.mesh.model > 1)]
 
-    def share(memory: Memory) -> float:
-        return max(memory.total / ((1 - HEADROOM) * capacity), memory.host / host if host else 0.0)
+    def memory_share(steps: int) -> float:
+        """The smallest share of the memory of device and host that a way needs."""
+        memories = [memory_of(way) for way in ways_at(steps)]
+        shares = [max(m.total / ((1 - HEADROOM) * capacity), m.host / host if host else 0.0) for m in memories]
+        return min(shares, default=math.inf)
 
-    steps = largest(lambda steps: min((share(memory_of(each)) for each in ways_at(steps)), default=math.inf), 1.0)
+    steps = largest(memory_share, 1.0)
     if not steps:
         return None
-    found = search(fixed, devices, memory_of, time_of, capacity, SEARCHED, host=host, among=ways_at(steps))
-    return found.roomy[0]
+    among = ways_at(steps)
+    return search(fixed, devices, memory_of, time_of, capacity, SEARCHED, host=host, among=among).roomy[0]
 
 
 def largest(size: Callable[[int], float], limit: float) -> int:
@@ -129,37 +134,35 @@ def run_longest(
     counts = [2**power for power in range(most.bit_length())]
     if counts[-1] != most:
         raise UsageError(f"--longest {most} is not a power of two; use {counts[-1]} or {2 * counts[-1]}")
-    found = []
+    machine = gpu.gpus_per_node, *predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
+    results: list[tuple[Way, Candidate]] = []
     with progress("longest sequences", len(counts) * len(WAYS), transient=True) as advance:
-        for way in WAYS:
-            for count in counts:
-                of_gpu = *predictions(gpu, calibration), gpu.usable_bytes, gpu.host_bytes
-                best = longest(config, count, way, gpu.gpus_per_node, *of_gpu)
-                if best is not None:
-                    found.append((way, best))
-                advance(1)
-    if not found:
+        for way, count in itertools.product(WAYS, counts):
+            best = longest(config, count, way, *machine)
+            results += [] if best is None else [(way, best)]
+            advance(1)
+    if not results:
         raise UsageError(f"{name} does not fit on {most} × {gpu.name} with any length; use --longest {2 * most}")
+    values = [_values(way, best) for way, best in results]
     if file is not None:
         from mjax.pictures.plan import draw_longest
 
-        points: dict[str, list[tuple[int, int]]] = {}
-        for way, best in found:
-            points.setdefault(way.name, []).append((best.config.mesh.devices, best.config.model.sequence))
+        points = defaultdict(list)
+        for row in values:
+            points[row["way"]].append((row["devices"], row["sequence"]))
         draw_longest(points, file, name, gpu.name)
-    values = [_values(way, best) for way, best in found]
     cells = [
         [
             row["way"], axes.in_words(best.config.mesh), row["context_attention"] or "", row["recompute"],
             f"{row['devices']:,}", f"{row['sequence']:,}", f"{row['bytes'] / GIB:.1f}",
             f"{row['tokens_per_second']:,.0f}", "" if row["mfu"] is None else f"{row['mfu']:.1%}",
         ]
-        for row, (_, best) in zip(values, found, strict=True)
+        for row, (_, best) in zip(values, results, strict=True)
     ]  # fmt: skip
     header = ("way", "mesh", "attention", "recomputation", "GPUs", "positions", "GiB", "tokens/s a GPU", "MFU")
-    lines = [*table(header, cells, left=4), *([] if file is None else [f"picture  {file}"])]
-    figure = None if file is None else str(file)
-    return Section(f"Longest sequence on {gpu.name}", {"gpu": gpu.name, "figure": figure, "found": values}, lines)
+    lines = table(header, cells, left=4) + ([] if file is None else [f"picture  {file}"])
+    plan = {"gpu": gpu.name, "figure": None if file is None else str(file), "found": values}
+    return Section(f"Longest sequence on {gpu.name}", plan, lines)
 
 
 def _values(way: Way, best: Candidate) -> dict:

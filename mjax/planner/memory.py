@@ -94,7 +94,7 @@ def free_share(needed: float, usable: float) -> float:
 
 
 def fits_host(memory: Memory, host: float | None) -> bool:
-    """Whether what is kept in host memory fits into the `host` bytes of a device; None if they are not known."""
+    """True if activations in host memory fit into the `host` bytes of a device; None if they are not known."""
     return host is None or memory.host <= host
 
 
@@ -157,20 +157,16 @@ class _Sizes:
         self.config, self.held = config, held_by(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        kinds, samples = trace.kinds_of(config), config.train.micro_batch
-        of_kinds = [
-            _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute))) for _, of in kinds
-        ]
-        self.layers = [
-            _Kind(
-                of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, held_by(config.model, mesh, of.kind), sample
-            )
-            for (count, of), sample in zip(kinds, of_kinds, strict=True)
-        ]
+        samples, self.layers = config.train.micro_batch, []
+        for count, of in trace.kinds_of(config):
+            sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute)))
+            layers, held = count // (mesh.pipe * mesh.chunks), held_by(config.model, mesh, of.kind)
+            self.layers.append(_Kind(of.kind, layers, mesh.chunks, held, sample))
+        of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
-        # with it beside one of them, so its probabilities exist twice.
-        beside = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and copies(mesh) > 1))
-        masks = (config.model.attention_dropout > 0) + self.width * beside
+        # with it during one of them, so its probabilities exist twice.
+        twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and copies(mesh) > 1))
+        masks = (config.model.attention_dropout > 0) + self.width * twice
         sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
         self.stream, self.factors = sample.stream, self.of_layers(lambda kind: kind.sample.factors)
         self.kept = self.of_layers(self._kept)
@@ -266,14 +262,14 @@ class _Sample(NamedTuple):
 def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
     width, work = WIDTHS[of.compute], backward_work(backward, of.scores)
-    scores = (each.batch * each.m * each.n for each in layer.of_activations if kernel not in FUSED)
+    scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
     besides = [size for elements, size in head.kept if elements != head.logits]
     return _Sample(
         stream=backward.stream,
         kept=backward.kept,
         offloaded=backward.offloaded,
         kept_apart=backward.kept_apart,
-        factors=width * sum(each.batch * each.m * (each.k + each.n) for each in layer.of_weights),
+        factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_weights),
         work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
         biases=2 * work.biases,
         scores=max(scores, default=0),
@@ -287,18 +283,18 @@ SampleOf = Callable[[trace.Traced, str, str], _Sample]
 
 @lru_cache(maxsize=1024)
 def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
-    """What `_of_sample` finds at least."""
-    return _Sample(*(each / (of.ranks * of.context) for each in _of_sample(of.of_sample(), kernel, recompute)))
+    """Lower bounds of `_of_sample`."""
+    return _Sample(*(size / (of.ranks * of.context) for size in _of_sample(of.of_sample(), kernel, recompute)))
 
 
 def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
     """Bytes of the rows of experts that are in memory at once in a layer's backward pass: XLA dispatches tokens and
     gradients together, and computes gradients of weights after those of rows."""
-    products = [each for each in layer.of_weights if each.grouped]
+    products = [product for product in layer.of_weights if product.grouped]
     if not products:
         return 0
     up, down = products
-    rows = max(each.m for each in trace.layer_program(of)[0].products if each.grouped)
+    rows = max(product.m for product in trace.layer_program(of)[0].products if product.grouped)
     # Dispatched rows and their gradients, of both products; and one more array between them or at their end.
     return WIDTHS[of.compute] * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
 
@@ -402,17 +398,14 @@ def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **oth
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first one."""
     layers, shared = _computed(sizes)
-    held, c = sizes.held, sizes.width
-    repeats = sizes.accumulates  # the embedding is needed again, by the next micro-batch
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
-    waiting = c * held.table if sizes.config.mesh.pipe == 1 else 0.0
+    waiting = sizes.width * sizes.held.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
     if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
     gradients = of_layers + _sums(sizes) + waiting
-    work = sizes.work + _weights_in_hand(sizes)
-    work += _messages(sizes) + sizes.biases + sizes.batch
-    computed = layers + (shared if repeats else 0.0)
+    work = sizes.work + _weights_in_hand(sizes) + _messages(sizes) + sizes.biases + sizes.batch
+    computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=_activations(sizes), workspace=work)
 
 

@@ -64,13 +64,13 @@ TimeOf = Callable[[Config], StepTime]
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 WITHIN = 1.1
-"""What takes longer than so many times the fastest is counted, not ranked."""
+"""Candidates that take longer than so many times the fastest are counted, not ranked."""
 
 SERVER = 8
 """Ranks of `expert` and `model` together, at most: they communicate in every layer."""
 
 LEAST_POSITIONS = 2048
-"""Of a rank of `context`: with fewer, its products and collectives are small."""
+"""Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
 
 CHUNKS = 8
 """Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
@@ -217,7 +217,7 @@ class SearchResult:
 
 
 class Bounds(NamedTuple):
-    """What a config takes at least, found without a trace for each mesh.
+    """Lower bounds of a config, without a trace for each mesh.
 
     Attributes:
       seconds: as mean over the run, the same for candidates that differ in `UNBOUND` alone; nearer to the truth, after

@@ -296,8 +296,8 @@ def enough_devices(
     for count in _usual_counts(gpus_per_node):
         if count <= max(devices, int(needed) - 1):
             continue
-        needs = (memory_of(each).total for each in candidates(small, count, {*keep, *free}))
-        if any(free_share(each, capacity) >= HEADROOM for each in needs):
+        needs = (memory_of(candidate).total for candidate in candidates(small, count, {*keep, *free}))
+        if any(free_share(needed, capacity) >= HEADROOM for needed in needs):
             return count
     return None
 

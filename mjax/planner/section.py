@@ -42,12 +42,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -
       left: how many of the first columns are left-aligned; numbers are right-aligned.
     """
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    placed = [
-        [cell.ljust(width) if index < left else cell.rjust(width) for index, (cell, width) in enumerate(each)]
-        for each in (zip(row, widths, strict=True) for row in cells)
-    ]
-    return ["  ".join(row).rstrip() for row in placed]
+    for column in range(len(header)):
+        width = max(len(row[column]) for row in cells)
+        for row in cells:
+            row[column] = row[column].ljust(width) if column < left else row[column].rjust(width)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def good_to(error: float | None) -> str:

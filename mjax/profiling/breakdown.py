@@ -1,4 +1,4 @@
-"""Where the time of a step went: a table whose rows add up to the step.
+"""The time of a step by kind of kernel and by part of the model, in tables whose rows add up to the step.
 
 At each instant several kernels may run, on the streams of a GPU or on the threads of a CPU. The instant counts for one
 kind: for those that compute before those that only move data, and for these before collectives. Kernels of one rank
@@ -9,8 +9,8 @@ instant in which nothing runs is idle. With several devices each row is their me
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from mjax.planner.section import table
 from mjax.profiling.kernels import COLLECTIVES, COPIES, KINDS, Trace
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of the profiled steps went.
+    """The time of the profiled steps by kind and by part.
 
     Attributes:
       devices: names of the devices of this process.
@@ -63,6 +63,7 @@ def break_down(trace: Trace, steps: int) -> Breakdown:
     devices = sorted({kernel.device for kernel in trace.kernels})
     total = sum(end - begin for begin, end in trace.spans)
     counted, ran, launches = Counter(), Counter(), Counter()
+    unit = len(devices) * steps
     for device in devices:
         spans = []
         for kernel in trace.kernels:
@@ -75,25 +76,22 @@ def break_down(trace: Trace, steps: int) -> Breakdown:
                         ran[key] += end - begin
                         launches[key] += 1
         counted.update(share_out(spans))
-    idle = len(devices) * total - sum(counted.values())
-    unit = len(devices) * steps
 
-    def rows(keys: Mapping[str, list[Key]]) -> list[Row]:
-        totals = {
-            name: [sum(of[key] for key in group) for of in (counted, ran, launches)] for name, group in keys.items()
-        }
-        found = [Row(name, c / unit / 1e6, (r - c) / unit / 1e6, n / unit) for name, (c, r, n) in totals.items()]
-        return sorted(found, key=lambda row: -row.milliseconds)
+    def rows(name_of: Callable[[Key], str], keys: Iterable[Key] = ran) -> list[Row]:
+        totals = defaultdict(Counter)
+        for key in keys:
+            totals[name_of(key)].update(counted=counted[key], ran=ran[key], launches=launches[key])
+        rows = [
+            Row(name, of["counted"] / unit / 1e6, (of["ran"] - of["counted"]) / unit / 1e6, of["launches"] / unit)
+            for name, of in totals.items()
+        ]
+        return sorted(rows, key=lambda row: -row.milliseconds)
 
-    nothing = Row(IDLE, idle / unit / 1e6, 0.0, 0.0)
-    kinds = _grouped(ran, lambda key: key[0])
-    return Breakdown(
-        devices=tuple(devices),
-        milliseconds=total / steps / 1e6,
-        kinds=(*sorted(rows(kinds), key=lambda row: KINDS.index(row.name)), nothing),
-        parts=(*rows(_grouped(ran, lambda key: key[1])), nothing),
-        top={kind: tuple(rows(_grouped(keys, _kernel_name))) for kind, keys in kinds.items()},
-    )
+    kinds = sorted(rows(lambda key: key[0]), key=lambda row: KINDS.index(row.name))
+    top = {kind.name: tuple(rows(_kernel_name, [key for key in ran if key[0] == kind.name])) for kind in kinds}
+    idle = Row(IDLE, (len(devices) * total - counted.total()) / unit / 1e6, 0.0, 0.0)
+    parts = rows(lambda key: key[1])
+    return Breakdown(tuple(devices), total / steps / 1e6, (*kinds, idle), (*parts, idle), top)
 
 
 def share_out(spans: Iterable[tuple[float, float, int, Key]]) -> Counter:
@@ -126,39 +124,27 @@ def _kernel_name(key: Key) -> str:
     return key[2] if key[1] == UNKNOWN else f"{key[1]}: {key[2]}"
 
 
-def _grouped(keys: Iterable[Key], name) -> dict[str, list[Key]]:
-    groups = defaultdict(list)
-    for key in keys:
-        groups[name(key)].append(key)
-    return groups
-
-
-# --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def kinds_table(found: Breakdown) -> list[str]:
+def kinds_table(step: Breakdown) -> list[str]:
     """Kinds of kernels with the longest kernels of each, in lines that add up to the step."""
     rows = []
-    for kind in found.kinds:
-        name = "collectives, exposed" if kind.name == COLLECTIVES else kind.name
-        rows.append(_row(name, kind, found))
-        rows += [_row(f"  {row.name}"[:WIDTH], row, found) for row in found.top.get(kind.name, ())[:SHOWN]]
-    rows.append(_row("a step", _total(found), found))
-    return table(("kind of kernel, and the longest", "ms", "share", "hidden ms", "kernels"), rows)
+    for kind in step.kinds:
+        rows.append(replace(kind, name="collectives, exposed") if kind.name == COLLECTIVES else kind)
+        rows += [replace(row, name=f"  {row.name}"[:WIDTH]) for row in step.top.get(kind.name, ())[:SHOWN]]
+    return _table("kind of kernel, and the longest", rows, step)
 
 
-def parts_table(found: Breakdown) -> list[str]:
+def parts_table(step: Breakdown) -> list[str]:
     """Parts of the model, in lines that add up to the step."""
-    rows = [_row(row.name, row, found) for row in (*found.parts, _total(found))]
-    return table(("part of the model", "ms", "share", "hidden ms", "kernels"), rows)
+    return _table("part of the model", step.parts, step)
 
 
-def _total(found: Breakdown) -> Row:
-    return Row(
-        "a step", found.milliseconds, sum(row.hidden for row in found.kinds), sum(row.kernels for row in found.kinds)
-    )
-
-
-def _row(name: str, row: Row, found: Breakdown) -> tuple[str, ...]:
-    share = row.milliseconds / found.milliseconds
-    return name, f"{row.milliseconds:,.2f}", f"{share:.1%}", f"{row.hidden:,.2f}", f"{row.kernels:,.0f}"
+def _table(title: str, rows: Iterable[Row], step: Breakdown) -> list[str]:
+    hidden, kernels = (sum(getattr(row, field) for row in step.kinds) for field in ("hidden", "kernels"))
+    cells = [
+        (
+            row.name, f"{row.milliseconds:,.2f}", f"{row.milliseconds / step.milliseconds:.1%}", f"{row.hidden:,.2f}",
+            f"{row.kernels:,.0f}",
+        )
+        for row in (*rows, Row("a step", step.milliseconds, hidden, kernels))
+    ]  # fmt: skip
+    return table((title, "ms", "share", "hidden ms", "kernels"), cells)

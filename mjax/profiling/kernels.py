@@ -8,10 +8,10 @@ operation, and the part of the model that it belongs to (`parallel/scopes.py`).
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from jax.profiler import ProfileData
@@ -68,7 +68,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ran during the profiled steps.
+    """Kernels and host events of the profiled steps.
 
     Attributes:
       spans: begin and end of them, ns since the profiler was started: one span, or more with evaluations and saves
@@ -102,13 +102,12 @@ def read_trace(profile: ProfileData, program: str) -> Trace:
     if host is None:
         raise TraceError(f"the trace has no event {WINDOW!r}")
     _, begin, end = next(span for span in host if span[0] == WINDOW)
-    classify = _Classifier(program)
     gpus = [plane for plane in planes if plane.name.startswith("/device:GPU:")]
-    kernels = list(_of_gpus(gpus, classify) if gpus else _of_cpu(threads, classify))
+    kernels = list(_kernels(_gpu_events(gpus) if gpus else _cpu_events(threads), program))
     if not kernels:
         raise TraceError(f"the trace has no kernels; its planes are {', '.join(plane.name for plane in planes)}")
     breaks = [(begin, begin), *sorted(span[1:] for span in host if span[0] == ASIDE), (end, end)]
-    spans = [(before[1], after[0]) for before, after in pairwise(breaks)]
+    spans = [(before[1], after[0]) for before, after in itertools.pairwise(breaks)]
     return Trace(spans, kernels, host)
 
 
@@ -128,47 +127,45 @@ def newest_trace(folder: Path) -> Path:
     return files[-1]
 
 
-def _of_gpus(planes, classify: _Classifier) -> Iterator[Kernel]:
+def _gpu_events(planes) -> Iterator[tuple]:
+    """Yield (device, stream, event, its statistics)."""
     for plane in planes:
         for line in plane.lines:
             if line.name.startswith("Stream"):  # the other lines repeat its events, by operation, module or step
                 for event in line.events:
-                    yield from classify(plane.name.removeprefix("/device:"), line.name, event, dict(event.stats))
+                    yield plane.name.removeprefix("/device:"), line.name, event, dict(event.stats)
 
 
-def _of_cpu(threads, classify: _Classifier) -> Iterator[Kernel]:
+def _cpu_events(threads) -> Iterator[tuple]:
+    """Yield (device, thread, event, its statistics)."""
     for line in threads:
         for event in line.events:
             if event.duration_ns > 0 and "::" not in event.name:  # the runtime's own functions
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
-                    yield from classify(f"CPU:{stats.get('device_ordinal', 0)}", line.name, event, stats)
+                    yield f"CPU:{stats.get('device_ordinal', 0)}", line.name, event, stats
 
 
-class _Classifier:
-    """Looks up the instructions of the train step."""
-
-    def __init__(self, program: str):
-        heading = re.match(r"HloModule ([\w.\-]+)", program)
-        if heading is None:
-            raise TraceError("the text of the train step is not HLO")
-        self.module = heading[1]
-        self.instructions: Mapping[str, Instruction] = read_instructions(program)
-
-    def __call__(self, device: str, line: str, event, stats: Mapping) -> Iterator[Kernel]:
-        """The kernel of an event; nothing for a loop or a call, whose kernels are events too."""
-        name, module = str(stats.get("hlo_op", event.name)), stats.get("hlo_module", self.module)
-        instruction = self.instructions.get(name) if module == self.module else None
-        part, phase = source_of(instruction.source) if instruction else ("", "")
-        if module != self.module:
+def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
+    """Yield the kernels of the events, without loops and calls: their kernels are events too."""
+    heading = re.match(r"HloModule ([\w.\-]+)", program)
+    if heading is None:
+        raise TraceError("the text of the train step is not HLO")
+    train_step, instructions = heading[1], read_instructions(program)
+    for device, line, event, stats in events:
+        name, module = str(stats.get("hlo_op", event.name)), stats.get("hlo_module", train_step)
+        instruction = instructions.get(name) if module == train_step else None
+        source = instruction.source if instruction else ""
+        part, phase = source_of(source) if instruction else ("", "")
+        if module != train_step:
             kind, name = ELSEWHERE, f"{module}: {name}"
         elif instruction is None:
             kind = next((kind for kind, words in BY_NAME if re.search(words, event.name, re.IGNORECASE)), OTHER)
-        elif (kind := kind_of(instruction, part)) is None:
-            return
-        words = f"{part} {phase}".strip()
-        source = instruction.source if instruction else ""
-        yield Kernel(device, line, event.start_ns, event.end_ns, kind, words, name, source)
+        else:
+            kind = kind_of(instruction, part)
+        if kind is not None:
+            words = f"{part} {phase}".strip()
+            yield Kernel(device, line, event.start_ns, event.end_ns, kind, words, name, source)
 
 
 def kind_of(instruction: Instruction, part: str) -> str | None:
@@ -228,14 +225,13 @@ def read_instructions(text: str) -> dict[str, Instruction]:
     Args:
       text: `compiled.as_text()`.
     """
-    module = Kernels(text)
-    return {line.name: _instruction(module, line) for lines in module.computations.values() for line in lines}
-
-
-def _instruction(module: Kernels, line: Line) -> Instruction:
-    inner = module.computations[line.attribute("calls")][-1] if line.opcode == "async-start" else line
-    source = line.source or inner.source
-    return Instruction(module.kernel_of(inner), module.operation_of(line), module.moves(inner), source)
+    module, instructions = Kernels(text), {}
+    for line in itertools.chain.from_iterable(module.computations.values()):
+        inner = module.computations[line.attribute("calls")][-1] if line.opcode == "async-start" else line
+        instructions[line.name] = Instruction(
+            module.kernel_of(inner), module.operation_of(line), module.moves(inner), line.source or inner.source
+        )
+    return instructions
 
 
 class Kernels(Module):
@@ -248,9 +244,9 @@ class Kernels(Module):
     def kernel_of(self, line: Line) -> str | None:
         """The type of kernel that a line launches; None if it launches none, or a collective."""
         opcode = line.opcode
-        if opcode in FREE or opcode in CONTROL or self.operation_of(line):
+        if opcode in FREE or opcode in CONTROL or opcode == "async-update" or opcode.endswith("-done"):
             return None
-        if opcode.endswith("-done") or opcode == "async-update":
+        if self.operation_of(line):
             return None
         if copied := self.host_copy(line):
             return copied[0]
@@ -270,7 +266,7 @@ class Kernels(Module):
 
     def _fusion(self, line: Line) -> str:
         inside = self.computations[line.attribute("calls")]
-        if called := [each for each in inside if each.opcode == "custom-call"]:
+        if called := [inner for inner in inside if inner.opcode == "custom-call"]:
             return self.kernel_of(called[0])  # with a slice of a buffer, or written into one (jax 0.11)
         config = re.search(r'"fusion_backend_config":\{"kind":"([^"]*)"', line.attributes)
         emitter = config[1] if config else ""
@@ -294,7 +290,7 @@ class Kernels(Module):
         return self._products[name]
 
     def moves(self, line: Line) -> bool:
-        """Whether a line computes nothing but indices."""
+        """True if a line computes nothing but indices."""
         if line.opcode == "fusion":
             inside = self.computations[line.attribute("calls")]
             return all(self.moves(inner) or re.fullmatch(r"\w+\[\]", inner.shape) for inner in inside)
@@ -305,12 +301,10 @@ class Kernels(Module):
 
         Arrays of all layers stay where they are: a slice of one moves, or is written in place.
         """
-        if HOST not in line.shape or not line.opcode.startswith(("copy", "fusion", "dynamic-")):
+        if not line.opcode.startswith(("copy", "fusion", "dynamic-")) or line.opcode.endswith("-done"):
             return None
-        if line.opcode.endswith("-done"):
+        arrays = re.findall(r"[a-z]\w*\[[\d,]+\](?:\{[^}]*\})?", line.shape)  # without numbers, such as indices
+        if HOST not in line.shape or not arrays:
             return None
-        found = re.findall(r"[a-z]\w*\[[\d,]+\](?:\{[^}]*\})?", line.shape)  # without numbers, such as indices
-        if not found:
-            return None
-        result = found[0] if line.opcode == "copy-start" else found[-1]
-        return TO_HOST if HOST in result else FROM_HOST, min(arrays_of(shape)[0][1] for shape in found)
+        result = arrays[0] if line.opcode == "copy-start" else arrays[-1]
+        return TO_HOST if HOST in result else FROM_HOST, min(arrays_of(shape)[0][1] for shape in arrays)

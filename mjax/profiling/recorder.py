@@ -26,9 +26,9 @@ from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.cluster.hardware import human_bytes
 from mjax.profiling.breakdown import break_down, kinds_table, parts_table
-from mjax.profiling.kernels import ASIDE, WINDOW, Kernel, Trace, newest_trace, read_trace
-from mjax.run.options import Profile
-from mjax.utils.files import make_folder, write_whole
+from mjax.profiling.kernels import ASIDE, WINDOW, Trace, newest_trace, read_trace
+from mjax.run.profile import Profile
+from mjax.utils.atomic import make_folder, write_whole
 
 FOLDER, MEMORY = "profile", "memory.pprof"
 
@@ -64,7 +64,7 @@ class Recorder(Profile):
         self.steps = left
 
     def begins(self, step: int) -> bool:
-        """Whether `step` is the first one to profile."""
+        """Return True if `step` is the first one to profile."""
         return self._first is None and not self._done and step in self.steps
 
     def begin(self, step: int, train_step: Callable, arguments: tuple) -> None:
@@ -91,7 +91,7 @@ class Recorder(Profile):
             self._look_at_memory()
 
     def ends(self, step: int) -> bool:
-        """Whether `step` is the last one to profile."""
+        """Return True if `step` is the last one to profile."""
         return self._recording and step == self.steps[-1]
 
     def pause(self, step: int, last: bool) -> None:
@@ -136,25 +136,27 @@ class Recorder(Profile):
     def _report(self, last: int) -> None:
         trace = read_trace(ProfileData.from_file(str(newest_trace(self._folder))), self._program)
         write_perfetto(trace, self._folder / "perfetto.json.gz")
-        found = break_down(trace, last - self._first + 1)
-        several, count = jax.process_count() > 1, len(found.devices)
+        breakdown = break_down(trace, last - self._first + 1)
+        several, count = jax.process_count() > 1, len(breakdown.devices)
         where = f"process 0 of {jax.process_count()}, on {socket.gethostname()}, with " if several else ""
         lines = [
             f"profile     steps {self._first} to {last} on {where}{count} device{'s' * (count > 1)}: "
-            f"{found.milliseconds:,.2f} ms a step",
+            f"{breakdown.milliseconds:,.2f} ms a step",
             "",
-            *kinds_table(found),
+            *kinds_table(breakdown),
             "",
-            *parts_table(found),
+            *parts_table(breakdown),
             "",
             self._memory_line(),
         ]
         write_whole(self._folder / "table.txt", "\n".join(lines) + "\n")
+        lines += [
+            f"trace       {self._folder / 'perfetto.json.gz'}, for https://ui.perfetto.dev",
+            f"            tensorboard --logdir {self.run}, with the package xprof",
+            f"memory      pprof -http=: {self._folder / MEMORY}",
+        ]
         for line in lines:
             self.say(line)
-        self.say(f"trace       {self._folder / 'perfetto.json.gz'}, for https://ui.perfetto.dev")
-        self.say(f"            tensorboard --logdir {self.run}, with the package xprof")
-        self.say(f"memory      pprof -http=: {self._folder / 'memory.pprof'}")
 
     def _memory_line(self) -> str:
         memory = self._memory
@@ -192,34 +194,21 @@ def write_perfetto(trace: Trace, file: Path) -> None:
 
 
 def _events(trace: Trace) -> Iterator[dict]:
-    processes: dict[str, int] = {}
-    threads: dict[tuple[str, str], int] = {}
+    threads = dict.fromkeys([("host", "Python"), *((kernel.device, kernel.line) for kernel in trace.kernels)])
+    processes = {process: pid for pid, process in enumerate(dict.fromkeys(process for process, _ in threads))}
+    ids = {(process, thread): {"pid": processes[process], "tid": tid} for tid, (process, thread) in enumerate(threads)}
+    for process, pid in processes.items():
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
+    for (_, thread), numbers in ids.items():
+        yield {"ph": "M", "name": "thread_name", **numbers, "args": {"name": thread}}
 
-    def place(process: str, thread: str) -> Iterator[dict]:
-        if process not in processes:
-            processes[process] = len(processes)
-            yield _name("process_name", process, {"pid": processes[process]})
-        if (process, thread) not in threads:
-            threads[process, thread] = len(threads)
-            yield _name("thread_name", thread, {"pid": processes[process], "tid": threads[process, thread]})
+    def span(name: str, begin: float, end: float) -> dict:
+        return {"ph": "X", "name": name, "ts": begin / 1e3, "dur": (end - begin) / 1e3}
 
-    for name, begin, end in trace.host:
-        yield from place("host", "Python")
-        yield _span(name, begin, end, processes["host"], threads["host", "Python"])
+    for event in trace.host:
+        yield {**span(*event), **ids["host", "Python"]}
     for kernel in trace.kernels:
-        yield from place(kernel.device, kernel.line)
-        there = processes[kernel.device], threads[kernel.device, kernel.line]
+        title = f"{kernel.part}: {kernel.name}" if kernel.part else kernel.name
         details = {"operation": kernel.source, "instruction": kernel.name}
-        yield {**_span(_title(kernel), kernel.begin, kernel.end, *there), "cat": kernel.kind, "args": details}
-
-
-def _title(kernel: Kernel) -> str:
-    return f"{kernel.part}: {kernel.name}" if kernel.part else kernel.name
-
-
-def _name(what: str, name: str, place: dict) -> dict:
-    return {"ph": "M", "name": what, **place, "args": {"name": name}}
-
-
-def _span(name: str, begin: float, end: float, process: int, thread: int) -> dict:
-    return {"ph": "X", "name": name, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "pid": process, "tid": thread}
+        event = span(title, kernel.begin, kernel.end)
+        yield {**event, **ids[kernel.device, kernel.line], "cat": kernel.kind, "args": details}
