@@ -56,7 +56,8 @@ def draw_schedule(
     passes, lengths = _passes(schedule, times)
     line_of_time = timeline(schedule, lengths, forward)
     span = line_of_time.span
-    unit = _pixels_of_a_forward(span / forward)
+    # Pixels of a forward: the title has to fit. A whole number, so that thin boxes are equally wide.
+    unit = max(ceil(1275 * forward / span), min(50, ceil(2000 * forward / span)))
     row = int(np.clip(1350 / schedule.stages, 21, 72))
     width, height = unit * span / forward, row * schedule.stages  # pixels of all rows
     scale = max(1.0, width / 2100)  # letters grow with what is too wide for a screen
@@ -77,11 +78,13 @@ def draw_schedule(
     def line(pixels_from_top: float, text: str, **style) -> None:
         figure.text(left / size[0], 1 - scale * pixels_from_top / size[1], text, va="center", **style)
 
-    line(51, _title(schedule), size=14 * scale, weight="bold", color=INK)
+    chunks = f"{schedule.chunks} chunk{'s' * (schedule.chunks > 1)}"
+    counts = f"P = {schedule.stages} stages,  M = {schedule.micro_batches} micro-batches,  V = {chunks}"
+    line(51, f"{display_name(schedule)}:  {counts}", size=14 * scale, weight="bold", color=INK)
     bubble, in_flight = describe_bubble(schedule, *times), describe_in_flight(schedule)
     summary = f"bubble {bubble};  {schedule.ticks} ticks;  in flight: {in_flight}"
     line(98, summary, size=10.5 * scale, color=SOFT_INK)
-    _draw_legend(figure, schedule, (left / size[0], 1 - scale * 148 / size[1]), scale)
+    _draw_legend(figure, schedule, passes, (left / size[0], 1 - scale * 148 / size[1]), scale)
     save(figure, file)
 
 
@@ -109,27 +112,14 @@ def display_name(schedule: Schedule) -> str:
     return name + ", interleaved" * (schedule.chunks > 1)
 
 
-def _title(schedule: Schedule) -> str:
-    chunks = f"{schedule.chunks} chunk{'s' * (schedule.chunks > 1)}"
-    counts = f"P = {schedule.stages} stages,  M = {schedule.micro_batches} micro-batches,  V = {chunks}"
-    return f"{display_name(schedule)}:  {counts}"
+Pass = tuple[str, Slots, np.ndarray, float]
+"""A kind of pass, its slots, the offset of its boxes in a tick [ticks], its duration."""
 
 
-def _pixels_of_a_forward(forwards: float) -> int:
-    """Width of a box, if the whole is this many forwards long. A whole number, so that thin boxes are equally wide."""
-    at_least = ceil(1275 / forwards)  # the title has to fit
-    return max(at_least, min(50, ceil(2000 / forwards)))
-
-
-def _kinds(schedule: Schedule) -> list[tuple[str, Slots]]:
-    every = zip(COLOURS, (schedule.forward, schedule.backward, schedule.weight), strict=True)
-    return [(kind, slots) for kind, slots in every if slots is not None]
-
-
-def _passes(schedule: Schedule, times: list[float]) -> tuple[list[tuple[str, Slots, np.ndarray, float]], np.ndarray]:
-    """Each kind of pass with its slots, when in a tick its boxes begin [ticks], and its duration; the length of all
-    ticks [ticks]."""
-    kinds = [(*kind, time) for kind, time in zip(_kinds(schedule), times, strict=False)]
+def _passes(schedule: Schedule, times: list[float]) -> tuple[list[Pass], np.ndarray]:
+    """Return the passes of a schedule, and the length of all ticks [ticks]."""
+    slots = schedule.forward, schedule.backward, schedule.weight
+    kinds = [row for row in zip(COLOURS, slots, times, strict=True) if row[1] is not None]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in kinds])  # [kinds, ticks]
     if schedule.exclusive:
         ticks, offsets = lengths.max(axis=0), np.zeros_like(lengths)
@@ -156,7 +146,8 @@ def _draw_boxes(rows: Axes, schedule: Schedule, kind: str, slots: Slots, boxes, 
     digits = len(str(schedule.micro_batches - 1))
     size = min(10.0, 0.55 * box[1] / POINT, 0.85 * box[0] / POINT / (0.62 * digits))
     if size >= SMALLEST_NUMBER:
-        inks = ["white" if _luminance(shade) < 0.2 else INK for shade in shades]
+        luminances = shades**2.2 @ (0.2126, 0.7152, 0.0722)  # of sRGB colors, about
+        inks = ["white" if luminance < 0.2 else INK for luminance in luminances]
         for x, y, m, chunk in zip(left, stages, slots.micro_batch[ticks, stages], chunks, strict=True):
             rows.text(x + time / 2, y + 0.52, m, size=size, color=inks[chunk], ha="center", va="center")
 
@@ -165,11 +156,6 @@ def _shades(kind: str, chunks: int) -> np.ndarray:
     """A colour for each chunk [V, 3]: the full one for the first, lighter for the later ones."""
     white = 0.62 * np.arange(chunks)[:, None] / max(chunks - 1, 1)
     return np.asarray(to_rgb(COLOURS[kind])) * (1 - white) + white
-
-
-def _luminance(rgb: np.ndarray) -> float:
-    """Relative luminance of an sRGB colour, about (gamma 2.2)."""
-    return float(rgb**2.2 @ (0.2126, 0.7152, 0.0722))
 
 
 def _label_rows(rows: Axes, schedule: Schedule, row: int, scale: float) -> None:
@@ -222,8 +208,10 @@ def _label_time(rows: Axes, time: Timeline) -> None:
     rows.set_xticks(list(marks), list(marks.values()))
 
 
-def _draw_legend(figure: Figure, schedule: Schedule, left_center: tuple[float, float], scale: float) -> None:
-    names = [name for name, _ in _kinds(schedule)]
+def _draw_legend(
+    figure: Figure, schedule: Schedule, passes: list[Pass], left_center: tuple[float, float], scale: float
+) -> None:
+    names = [kind for kind, _, _, _ in passes]
     handles = [tuple(Patch(color=shade) for shade in _shades(name, schedule.chunks)) for name in names]
     if schedule.chunks > 1:
         names = [f"{name}, chunk 0 … {schedule.chunks - 1}" for name in names]

@@ -24,7 +24,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,7 +89,9 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
         if any(values.items() <= other.items() or _includes(values, other) for other, _ in proposed):
             continue
         changed = with_values(config, values)
-        if not _runs(changed):
+        try:
+            validate(with_values(changed, {"data.mock": True}))
+        except UsageError:
             continue
         memory = predict_memory(changed)
         if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
@@ -228,6 +230,8 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
     mesh, train = config.mesh, config.train
     losses = [config.train.loss_chunks for config in (config, *with_loss_chunks(config, predict_memory(config)))]
     unrolled = is_unrolled(config, on_gpu=True)
+    powers = (1 << k for k in range(train.micro_batch.bit_length()))
+    halves = [train.micro_batch // power for power in powers if train.micro_batch % power == 0]
     recomputes = [mode for mode in RECOMPUTE if RECOMPUTE[mode] >= RECOMPUTE[train.recompute]]
     for sizes, recompute in itertools.product(_meshes(config), recomputes):
         devices = math.prod(sizes.values())
@@ -236,7 +240,8 @@ def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
         splits = {mesh.sequence_parallel, True} if sizes["model"] > 1 else {mesh.sequence_parallel}
         replicas = sizes["data"] * sizes["context"]
         zeros = [stage for stage in ZERO if stage >= mesh.zero and (replicas > 1 or stage == mesh.zero)]
-        micro_batches = _micro_batches(train.micro_batch, train.global_batch // sizes["data"])
+        share = train.global_batch // sizes["data"]
+        micro_batches = [size for size in halves if size <= share and share % size == 0]
         unrolls = ["off", train.unroll] if unrolled and sizes["pipe"] == 1 else [train.unroll]
         for micro_batch, split, zero, chunks, unroll in itertools.product(
             micro_batches, splits, zeros, losses, unrolls
@@ -280,12 +285,6 @@ def _meshes(config: Config) -> list[dict[str, int]]:
     return [sizes for sizes in meshes if is_sensible(sizes["context"], sizes["model"])]
 
 
-def _micro_batches(largest: int, share: int) -> list[int]:
-    """The micro-batch and its halves, those that divide the share of a replica."""
-    halves = [largest >> k for k in range(largest.bit_length()) if (largest >> k) << k == largest]
-    return [size for size in halves if size <= share and share % size == 0]
-
-
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
     """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
 
@@ -293,14 +292,6 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
         return -value if name == "train.micro_batch" else RECOMPUTE.get(value, 1 if value == "off" else value)
 
     return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
-
-
-def _runs(config: Config) -> bool:
-    try:
-        validate(replace(config, data=replace(config.data, mock=True)))
-    except UsageError:
-        return False
-    return True
 
 
 def _larger_fraction(needed: float, usable: float) -> str:

@@ -21,7 +21,7 @@ from mjax.models.kernels import FUSED, attention_on_gpu
 from mjax.parallel.axes import CONTEXT, DATA, EXPERT, MODEL, copies, sizes
 from mjax.parallel.grouped import ROWS
 from mjax.planner.calibration import WIDTHS, Rates
-from mjax.planner.weights import held_by
+from mjax.planner.weights import weights_of_device
 from mjax.step.precision import in_float8
 from mjax.trace import kernel_bytes
 from mjax.trace import layers as trace
@@ -224,8 +224,8 @@ class LayerTime:
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
         self.overlap, self.element, self.samples = run.overlap, run.element, run.samples
         self.of, self.layer, self.worst = of, trace.layer_forward(of), worst
-        held, of_stage = held_by(run.config.model, run.config.mesh, of.kind), layers / run.config.mesh.pipe
-        self.weights, self.experts = held.layers / of_stage, held.experts / of_stage
+        weights, of_stage = weights_of_device(run.config.model, run.config.mesh, of.kind), layers / run.config.mesh.pipe
+        self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:

@@ -40,7 +40,7 @@ from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
-from mjax.planner.weights import Held, held_by, muon_width, muon_workspace
+from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, weights_of_device
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
 
@@ -137,7 +137,7 @@ class _Sizes:
     """Bytes of the arrays of a step, for one micro-batch on one device.
 
     Attributes:
-      config, held: the config, with `train.unroll` decided as on a GPU, and the weights of a device.
+      config, weights: the config, with `train.unroll` decided as on a GPU, and the weights of a device.
       width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a chunk, those of one forward pass, by kind.
@@ -154,14 +154,14 @@ class _Sizes:
     def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
         config = with_unrolling(config, on_gpu=True)
         mesh, recompute = config.mesh, config.train.recompute
-        self.config, self.held = config, held_by(config.model, mesh)
+        self.config, self.weights = config, weights_of_device(config.model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         samples, self.layers = config.train.micro_batch, []
         for count, of in trace.kinds_of(config):
             sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute)))
-            layers, held = count // (mesh.pipe * mesh.chunks), held_by(config.model, mesh, of.kind)
-            self.layers.append(_Kind(of.kind, layers, mesh.chunks, held, sample))
+            layers, weights = count // (mesh.pipe * mesh.chunks), weights_of_device(config.model, mesh, of.kind)
+            self.layers.append(_Kind(of.kind, layers, mesh.chunks, weights, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -192,7 +192,7 @@ class _Sizes:
         if mesh.splits_tokens and train.recompute != "none":
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
-        kept += self.master * kind.held.gathered_shards / kind.of_device
+        kept += self.master * kind.weights.gathered_shards / kind.of_device
         if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
             # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
             kept = max(kept, kind.sample.factors)
@@ -212,7 +212,7 @@ class _Sizes:
     @property
     def of_layer(self) -> float:
         """Elements of the weights of one layer, as used in the computation; of the kind with most."""
-        return max(kind.held.layers / kind.of_device for kind in self.layers)
+        return max(kind.weights.layers / kind.of_device for kind in self.layers)
 
     @property
     def batch(self) -> float:
@@ -229,7 +229,7 @@ class _Kind(NamedTuple):
     kind: trace.Kind | None
     layers: int
     chunks: int
-    held: Held
+    weights: DeviceWeights
     sample: _Sample
 
     @property
@@ -328,29 +328,29 @@ def _in_flight(config: Config) -> tuple[int, int]:
 
 def _computed(sizes: _Sizes) -> tuple[float, float]:
     """Bytes of the copies used in the computation: of the layers, and of everything else."""
-    mesh, held = sizes.config.mesh, sizes.held
+    mesh, weights = sizes.config.mesh, sizes.weights
     if sizes.width == sizes.master and not sizes.sharded:
         return 0.0, 0.0  # the masters themselves
-    layers = held.layers - held.gathered if sizes.width != sizes.master or mesh.zero else 0
-    return sizes.width * layers, sizes.width * held.shared
+    layers = weights.layers - weights.gathered if sizes.width != sizes.master or mesh.zero else 0
+    return sizes.width * layers, sizes.width * weights.shared
 
 
 def _sums(sizes: _Sizes) -> float:
     """Bytes of the float32 accumulators over micro-batches; for weights gathered in the loop only the shard."""
-    held = sizes.held
+    weights = sizes.weights
     if not sizes.accumulates:
         return 0.0
-    return sizes.master * (held.layers - held.gathered + held.gathered_shards + held.shared)
+    return sizes.master * (weights.layers - weights.gathered + weights.gathered_shards + weights.shared)
 
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
-    held, mesh, chunks = sizes.held, sizes.config.mesh, sizes.config.mesh.chunks
+    weights, mesh, chunks = sizes.weights, sizes.config.mesh, sizes.config.mesh.chunks
     if mesh.pipe > 1 and mesh.schedule == "zb-h1":
         return 0.0  # W computes them one by one, after B
-    if sizes.config.train.unroll == "on" and held.gathered:  # those of the layer that is last there
-        return sizes.master * sizes.layers[0].held.gathered_shards / sizes.layers[0].of_device
-    return (sizes.width * (held.layers - held.gathered) + sizes.master * held.gathered_shards) / chunks
+    if sizes.config.train.unroll == "on" and weights.gathered:  # those of the layer that is last there
+        return sizes.master * sizes.layers[0].weights.gathered_shards / sizes.layers[0].of_device
+    return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
 
 def _activations(sizes: _Sizes) -> float:
@@ -377,20 +377,22 @@ def _weights_in_hand(sizes: _Sizes) -> float:
     chunks = sizes.config.mesh.chunks
 
     def of_layer(kind: _Kind) -> float:
-        held, narrow, wide = kind.held, sizes.width, sizes.master
+        weights, narrow, wide = kind.weights, sizes.width, sizes.master
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
-        return (narrow * held.layers + (narrow + wide) * held.gathered + wide * held.transposed) / kind.of_device
+        return (
+            narrow * weights.layers + (narrow + wide) * weights.gathered + wide * weights.transposed
+        ) / kind.of_device
 
     of_loops = Counter()
     for kind in sizes.layers:  # those that take turns are in one loop
         of_loops[kind.stack] += of_layer(kind)
-    return max(of_loops.values()) + (sizes.width * sizes.held.layers / chunks if chunks > 1 else 0.0)
+    return max(of_loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
 
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
-    masters = sizes.master * sizes.held.stored
-    with_one = sizes.held.matrices if sizes.config.optimizer.name == "muon" else 0
+    masters = sizes.master * sizes.weights.stored
+    with_one = sizes.weights.matrices if sizes.config.optimizer.name == "muon" else 0
     moments = 2 * masters - sizes.master * with_one
     return Memory(masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
 
@@ -399,7 +401,7 @@ def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first one."""
     layers, shared = _computed(sizes)
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
-    waiting = sizes.width * sizes.held.table if sizes.config.mesh.pipe == 1 else 0.0
+    waiting = sizes.width * sizes.weights.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
     if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
@@ -412,7 +414,7 @@ def _backward(sizes: _Sizes) -> Memory:
 def _head(sizes: _Sizes) -> Memory:
     """With the logits, which their gradient overwrites; or those of a chunk of the vocabulary."""
     layers, shared = _computed(sizes)
-    table = sizes.width * sizes.held.table
+    table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = _sums(sizes) + (table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
@@ -427,18 +429,18 @@ def _head(sizes: _Sizes) -> Memory:
 
 def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute dtype become float32 and are summed over `data`."""
-    held, mesh = sizes.held, sizes.config.mesh
-    whole = held.layers - held.gathered + held.shared
-    wide = sizes.master * (whole + held.gathered_shards)
+    weights, mesh = sizes.weights, sizes.config.mesh
+    whole = weights.layers - weights.gathered + weights.shared
+    wide = sizes.master * (whole + weights.gathered_shards)
     if copies(mesh) == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
     # They are converted one by one, so the last one that exists in both dtypes is the largest.
-    both = not (held.gathered or sizes.accumulates or sizes.width == sizes.master)
-    narrow = sizes.width * held.largest if both else 0.0
+    both = not (weights.gathered or sizes.accumulates or sizes.width == sizes.master)
+    narrow = sizes.width * weights.largest if both else 0.0
     return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
 
 
 def _update(sizes: _Sizes) -> Memory:
     """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
-    waiting = muon_width(sizes.config) * sizes.held.stored
+    waiting = muon_width(sizes.config) * sizes.weights.stored
     return _memory(sizes, "update", 0.0, waiting, workspace=muon_workspace(sizes.config) + sizes.batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,7 +66,6 @@ class Question:
       price: of a GPU-hour, or None.
       top: number of candidates to show.
       time_of: seconds of a step.
-      kernel_of: the attention kernel of a config on the GPU.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Question:
     price: float | None
     top: int
     time_of: TimeOf
-    kernel_of: Callable[[Config], str]
 
     @property
     def hardware(self) -> str:
@@ -110,7 +108,6 @@ def run_search(
     if arguments.target_batch is not None:
         config = with_batch(config, arguments.target_batch)
     check_searchable(config, devices, gpu.gpus_per_node, keep)
-    kernel_of = partial(attention_on_gpu, capability=gpu.compute_capability)
     memory_of, time_of = predictions(gpu, calibration)
 
     began = time.perf_counter()
@@ -119,7 +116,7 @@ def run_search(
     result = with_alternatives(result, config, gpu, calibration, keep)
     seconds = time.perf_counter() - began
 
-    question = Question(name, config, gpu, arguments.price, arguments.top, time_of, kernel_of)
+    question = Question(name, config, gpu, arguments.price, arguments.top, time_of)
     excluded = excluded_by_rampup(result, config, memory_of, time_of, keep)
     section = report(result, question, seconds, arguments.write and str(arguments.write), excluded)
     return result.ranked[0].config, section, _about(result, question)
@@ -565,8 +562,9 @@ def _remarks(result: SearchResult, question: Question, spent: Cost) -> list[str]
             f"not ranked, because it leaves {result.free(fast):.1%} of the memory free and the prediction may be off "
             f"by {HEADROOM:.0%}: {describe(fast.config)}, {_compared(fast.time, best.time)}"
         )
-    without = replace(best.config, model=replace(best.config.model, attention_dropout=0.0))
-    if question.kernel_of(best.config) != question.kernel_of(without):
+    without = with_values(best.config, {"model.attention_dropout": 0.0})
+    capability = question.gpu.compute_capability
+    if attention_on_gpu(best.config, capability) != attention_on_gpu(without, capability):
         change = question.time_of(without).total / best.time.total - 1
         less = f"{abs(change):.1%} {'less' if change < 0 else 'more'} time"
         lines.append(
@@ -602,7 +600,7 @@ def _own_verdict(result: SearchResult, config: Config, time_of: TimeOf) -> str:
 
 
 def _own_rank(result: SearchResult, config: Config) -> int | None:
-    """The rank of the config itself among those that fit, counted from 1."""
+    """Return the rank of the config itself among those that fit, counted from 1."""
     return next((rank for rank, ranked in enumerate(result.ranked, 1) if _is_own(ranked.config, config)), None)
 
 

@@ -49,7 +49,7 @@ from mjax.parallel.axes import MODEL, copies
 from mjax.planner.calibration import Calibration, Rates, default_calibration
 from mjax.planner.layer_time import MJAX, Common, LayerTime, Software
 from mjax.planner.section import Section, good_to, named_rows, table
-from mjax.planner.weights import held_by, muon_exchange_seconds, muon_iteration_seconds, muon_width
+from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.step.precision import in_float8
 from mjax.trace import layers as trace
 from mjax.trace.flops import hardware_flops, model_flops
@@ -223,7 +223,7 @@ class _Step(Common):
 
     def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False, exact: bool = True):
         super().__init__(config, rates, software, exact)
-        self.end, self.held = trace.head(self.kinds[0][1]), held_by(config.model, config.mesh)
+        self.end, self.weights = trace.head(self.kinds[0][1]), weights_of_device(config.model, config.mesh)
         self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
 
     def seconds(self, m: int) -> dict[str, float]:
@@ -303,34 +303,34 @@ class _Step(Common):
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
         mesh, rates, software = self.config.mesh, self.rates, self.software
         stage, across = mesh.model * copies(mesh), software.gradient_bytes + self.element
-        seconds = rates.gather(mesh.pipe, stage, across * self.held.shared)
-        shared = self.held.shared / mesh.pipe
-        weights = shared if mesh.zero == 3 else self.held.layers + shared
+        seconds = rates.gather(mesh.pipe, stage, across * self.weights.shared)
+        shared = self.weights.shared / mesh.pipe
+        weights = shared if mesh.zero == 3 else self.weights.layers + shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
         hidden = self.overlap.gradients and not self.looped and (m == 1 or software.written is not None)
         overlapped = hidden * sum(sum(parts.values()) for parts in self.passes[1:])
         if not mesh.zero:
-            whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.held.experts)
+            whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.weights.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
-            last = (shared + self.held.largest) * (software.written is None)
+            last = (shared + self.weights.largest) * (software.written is None)
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        experts = 0.0 if mesh.zero == 3 else self.held.experts
+        experts = 0.0 if mesh.zero == 3 else self.weights.experts
         return seconds + self.over_replicas(rates.gather, across, weights - narrow / across, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
         mesh = self.config.mesh
-        weights = self.held.layers + self.held.shared / mesh.pipe
+        weights = self.weights.layers + self.weights.shared / mesh.pipe
         if mesh.zero == 3:
-            weights = (weights + (mesh.expert - 1) * self.held.experts) / copies(mesh)
+            weights = (weights + (mesh.expert - 1) * self.weights.experts) / copies(mesh)
         added = m * weights if m > 1 else 0.0
-        moved = self.software.optimizer_bytes * self.held.stored + self.software.accumulate_bytes * added
+        moved = self.software.optimizer_bytes * self.weights.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
         # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.
-        moved += (4 * muon_width(self.config) - 8) * self.held.matrices
+        moved += (4 * muon_width(self.config) - 8) * self.weights.matrices
         return self.rates.traffic(moved, 20) + muon_iteration_seconds(self.config, self.rates)
 
 

@@ -31,7 +31,7 @@ from mjax.trace.program import Product, Program
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceWeights:
     """Elements that one device holds, on the pipeline stage with its share of the layers.
 
     Attributes:
@@ -60,10 +60,10 @@ class Held:
     transposed: int = 0
 
 
-def held_by(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None) -> Held:
+def weights_of_device(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds; with `kind` (`trace.kinds_of`) of the layers of that kind
     alone."""
-    return _held(model, _sizes(mesh), kind)
+    return _device_weights(model, _sizes(mesh), kind)
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -77,7 +77,7 @@ def _sizes(mesh: MeshConfig) -> MeshConfig:
 
 
 @lru_cache(maxsize=4096)
-def _held(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) -> Held:
+def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) -> DeviceWeights:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         if kind is not None and not (is_layer(name) and stack_and_turn(name) == kind):
@@ -100,7 +100,7 @@ def _held(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) ->
             ((_, dim),) = storage.gathers
             if _local(shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
                 total["transposed"] = max(total["transposed"], computed)
-    return Held(**total)
+    return DeviceWeights(**total)
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit, memory_section
 from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
 from mjax.planner.search import CHUNKS, with_loss_chunks
-from mjax.planner.weights import held_by
+from mjax.planner.weights import weights_of_device
 from tests.conftest import ROOT
 from tests.planner.configs import changed
 
@@ -50,7 +50,7 @@ def test_memory_is_within_five_percent_of_xla(row):
     assert memory.host == row.get("host", 0)
     elements = sum(math.prod(shape) * {"int32": 4, "bool": 1}[kind] for shape, kind in config.batch_arrays().values())
     batch = elements * config.train.global_batch / copies(config.mesh)
-    expected = 4 * held_by(config.model, config.mesh).stored + memory.optimizer + batch
+    expected = 4 * weights_of_device(config.model, config.mesh).stored + memory.optimizer + batch
     assert row["argument"] == pytest.approx(expected, rel=1e-5, abs=1e5)  # the counters of the loss scale, alignment
 
 

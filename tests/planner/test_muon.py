@@ -10,7 +10,7 @@ from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
-from mjax.planner.weights import held_by, matrices_of, muon_collectives, muon_products, muon_width
+from mjax.planner.weights import matrices_of, muon_collectives, muon_products, muon_width, weights_of_device
 from mjax.step import muon as training
 from mjax.step.layout import lay_out
 from mjax.trace.collectives import ledger
@@ -56,7 +56,7 @@ def test_iteration_has_fifteen_products_on_smaller_dim():
 def test_matrix_has_one_moment_and_its_own_time():
     adam = replace(load_config("gpt_1b"), mesh=MeshConfig(data=8, model=2))
     ours, gpu = changed(adam, optimizer={"name": "muon"}), gpu_named("h100")
-    held, with_two, with_one = held_by(adam.model, adam.mesh), predict_memory(adam), predict_memory(ours)
+    held, with_two, with_one = weights_of_device(adam.model, adam.mesh), predict_memory(adam), predict_memory(ours)
     assert held.matrices == 12 * adam.model.hidden**2 * adam.model.layers / 2
     assert with_two.optimizer - with_one.optimizer == 4 * held.matrices
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts

@@ -38,9 +38,7 @@ def found():
 
 
 def question(**changes):
-    return replace(
-        Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3, time_of, lambda _: "xla"), **changes
-    )
+    return replace(Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3, time_of), **changes)
 
 
 def test_report_shows_fastest_cost_and_plain_values(found):

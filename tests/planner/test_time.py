@@ -34,7 +34,7 @@ from mjax.planner.calibration import A100, Rates, write_calibration
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.layer_time import MJAX, TILE, Overlap
 from mjax.planner.time import PARTS, bubble, predict_time, run_tokens, ticks, time_section
-from mjax.planner.weights import held_by
+from mjax.planner.weights import weights_of_device
 from mjax.trace.collectives import ledger
 from mjax.trace.flops import hardware_flops
 from tests.planner.configs import changed
@@ -224,7 +224,7 @@ def test_loss_in_chunks_computes_logits_once_more():
 
 def test_each_micro_batch_is_accumulated():
     few, many = (config_with(train={"global_batch": 64 * n}) for n in (1, 2))
-    held = held_by(few.model, few.mesh)
+    held = weights_of_device(few.model, few.mesh)
     moved = 8 * MJAX.accumulate_bytes * (held.layers + held.shared)  # of eight more micro-batches
     before, after = (predict_time(config, H100).parts["optimizer"] for config in (few, many))
     assert after - before == pytest.approx(Rates(H100, H100_RATES, "bf16").bytes(moved))
