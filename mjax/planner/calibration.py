@@ -23,8 +23,7 @@ from mjax.config import Config
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
-from mjax.utils.atomic import write_whole
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, write_whole
 
 FORMAT = "mjax calibration 2"
 RATES = ("matmul", "inner", "attention", "memory", "launch", "node", "network", "collective")

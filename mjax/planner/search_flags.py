@@ -13,7 +13,7 @@ from mjax.config import Config, load_config, to_dict
 from mjax.config.bounds import Count, NotNegative, Positive
 from mjax.config.model_file import file_of
 from mjax.errors import UsageError, check_folder
-from mjax.utils.atomic import put
+from mjax.utils.files import put
 
 
 @dataclass(frozen=True)

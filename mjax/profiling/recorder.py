@@ -27,8 +27,8 @@ from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 from mjax.cluster.hardware import human_bytes
 from mjax.profiling.breakdown import break_down, kinds_table, parts_table
 from mjax.profiling.kernels import ASIDE, WINDOW, Trace, newest_trace, read_trace
-from mjax.run.profile import Profile
-from mjax.utils.atomic import make_folder, write_whole
+from mjax.run.options import Profile
+from mjax.utils.files import make_folder, write_whole
 
 FOLDER, MEMORY = "profile", "memory.pprof"
 
