@@ -31,26 +31,44 @@ from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
-from mjax.interop.carried_files import GENERATION, IDS, SETTINGS, TEMPLATE, carried_files, restored_files
 from mjax.interop.convert import (
     TYPES,
     abstract_weights,
     check_vocabulary,
     class_settings,
     draw_weights,
+    extended,
     family_of,
     find_family,
     import_config,
+    rope_line,
     write_run,
 )
-from mjax.interop.extend import Extension, extended
-from mjax.interop.family import Family
+from mjax.interop.family import Family, config_values, model_config
 from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.model_card import CARD, description, history, imported_card, read_card, with_block
-from mjax.interop.model_folder import check_output, new_folder, read_object, write_object
-from mjax.interop.settings import config_values, model_config
+from mjax.interop.model_folder import (
+    CARD,
+    check_output,
+    description,
+    history,
+    imported_card,
+    new_folder,
+    read_card,
+    read_object,
+    with_block,
+    write_object,
+)
 from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
-from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
+from mjax.interop.tokenizer_files import (
+    GENERATION,
+    IDS,
+    SETTINGS,
+    TEMPLATE,
+    carried_files,
+    find_tokenizer,
+    restored_files,
+    write_tokenizer,
+)
 from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
 from mjax.models.build import count_parameters
 from mjax.run.continuing import origin_of
@@ -132,12 +150,12 @@ def from_hf(arguments: FromHfArguments) -> int:
     family = find_family(values, source / "config.json")
     model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
     model = extended(model, arguments.rope, str(source))
-    extension = Extension(model, arguments.rope)
+    rope = rope_line(model, arguments.rope)
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     left_out = check_vocabulary(tokenizer, model)
-    card = imported_card(source, extension.named(f"a {family.model}"))
+    card = imported_card(source, f"a {family.model}", rope)
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
-    carried = extension.carried(carried_files(source, values) if carries else {})
+    carried = carried_files(source, values, model.sequence if rope else None) if carries else {}
     for name in tokenizer.stored if carried else ():
         carried.pop(name, None)  # which the tokenizer writes
     tensors = open_tensors(source, arguments.allow_pickle)
@@ -153,7 +171,8 @@ def from_hf(arguments: FromHfArguments) -> int:
         write_run(output, config, tokenizer, blocks, carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
-    extension.announce()
+    if rope:
+        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         loss = coefficient * model.experts_per_token / model.expert_layers

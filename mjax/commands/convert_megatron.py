@@ -16,22 +16,14 @@ from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
-from mjax.interop.carried_files import carried_files
-from mjax.interop.convert import (
-    check_vocabulary,
-    import_config,
-    write_run,
-)
-from mjax.interop.extend import Extension, extended
-from mjax.interop.megatron.arguments import Activation, model_config
+from mjax.interop.convert import check_vocabulary, extended, import_config, rope_line, write_run
+from mjax.interop.megatron.arguments import Activation, balance_left_out, decoder_config, model_config
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
-from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config
-from mjax.interop.megatron.experts import balance_left_out
-from mjax.interop.megatron.names import family_of
-from mjax.interop.model_card import imported_card
-from mjax.interop.model_folder import check_output
+from mjax.interop.megatron.names import DECODER, MIXTURE, family_of
+from mjax.interop.megatron.tensors import DecoderTensors
+from mjax.interop.model_folder import check_output, imported_card
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.tokenizer_files import find_tokenizer
+from mjax.interop.tokenizer_files import carried_files, find_tokenizer
 from mjax.interop.weights import block_reader, find_tensors
 from mjax.models.build import count_parameters
 from mjax.utils.progress import progress
@@ -80,7 +72,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     place = str(checkpoint.folder)
     model, tensors = _model(checkpoint, arguments)
     model = extended(model, arguments.rope, place)
-    extension = Extension(model, arguments.rope)
+    rope = rope_line(model, arguments.rope)
     layernorm = getattr(model, "layernorm", "pre")
     if layernorm == "post" and not checkpoint.old_names:
         raise UsageError(
@@ -89,7 +81,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         )
     tokenizer = find_tokenizer(source, arguments.tokenizer)
     carries = tokenizer is not None and arguments.tokenizer is None and model.causal
-    carried = extension.carried(carried_files(source, {}) if carries else {})
+    carried = carried_files(source, {}, model.sequence if rope else None) if carries else {}
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
@@ -100,7 +92,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)
 
-    card = imported_card(source, extension.named(family.model))
+    card = imported_card(source, family.model, rope)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
@@ -108,7 +100,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
 
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {place}")
     print(_what_was_taken(checkpoint, model, rows))
-    extension.announce()
+    if rope:
+        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
     if family is MIXTURE and (left_out := balance_left_out(checkpoint.arguments, place)):
         print(left_out)
     print_next_steps(source, output, config, tokenizer)

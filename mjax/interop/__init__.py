@@ -1,19 +1,18 @@
 """Checkpoints and tokenizers from and to folders of Hugging Face's `transformers`, and from Megatron-LM.
 
-    tensor_files.py     tensors by name: sharded safetensors, read one at a time and written; old pickles on request
-    model_folder.py     a folder that is written atomically; its JSON files
-    tokenizer_files.py  the tokenizer of a model folder
-    carried_files.py    its chat template, special tokens and end ids, which a run folder keeps for the export
-    model_card.py       README.md of a model
-    settings.py         config.json ↔ ModelConfig, by a table per family
-    places.py           where our weights are in foreign tensors: names, and the order of dims
-    weights.py          tensors ↔ the weights of a model, read directly into shards
-    family.py           a family: its settings and its names
-    gpt2.py             GPT2LMHeadModel
+    convert.py          the run of an import, the family of an export, `--rope`
+    family.py           a family of models: names of its tensors, and config.json ↔ ModelConfig, as a table
+    gpt.py              GPT2LMHeadModel, BloomForCausalLM
     bert.py             BertForPreTraining and MegatronBertForPreTraining
-    bloom.py            BloomForCausalLM
-    convert.py          `mjax convert from-hf` and `to-hf`
+    llama.py            Llama, Mistral, Qwen 2 and 3, OLMo 2
+    mixture.py          Mixtral, Qwen 3 MoE, OLMoE
+    weights.py          tensors ↔ the weights of a model, read directly into shards
+    tensor_files.py     tensors by name: sharded safetensors, read one at a time and written; old pickles on request
+    torch_files.py      files of torch.save and torch.distributed.checkpoint, read as data
+    model_folder.py     a folder that is written atomically; its JSON files; its model card
+    tokenizer_files.py  the tokenizer of a model folder; files that a run folder only carries for the export
+    fast_tokenizer.py   a tokenizer of mjax as a tokenizer.json
     megatron/           `mjax convert from-megatron`
 
-Foreign files are data: nothing in them is executed, and what mjax does not support is refused by name.
+Foreign files are data: nothing in them is executed, and mjax rejects by name what it does not support.
 """

@@ -1,4 +1,4 @@
-"""The run folder of an imported model, and the transformers family for an export.
+"""`mjax convert`: the run folder of an import, the family of an export, and longer sequences (`--rope`).
 
 Checkpoint 0 of an import has the weights only: no step has been taken, so there are no moments, and training begins
 with new ones.
@@ -7,9 +7,10 @@ with new ones.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import jax
 import numpy as np
@@ -18,18 +19,16 @@ from jax.numpy import bfloat16
 from mjax.checkpoint.blocks import write_in_blocks
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
+from mjax.config.llama import LlamaConfig, RopeScaling
 from mjax.config.model import ModelConfig, is_own, kind_of
 from mjax.data.tokenizers import Tokenizer
-from mjax.errors import UsageError
+from mjax.errors import UsageError, either
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
-from mjax.interop.bloom import BLOOM
-from mjax.interop.family import Family
-from mjax.interop.gpt2 import GPT2
+from mjax.interop.family import Family, unlike
+from mjax.interop.gpt import BLOOM, GPT2
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
-from mjax.interop.model_card import CARD
-from mjax.interop.model_folder import new_folder
-from mjax.interop.settings import fits, unlike
+from mjax.interop.model_folder import CARD, new_folder
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
 from mjax.models.protocol import Model
@@ -79,12 +78,12 @@ def write_run(
         write_in_blocks(folder / "checkpoints", "model", abstract_weights(config), read)
 
 
-def abstract_weights(config: Config, mesh: MeshConfig | None = None) -> Model:
-    """The target for reading the weights of `config`: the model of ShapeDtypeStructs on CPU devices, by default one.
+def abstract_weights(config: Config) -> Model:
+    """The target for reading the weights of `config`: the model of ShapeDtypeStructs on one CPU device.
 
     Layers are not split into the chunks of a pipeline.
     """
-    mesh = mesh or MeshConfig()
+    mesh = MeshConfig()
     return lay_out(dataclasses.replace(config, mesh=mesh), make_mesh(mesh, jax.devices("cpu"))).abstract_model
 
 
@@ -94,8 +93,8 @@ def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]
     def chosen(model: Model) -> dict:
         return {name: leaf for name, leaf in leaves(model).items() if name.startswith(names)}
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, chosen(abstract_weights(config)))
-    return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=places)() if names else {}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, chosen(abstract_weights(config)))
+    return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=shardings)() if names else {}
 
 
 def find_family(values: dict, file: Path) -> Family:
@@ -119,23 +118,22 @@ def family_of(model: ModelConfig) -> Family:
             f"mjax convert has no name table for {model.title}; docs/convert.md says how to write one, and "
             "`mjax.open_run(RUN).weights` has its weights in Python"
         )
-    families = (*FAMILIES, *OF_TASKS)
-    for family in families:
-        if fits(family, model):
+    differences = {}
+    for family in (*FAMILIES, *OF_TASKS):
+        difference = unlike(family, model)
+        if not difference:
             return family
-    near = [family for family in families if family.fixed["kind"] == kind_of(model)]
-    theirs = {family.model: unlike(family, model) for family in near}
-    asked = (*(name for family in near for name in family.fixed), *(name for each in theirs.values() for name in each))
-    given = [name for name in dict.fromkeys(asked) if any(name in each for each in theirs.values())]
+        if family.fixed["kind"] == kind_of(model):
+            differences[family.model] = difference
+    names = dict.fromkeys(name for fields in differences.values() for name in fields)
     raise UsageError(
         f"transformers has no class for {model.title} with "
-        + " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in given)
-        + "".join(f"; {other} has {_listed(each)}" for other, each in theirs.items())
+        + " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in names)
+        + "".join(
+            f"; {other} has {', '.join(f'{name} {value}' for name, value in fields.items())}"
+            for other, fields in differences.items()
+        )
     )
-
-
-def _listed(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in fields.items())
 
 
 def class_settings(model: ModelConfig) -> dict:
@@ -147,14 +145,88 @@ def class_settings(model: ModelConfig) -> dict:
 
 
 def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[str]:
-    """Refuse a tokenizer with more ids than the model has tokens; special tokens that are too many are left out and
+    """Reject a tokenizer with more ids than the model has tokens; special tokens that are too many are left out and
     returned."""
-    left_out: list[str] = []
-    if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
-        left_out = tokenizer.leave_out(model.vocabulary)
-    if tokenizer is not None and tokenizer.vocabulary > model.vocabulary:
+    if tokenizer is None or tokenizer.vocabulary <= model.vocabulary:
+        return []
+    left_out = tokenizer.leave_out(model.vocabulary)
+    if tokenizer.vocabulary > model.vocabulary:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "
             "give the tokenizer that the model was trained with"
         )
     return left_out
+
+
+# --- Longer sequences -------------------------------------------------------------------------------------------------
+#
+# `mjax convert … --rope yarn:8` changes no weight. It lowers the frequencies of the rotary positions, so that positions
+# which the model has never seen turn queries and keys by angles that it has (formulas in `models/rotary.py`):
+#
+#     linear   every frequency by the factor (position interpolation, arXiv 2306.15595)
+#     llama3   only the slow ones, between two fixed wavelengths (Llama 3.1, arXiv 2407.21783)
+#     yarn     only the slow ones, by their turns over the original length, and a temperature of attention
+#              (arXiv 2309.00071)
+#
+# A model with longer positions computes something else for short texts too. YaRN does least harm to them without
+# further training; all three are made for some hundred steps of training on long texts.
+
+SCALINGS = tuple(name for name in get_args(RopeScaling) if name != "none")
+LONGEST = 2**31
+"""Positions are int32."""
+
+
+def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
+    """The model with the positions of `--rope`; sequences are longer by the factor.
+
+    Args:
+      model: as it was trained, with `sequence` positions.
+      given: KIND:FACTOR, such as `yarn:8`; None leaves the model as it is.
+      source: where the model comes from, for messages.
+
+    Raises:
+      UsageError: the model has no rotary positions or longer ones already, or `given` is not a kind and a factor that
+        gives a whole number of positions.
+    """
+    if given is None:
+        return model
+    if not isinstance(model, LlamaConfig):
+        raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
+    if model.rope_scaling != "none":
+        raise UsageError(
+            f"--rope {given}: {source} already has rotary positions with {model.rope_scaling}:{model.rope_factor:g}, "
+            f"{model.sequence:,} of them; leave --rope out, or convert the model that it was made from"
+        )
+    kind, factor = _parsed(given)
+    sequence = model.sequence * factor
+    if sequence >= LONGEST or sequence != int(sequence):
+        raise UsageError(
+            f"--rope {given} makes {sequence:,.10g} of the {model.sequence:,} positions of {source}; it must be a "
+            f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
+        )
+    original = None if kind == "linear" else model.sequence
+    return dataclasses.replace(
+        model, sequence=int(sequence), rope_scaling=kind, rope_factor=factor, rope_original=original
+    )
+
+
+def _parsed(given: str) -> tuple[str, float]:
+    """The kind and the factor in `yarn:8`."""
+    kind, _, number = given.partition(":")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = math.nan
+    if kind not in SCALINGS or not 1 < factor < math.inf:
+        raise UsageError(
+            f"--rope {given} is not a scaling and a factor above 1; the scalings are {either(SCALINGS)}: use --rope "
+            f"{kind if kind in SCALINGS else 'yarn'}:8 for sequences eight times as long"
+        )
+    return kind, factor
+
+
+def rope_line(model: ModelConfig, given: str | None) -> str:
+    """Return one line on the result of `extended`; empty without `--rope`."""
+    if given is None:
+        return ""
+    return f"--rope {given}, {model.sequence:,} positions instead of {round(model.sequence / model.rope_factor):,}"

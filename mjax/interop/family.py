@@ -1,14 +1,22 @@
-"""A family of foreign models as a table: names and layout of its tensors, and settings of its config.
+"""A family of foreign models as a table: names and layout of its tensors, and settings of its config.json.
 
 A family is a row for each of our modules and a row for each setting. Shapes are in neither: they follow from our own
 parameters (`weights.py`), so a family only states differences in layout.
+
+A setting of config.json is one of four things: it is a field of `ModelConfig`; it changes what the model computes, and
+mjax supports one value of it; it has no effect on what the model computes; or it is unknown, and rejected by name,
+because ignoring it could silently change the model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from mjax.config.model import ModelConfig, config_class
+from mjax.errors import UsageError
 
 Reader = Callable[[dict[str, Any], str], tuple[dict[str, Any], dict[str, Any]]]
 
@@ -20,33 +28,34 @@ class Family:
     Attributes:
       model: name in messages, such as GPT2LMHeadModel.
       names: for each of our modules its name in the files, in the order of writing; {0} stands for the layer number and
-        {1} for the next one, {2} for the number of an expert. Three names are those of queries, keys and values.
+        {1} for the next one, {2} for the number of an expert. Three names are queries, keys and values.
       fused: rows that replace those of `names` where files have these tensors: all experts in one.
-      transposed: whether matrices are [out, in], as in `torch.nn.Linear`; else they are [in, out].
+      transposed: True if matrices are [out, in], as in `torch.nn.Linear`; else they are [in, out].
       qkv: the order of fused queries, keys and values along out: c the three of them, n heads, d head size.
       prefix: omitted at the beginning of names in some files.
       copies: tensors that are another one under a second name; if stored they must be equal to it.
       ignored: names of tensors that are not weights, such as stored masks.
-      heads: heads that may be initialised at random if the files have none of their tensors: prefix of our weights'
+      heads: heads that may be initialized at random if the files have none of their tensors: prefix of our weights'
         names, and a description.
       renamed: (expression, replacement) that turn names of old versions into those of `names`.
       described_by: source of the expected shapes, for messages.
-      padded: whether the files have more rows than tokens.
+      padded: True if the files have more rows than tokens.
       spelled: takes a name of `names`, gives the name in the files, for messages.
       model_type: in config.json, like everything below.
-      generates: whether it generates text, and so has a generation_config.json.
+      generates: True if it generates text, and so has a generation_config.json.
       fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
         family. A field in neither this nor `fields` has its default.
       fields: transformers' name of a field → ours, and the default if config.json omits it. A float may be any number
-        from 0 on, a text is an activation, and every other field a whole number above 0. A family without one for
-        feed_forward has 4 × hidden.
+        from 0 on, a text is an activation, a bool true or false, and every other field a whole number above 0. A family
+        without a row for feed_forward has 4 × hidden.
+      nullable: settings of `fields` that may be null although their default is a value.
       only: settings that change what the model computes, and the only supported value of each.
       same: settings for which mjax has one field shared with another setting; and the default if the first is omitted,
         None for the value of the other.
       other_names: names of a setting in old files → current name.
       read: takes config.json's settings and the file's name, gives the settings without those it has read and our
         fields they stand for; for what no table can say, such as the scaling of rotary positions.
-      write: the same the other way: of a model the settings of config.json.
+      write: the inverse: of a model the settings of config.json.
       read_fields: our fields that `read` gives, or that no file has.
       without_effect: settings that do not change what the model computes.
     """
@@ -69,6 +78,7 @@ class Family:
     generates: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, tuple[str, float | str | None]] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     other_names: Mapping[str, str] = field(default_factory=dict)
@@ -76,3 +86,144 @@ class Family:
     write: Callable[[Any], dict[str, Any]] = lambda model: {}
     read_fields: frozenset[str] = frozenset()
     without_effect: frozenset[str] = frozenset()
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu_erf",
+    "gelu_python": "gelu_erf",
+}
+"""transformers' name → ours; the first of each is written."""
+GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
+"""The activations of a gated MLP."""
+RESOLVED = {"kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert"}
+"""Fields that may be None in our config → the property that has their value."""
+MOST_WHOLE, MOST = 2**31, 1e30
+"""Above any meaningful number in a config.json."""
+ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
+"""Settings of every family that change what the model computes, and the only supported value of each."""
+# In every family: who wrote it and how it was stored; heads of other tasks; how to generate and what to return.
+WITHOUT_EFFECT = {
+    "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "id2label", "is_decoder", "label2id", "length_penalty", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "prefix", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+}  # fmt: skip
+FREE_FIELDS = {"attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers"}
+"""Fields of our configs that do not change what a model computes, or have more than one rule."""
+
+
+def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields in which a model differs from this family, with the family's values; empty if it fits.
+
+    A field that the family does not mention must have its default, so a new option of a model is rejected until a
+    family supports it.
+    """
+    rows = {ours for ours, _ in family.fields.values()}
+    expected = dict(family.fixed)
+    for option in dataclasses.fields(model):
+        if option.name not in rows | family.read_fields | FREE_FIELDS:
+            expected.setdefault(option.name, option.default)
+    if "feed_forward" not in rows and getattr(model, "mlp_width", None) != 4 * model.hidden:
+        expected["feed_forward"] = 4 * model.hidden
+    return {name: value for name, value in expected.items() if getattr(model, name, None) != value}
+
+
+def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_multiple: int) -> ModelConfig:
+    """The model of a config.json; omitted settings are as in `transformers`.
+
+    Args:
+      family: of the config.json.
+      values: contents of the file.
+      file: its name, for messages.
+      vocabulary_multiple: as in `ModelConfig`.
+
+    Raises:
+      UsageError: a setting is unknown or not supported; the message names it.
+    """
+    values = {name: value for name, value in values.items() if value is not None or name not in family.other_names}
+    for old, new in family.other_names.items():
+        if old in values and values.get(new, values[old]) != values[old]:
+            raise UsageError(f"{file}: {old} is {values[old]!r} and {new} {values[new]!r}; remove the wrong one")
+    values = {family.other_names.get(name, name): value for name, value in values.items()}
+    values, more = family.read(values, file)
+    _check_known(family, values, file)
+
+    fields = {ours: _read(family, values, name, file) for name, (ours, _) in family.fields.items()}
+    for name, (other, default) in family.same.items():
+        shared = fields[family.fields[other][0]]
+        value = values.get(name, shared if default is None else default)
+        if value != shared:
+            raise UsageError(
+                f"{file}: {name} is {value!r} and {other} {shared}, but mjax has one number for both; "
+                "make them equal, if the model is the same then"
+            )
+    if fields["hidden"] % fields["heads"] and not fields.get("head_dim"):
+        theirs = {ours: name for name, (ours, _) in family.fields.items()}
+        raise UsageError(
+            f"{file}: {theirs['heads']} {fields['heads']} does not divide {theirs['hidden']} {fields['hidden']}; "
+            "restore the file"
+        )
+    return config_class(family.fixed["kind"], file)(
+        **family.fixed, **fields, **more, vocabulary_multiple=vocabulary_multiple
+    )
+
+
+def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
+    """The value of a setting, of the same type as its default."""
+    default = family.fields[name][1]
+    value = values.get(name, default)
+    if value is None and (default is None or name in family.nullable):
+        return None
+    if isinstance(default, str):
+        known = ACTIVATIONS if default in ACTIVATIONS else GATES
+        if not isinstance(value, str) or value not in known:
+            raise UsageError(f"{file}: {name} is {value!r}; mjax supports {', '.join(known)}: convert another model")
+        return known[value]
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise UsageError(f"{file}: {name} is {value!r}, not true or false; restore the file")
+        return value
+    types, least, most, kind = (int,), 1, MOST_WHOLE, "a whole number above 0"
+    if isinstance(default, float):
+        types, least, most, kind = (int, float), 0, MOST, "a number from 0 on"
+    if type(value) not in types or not least <= value < most:
+        raise UsageError(f"{file}: {name} is {value!r}, which is not {kind}; restore the file")
+    return float(value) if isinstance(default, float) else value
+
+
+def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
+    """Reject settings, or values, that mjax does not support."""
+    only = {name: value for name, value in {**ONLY, **family.only}.items() if name not in family.fields}
+    known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
+    for name, value in values.items():
+        if name in only and value != only[name]:
+            raise UsageError(
+                f"{file}: {name} is {value!r}, but mjax supports only {only[name]!r}; convert another model"
+            )
+        if value not in (None, {}, []) and name not in known:
+            raise UsageError(
+                f"{file}: {name} is {value!r}, which mjax does not know; remove it if it does not change the model"
+            )
+
+
+def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The settings of an export of `model`."""
+    values: dict[str, Any] = {**ONLY, **family.only}
+    for name, (ours, default) in family.fields.items():
+        values[name] = getattr(model, RESOLVED.get(ours, ours))
+        if ours == "feed_forward" and default is not None:
+            values[name] = model.mlp_width
+        elif ours == "activation":
+            values[name] = next(theirs for theirs, known in GATES.items() if known == model.activation)
+    values |= family.write(model)
+    return values | {name: values[other] for name, (other, _) in family.same.items()}

@@ -12,8 +12,7 @@ from typing import Any
 
 from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
-from mjax.interop.family import Family, Reader
-from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN2, QWEN3, omitted
+from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN3
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""
@@ -36,64 +35,7 @@ FUSED = {
     "blocks.mlp.up": f"{LAYER}.mlp.experts.gate_up_proj",
     "blocks.mlp.down": f"{LAYER}.mlp.experts.down_proj",
 }
-
-
-def _read_normalized(read_others: Reader) -> Reader:
-    """`read` of a family, and norm_topk_prob."""
-
-    def read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, fields = read_others(values, file)
-        normalized = values.pop("norm_topk_prob", False)
-        if not isinstance(normalized, bool):
-            raise UsageError(f"{file}: norm_topk_prob is {normalized!r}, not true or false; restore the file")
-        return values, fields | {"router_normalized": normalized}
-
-    return read
-
-
-def _write_normalized(family: Family, width: str):
-    """`write` of a family, norm_topk_prob and the setting named `width` of the experts' width."""
-
-    def write(model: MixtureConfig) -> dict[str, Any]:
-        return {**family.write(model), "norm_topk_prob": model.router_normalized, width: model.width_of_expert}
-
-    return write
-
-
-def _read_dense(read, file_layers: int):
-    """`read`, and which layers have experts: all but the first ones, or every n-th."""
-
-    def with_dense(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        values, fields = read(values, file)
-        every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
-        layers = values.get("num_hidden_layers", file_layers)
-        known = type(every) is int and every > 0 and dense in ([], list(range(len(dense))))
-        if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
-            raise UsageError(
-                f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "
-                "first layers have no experts, such as [0, 1], or in which every n-th has, such as 2, but not both: "
-                "convert another model"
-            )
-        return values, fields | {"dense_layers": len(dense), "expert_interval": every}
-
-    return with_dense
-
-
-def _write_dense(write):
-    """`write`, and which layers have experts."""
-
-    def with_dense(model: MixtureConfig) -> dict[str, Any]:
-        dense = list(range(model.dense_layers))
-        return {**write(model), "decoder_sparse_step": model.expert_interval, "mlp_only_layers": dense}
-
-    return with_dense
-
-
-DENSE = {
-    "blocks.mlp.up.kernel": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
-    "blocks.mlp.down.kernel": f"{LAYER}.mlp.down_proj",
-}
-"""Rows of the MLP of layers without experts."""
+WITHOUT_EFFECT = frozenset({"router_aux_loss_coef", "output_router_logits"})
 
 MIXTRAL = replace(
     MISTRAL,
@@ -104,40 +46,16 @@ MIXTRAL = replace(
     fixed={**MISTRAL.fixed, "kind": "mixture", "router_normalized": True},
     fields={
         **MISTRAL.fields,
-        "intermediate_size": ("feed_forward", 14336),
         "num_local_experts": ("experts", 8),
         "num_experts_per_tok": ("experts_per_token", 2),
         "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "rope_theta": ("rope_theta", 1e6),
+        "sliding_window": ("window", None),
     },
     only={"router_jitter_noise": 0.0},
-    read=omitted(MISTRAL.read, sliding_window=None, rope_theta=1e6),
     read_fields=MISTRAL.read_fields | OF_TRAINING | {"expert_width"},
     write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.width_of_expert},
-    without_effect=MISTRAL.without_effect | {"router_aux_loss_coef", "output_router_logits"},
-)
-
-QWEN3_MOE = replace(
-    QWEN3,
-    model="Qwen3MoeForCausalLM",
-    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj", DENSE),
-    fused=FUSED,
-    model_type="qwen3_moe",
-    fixed={**QWEN3.fixed, "kind": "mixture"},
-    fields={
-        **QWEN3.fields,
-        "num_hidden_layers": ("layers", 24),
-        "hidden_size": ("hidden", 2048),
-        "intermediate_size": ("feed_forward", 6144),
-        "moe_intermediate_size": ("expert_width", 768),
-        "num_experts": ("experts", 128),
-        "num_experts_per_tok": ("experts_per_token", 8),
-    },
-    only={"attention_bias": False},
-    other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
-    read=_read_dense(_read_normalized(omitted(QWEN2.read, num_key_value_heads=4)), 24),
-    read_fields=QWEN3.read_fields | OF_TRAINING | {"router_normalized", "dense_layers", "expert_interval"},
-    write=_write_dense(_write_normalized(QWEN3, "moe_intermediate_size")),
-    without_effect=QWEN3.without_effect | {"router_aux_loss_coef", "output_router_logits"},
+    without_effect=MISTRAL.without_effect | WITHOUT_EFFECT,
 )
 
 OLMOE = replace(
@@ -152,6 +70,7 @@ OLMOE = replace(
         "intermediate_size": ("feed_forward", 2048),
         "num_experts": ("experts", 64),
         "num_experts_per_tok": ("experts_per_token", 8),
+        "norm_topk_prob": ("router_normalized", False),
         "num_hidden_layers": ("layers", 16),
         "hidden_size": ("hidden", 2048),
         "num_attention_heads": ("heads", 16),
@@ -160,8 +79,64 @@ OLMOE = replace(
         "rms_norm_eps": ("norm_epsilon", 1e-5),
     },
     only={"attention_bias": False, "clip_qkv": None},
-    read=_read_normalized(LLAMA.read),
-    read_fields=LLAMA.read_fields | OF_TRAINING | {"router_normalized", "expert_width"},
-    write=_write_normalized(LLAMA, "intermediate_size"),
-    without_effect=LLAMA.without_effect | {"router_aux_loss_coef", "output_router_logits"},
+    read_fields=LLAMA.read_fields | OF_TRAINING | {"expert_width"},
+    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.width_of_expert},
+    without_effect=LLAMA.without_effect | WITHOUT_EFFECT,
+)
+
+# --- Layers without experts -------------------------------------------------------------------------------------------
+
+DENSE = {
+    "blocks.mlp.up.kernel": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+    "blocks.mlp.down.kernel": f"{LAYER}.mlp.down_proj",
+}
+"""Rows of the MLP of layers without experts."""
+
+
+def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a Qwen 3, and which layers have experts: all but the first ones, or every n-th."""
+    values = {"num_hidden_layers": 24, **values}
+    layers = values["num_hidden_layers"]
+    every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
+    known = type(every) is int and every > 0 and dense in ([], list(range(len(dense))))
+    if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
+        raise UsageError(
+            f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "
+            "first layers have no experts, such as [0, 1], or in which every n-th has, such as 2, but not both: "
+            "convert another model"
+        )
+    values, fields = QWEN3.read(values, file)
+    return values, fields | {"dense_layers": len(dense), "expert_interval": every}
+
+
+def _write_qwen(model: MixtureConfig) -> dict[str, Any]:
+    dense = list(range(model.dense_layers))
+    return {**QWEN3.write(model), "decoder_sparse_step": model.expert_interval, "mlp_only_layers": dense}
+
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model="Qwen3MoeForCausalLM",
+    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj", DENSE),
+    fused=FUSED,
+    model_type="qwen3_moe",
+    fixed={**QWEN3.fixed, "kind": "mixture"},
+    fields={
+        **QWEN3.fields,
+        "num_hidden_layers": ("layers", 24),
+        "hidden_size": ("hidden", 2048),
+        "num_key_value_heads": ("kv_heads", 4),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("feed_forward", 6144),
+        "moe_intermediate_size": ("expert_width", 768),
+        "num_experts": ("experts", 128),
+        "num_experts_per_tok": ("experts_per_token", 8),
+        "norm_topk_prob": ("router_normalized", False),
+    },
+    only={"attention_bias": False},
+    other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    read=_read_qwen,
+    read_fields=QWEN3.read_fields | OF_TRAINING | {"dense_layers", "expert_interval"},
+    write=_write_qwen,
+    without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
 )

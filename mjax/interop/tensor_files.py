@@ -93,11 +93,11 @@ def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
     index = folder / f"{whole}.index.json"
     if not index.is_file():
         return {}
-    places = read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+    file_of = read_object(index).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
         raise UsageError(f"{index} has no weight_map that says which tensor is in which file; download it again")
     files: dict[Path, list[str]] = {}
-    for tensor, name in places.items():
+    for tensor, name in file_of.items():
         if Path(name).name != name or "\0" in name:  # refuse other folders
             raise UsageError(f"{index} names {name!r}, which is not a file beside it; download it again")
         files.setdefault(folder / name, []).append(tensor)
@@ -112,26 +112,24 @@ class SafetensorsFiles:
 
     def __init__(self, files: dict[Path, list[str]]):
         self.kinds: dict[str, Kind] = {}
-        self._places: dict[str, Any] = {}
+        self._opened: dict[str, Any] = {}
         for file, expected in files.items():
             try:
                 opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
-                kinds = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             except SafetensorError as error:
                 raise UsageError(
                     f"{file} is truncated or not a safetensors file ({error}); download it again"
                 ) from None
-            _take(file, kinds, expected, self.kinds)
-            self.kinds |= {name: Kind(kind.get_dtype(), tuple(kind.get_shape())) for name, kind in kinds.items()}
-            self._places |= dict.fromkeys(kinds, opened)
+            kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            _add_kinds(self.kinds, file, kinds, expected)
+            self._opened |= dict.fromkeys(kinds, opened)
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         if rows == slice(None):
-            return self._places[name].get_tensor(name)
-        first, end, _ = rows.indices(
-            self.kinds[name].shape[0]
-        )  # NumPy accepts an end after the last row, this does not
-        return self._places[name].get_slice(name)[first:end]
+            return self._opened[name].get_tensor(name)
+        first, end, _ = rows.indices(self.kinds[name].shape[0])  # safetensors rejects an end after the last row
+        return self._opened[name].get_slice(name)[first:end]
 
 
 class PickledFiles:
@@ -143,26 +141,26 @@ class PickledFiles:
         self._arrays: dict[str, np.ndarray] = {}
         for file, expected in files.items():
             try:
-                found = load_tensors(file)
+                content = load_tensors(file)
             except Exception as error:  # many types: not a pickle, truncated, or not only tensors
                 raise UsageError(f"{file} is not a file of tensors only ({first_line(error)}); get another") from None
-            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
                 raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
-            arrays = as_arrays(file, found)
-            _take(file, arrays, expected, self.kinds)
-            self.kinds |= {name: kind_of(array) for name, array in arrays.items()}
+            arrays = as_arrays(file, content)
+            _add_kinds(self.kinds, file, {name: kind_of(array) for name, array in arrays.items()}, expected)
             self._arrays |= arrays
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         return self._arrays[name][rows]
 
 
-def _take(file: Path, found: Mapping[str, Any], expected: list[str], before: Mapping[str, Kind]) -> None:
-    """Refuse a file that lacks tensors of the index, or repeats those of another file."""
-    if missing := [name for name in expected if name not in found]:
+def _add_kinds(known: dict[str, Kind], file: Path, kinds: dict[str, Kind], expected: list[str]) -> None:
+    """Add the tensors of a file; reject one that lacks tensors of the index, or repeats those of another file."""
+    if missing := [name for name in expected if name not in kinds]:
         raise UsageError(f"{file} lacks the tensor {missing[0]}, which the index expects in it; download it again")
-    if twice := [name for name in found if name in before]:
+    if twice := [name for name in kinds if name in known]:
         raise UsageError(f"{file} has the tensor {twice[0]}, which is in another file too; download the model again")
+    known |= kinds
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -201,40 +199,39 @@ def write_tensors(
     if len(files) == 1:
         names = [SAFETENSORS]
     with ExitStack() as stack:
-        places: dict[str, tuple[BinaryIO, int]] = {}
+        starts: dict[str, tuple[BinaryIO, int]] = {}
         for file, part in zip(names, files, strict=True):
             stream = stack.enter_context((folder / file).open("wb"))
-            places |= _begin_file(stream, {name: shapes[name] for name in part}, dtype)
+            starts |= _write_header(stream, {name: shapes[name] for name in part}, dtype)
         left = dict(sizes)
         for name, first, rows in parts:
             data = np.ascontiguousarray(rows.astype(dtype, copy=False)).view(np.uint8)
-            stream, start = places[name]
+            stream, start = starts[name]
             stream.seek(start + first * (sizes[name] // shapes[name][0]))
             wrote(stream.write(data.data))
             left[name] -= data.nbytes
             del rows, data  # before the next ones are made
         assert not any(left.values()), left
     if len(files) > 1:
-        where = {name: file for file, part in zip(names, files, strict=True) for name in part}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-        write_object(folder / f"{SAFETENSORS}.index.json", index)
+        file_of = {name: file for file, part in zip(names, files, strict=True) for name in part}
         names.append(f"{SAFETENSORS}.index.json")
+        write_object(folder / names[-1], {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of})
     return names
 
 
-def _begin_file(
+def _write_header(
     stream: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype
 ) -> dict[str, tuple[BinaryIO, int]]:
-    """Begin a safetensors file: the length of the header in 8 bytes, the header, and then the tensors, whose places in
-    the file are returned.
+    """Begin a safetensors file: the length of the header in 8 bytes, the header, and then the tensors, whose first
+    bytes in the file are returned.
 
     The library's own function needs all tensors at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
-    code, end = WORDS[dtype.name], 0
+    end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": WORDS[dtype.name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     stream.write(struct.pack("<Q", len(text)) + text)
@@ -247,8 +244,8 @@ def parse_size(text: str) -> int:
     Raises:
       UsageError: it is not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.strip(), re.IGNORECASE)
-    size = 0 if found is None else int(float(found[1]) * 1000 ** (" KMGT".index(found[2].upper())))
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper())) if match else 0
     if size < 1:
         raise UsageError(f"--shard-size {text!r} is not a size; give one such as 5GB or 500MB")
     return size

@@ -37,8 +37,7 @@ from mjax.interop.model_folder import read_object, write_object
 
 ADDED = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 """Settings of an added token."""
-FOUND_BY_FILES = (HuggingFaceTokenizer, GPT2Tokenizer, SentencePieceTokenizer)
-"""In search order: tokens added to a model later are in tokenizer.json only."""
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 
 
 def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
@@ -54,66 +53,57 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
         return tokenizer_from_folder(folder)
     if (bert := _find_bert(folder)) is not None:
         return bert
-    for kind in FOUND_BY_FILES:
+    settings = read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _find_fast(folder, settings)
+        tokenizer.bos = tokenizer.bos_of_files()
+        return tokenizer
+    for kind in (GPT2Tokenizer, SentencePieceTokenizer):
         files = [folder / name for name in kind.stored]
-        if all(file.is_file() for file in files):
-            _check_kind(kind, folder)
-            if kind is HuggingFaceTokenizer:
-                tokenizer = _find_fast(folder)
-            else:
-                tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
-            if kind is HuggingFaceTokenizer or _adds_bos(folder):
-                tokenizer.bos = tokenizer.bos_of_files()
-            return tokenizer
+        if not all(file.is_file() for file in files):
+            continue
+        name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
+        if kind is GPT2Tokenizer and name.removesuffix("Fast") != "GPT2Tokenizer":
+            raise UsageError(
+                f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
+                "does; add its tokenizer.json, which save_pretrained of transformers writes"
+            )
+        tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
+        if settings.get("add_bos_token") is True:  # where no tokenizer.json says so itself
+            tokenizer.bos = tokenizer.bos_of_files()
+        return tokenizer
     return None
 
 
-def _adds_bos(folder: Path) -> bool:
-    """Whether `transformers` puts the first token before a text where no tokenizer.json says so itself."""
-    said = folder / "tokenizer_config.json"
-    return said.is_file() and read_object(said).get("add_bos_token") is True
-
-
-def _find_fast(folder: Path) -> HuggingFaceTokenizer:
+def _find_fast(folder: Path, settings: dict[str, Any]) -> HuggingFaceTokenizer:
     """From tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
-    file, said = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    settings = read_object(said) if said.is_file() else {}
+    file, source = folder / "tokenizer.json", folder / SETTINGS
     content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
     check_sizes(content, str(file))
     with library_errors(f"{file} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
         library = Library.from_str(content.decode("utf-8"))
     try:
         listed = sorted((int(number), {**token}) for number, token in added.items())
-        missing = [one for one in listed if library.token_to_id(one[1]["content"]) is None]
-        settings_of = lambda token: {name: token[name] for name in ADDED if name in token}  # noqa: E731
-        tokens = [(number, AddedToken(**settings_of(token))) for number, token in missing]
+        tokens = [
+            (number, AddedToken(**{name: token[name] for name in ADDED if name in token}))
+            for number, token in listed
+            if library.token_to_id(token["content"]) is None
+        ]
     except (TypeError, ValueError, AttributeError, KeyError):
-        raise UsageError(f"{said}: added_tokens_decoder does not describe tokens; restore the file") from None
+        raise UsageError(f"{source}: added_tokens_decoder does not describe tokens; restore the file") from None
     for number, token in tokens:
         (library.add_special_tokens if token.special else library.add_tokens)([token])
         if library.token_to_id(token.content) != number:
             raise UsageError(
-                f"{said} gives {token.content} the id {number}, where {file} has {library.token_to_id(token.content)} "
-                "for the next one; save the tokenizer again with save_pretrained of transformers"
+                f"{source} gives {token.content} the id {number}, where {file} has "
+                f"{library.token_to_id(token.content)} for the next one; save the tokenizer again with save_pretrained "
+                "of transformers"
             )
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
-    known = {token.content for token in library.get_added_tokens_decoder().values()}
-    name = str(file)
-    return HuggingFaceTokenizer(library.to_str().encode() if tokens else content, name, end if end in known else None)
-
-
-def _check_kind(kind: type[Tokenizer], folder: Path) -> None:
-    """Refuse vocab.json and merges.txt of a tokenizer that cuts text into words by other rules than GPT-2's."""
-    said = folder / "tokenizer_config.json"
-    if kind is not GPT2Tokenizer or not said.is_file():
-        return
-    name = read_object(said).get("tokenizer_class") or "GPT2Tokenizer"
-    if str(name).removesuffix("Fast") != "GPT2Tokenizer":
-        raise UsageError(
-            f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
-            "does; add its tokenizer.json, which save_pretrained of transformers writes"
-        )
+    if end not in [token.content for token in library.get_added_tokens_decoder().values()]:
+        end = None
+    return HuggingFaceTokenizer(library.to_str().encode() if tokens else content, str(file), end)
 
 
 def _find_bert(folder: Path) -> BertTokenizer | None:
@@ -196,3 +186,113 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
     if not pairs:
         values |= {"bos_token": begin, "eos_token": end}
     write_object(folder / "tokenizer_config.json", values)
+
+
+# --- Files that mjax only carries -------------------------------------------------------------------------------------
+#
+# In a run folder they stand next to the tokenizer's, and go out again with an export:
+#
+#     RUN/tokenizer/chat_template.jinja      the default chat template, wherever the model folder had it
+#     RUN/tokenizer/tokenizer_config.json    class and special tokens for `transformers`; other templates by name
+#     RUN/tokenizer/generation_config.json   the ids that end a text, and how the model is meant to be sampled
+#     RUN/tokenizer/special_tokens_map.json, tokenizer.model, …   byte for byte
+#
+# So `AutoTokenizer` gives for an export what it gave for the source: ids, special tokens and `apply_chat_template`. A
+# template is a file of its own since transformers 4.43, and before that a setting `chat_template` of
+# tokenizer_config.json, as text or as a list of named templates. Both are read, and both are written: except several
+# templates, which are a list, because a file next to it would hide the others.
+
+TEMPLATE, NAMED = "chat_template.jinja", "additional_chat_templates"
+UNREAD = (
+    *("special_tokens_map.json", "added_tokens.json", "tokenizer.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt"),
+)
+"""Files of a tokenizer that are carried as they are."""
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def carried_files(folder: Path, config: dict[str, Any], positions: int | None = None) -> dict[str, bytes]:
+    """The files of a model folder to put next to the tokenizer of a run; none without a tokenizer_config.json.
+
+    Args:
+      folder: of the model.
+      config: its config.json, which has the ids that end a text where there is no generation_config.json.
+      positions: the least `model_max_length`, at which `transformers` truncates texts; None leaves it as it is.
+
+    Raises:
+      UsageError: one of them is damaged.
+    """
+    if not (folder / SETTINGS).is_file():
+        return {}
+    settings = read_object(folder / SETTINGS)
+    limit = settings.get("model_max_length")
+    if positions is not None and isinstance(limit, int | float):
+        settings["model_max_length"] = max(limit, positions)
+    templates = _files(folder) or _setting(folder, settings)
+    default = templates.pop("default", None)
+    if templates:
+        settings["chat_template"] = _listed(templates)
+    generation = {name: config[name] for name in IDS if config.get(name) is not None}
+    if (folder / GENERATION).is_file():
+        generation = read_object(folder / GENERATION)
+    files = _unread(folder) | {SETTINGS: _json(settings), GENERATION: _json(generation)}
+    return files | ({TEMPLATE: default.encode()} if default is not None else {})
+
+
+def restored_files(folder: Path) -> dict[str, bytes]:
+    """The files of an export, from the tokenizer's folder of a run; none if none were carried.
+
+    Raises:
+      UsageError: one of them is damaged.
+    """
+    if not (folder / SETTINGS).is_file():
+        return {}
+    files, settings = _unread(folder), read_object(folder / SETTINGS)
+    templates = _setting(folder, settings) | _files(folder)
+    if [*templates] == ["default"]:
+        settings["chat_template"] = templates["default"]
+        files[TEMPLATE] = templates["default"].encode()
+    elif templates:
+        settings["chat_template"] = _listed(templates)
+    if (folder / GENERATION).is_file():
+        files[GENERATION] = _json(read_object(folder / GENERATION))
+    return files | {SETTINGS: _json(settings)}
+
+
+def _unread(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
+
+
+def _setting(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """The chat templates in tokenizer_config.json, by name; taken out of it."""
+    setting = settings.pop("chat_template", None) or []
+    if isinstance(setting, str):
+        return {"default": setting}
+    if not isinstance(setting, list) or not all(
+        isinstance(each, dict) and all(isinstance(each.get(name), str) for name in ("name", "template"))
+        for each in setting
+    ):
+        raise UsageError(
+            f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template; "
+            "restore the file"
+        )
+    return {each["name"]: each["template"] for each in setting}
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The chat templates in files of their own, by name; `transformers` looks no further where there are any."""
+    files = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
+    if (folder / TEMPLATE).is_file():
+        files["default"] = folder / TEMPLATE
+    try:
+        return {name: file.read_bytes().decode() for name, file in files.items()}
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{folder} has a chat template that is not UTF-8 ({error}); download it again") from None
+
+
+def _listed(templates: dict[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "template": template} for name, template in templates.items()]
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,17 +1,24 @@
-"""Files of torch.save, which are pickles: torch reads them as data, and nothing in them is executed.
+"""Files of torch, which are pickles: read as data, and nothing in them is executed.
 
-torch is needed for these files only. Its reader with `weights_only` constructs tensors and plain values, and refuses
-everything else. What it does not check is checked here: the checksums written by torch.save, and whether a tensor is
-larger than its stored bytes.
+A pickle is a program: it names the functions and classes it wants to call. torch's reader with `weights_only` calls
+those that make tensors and plain values, and rejects all others. The checks it lacks are here: the checksums written by
+torch.save, and whether a tensor is larger than its stored bytes. torch is needed for these files only.
+
+Besides tensors, a Megatron checkpoint contains the arguments of the run and the state needed to resume it: an
+`argparse.Namespace`, random states, objects of Megatron's own classes. Each of these names is replaced by a `StandIn`,
+a class that stores its arguments and does nothing; Megatron is never imported. Any other name is rejected, and the
+message gives the name.
 """
 
 from __future__ import annotations
 
+import pickle
 import pickletools
+import re
 import reprlib
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,13 +50,12 @@ def import_torch(why: str) -> Any:
     return torch
 
 
-def load_tensors(file: Path | BinaryIO, stand_in: Callable[[str], type | None] | None = None) -> Any:
+def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
     """The contents of a torch.save file: tensors and plain values, memory-mapped if its format allows.
 
     Args:
       file: a file in a folder, or its bytes.
-      stand_in: gives the class to use in place of a class or function of that name; if None torch refuses the name,
-        unless tensors are made with it.
+      of_megatron: put stand-ins in the place of the objects in Megatron's checkpoints; else torch rejects them.
 
     Raises:
       Exception: of many kinds, where it is cut off, damaged, no file of torch.save, or wants to call something.
@@ -62,23 +68,21 @@ def load_tensors(file: Path | BinaryIO, stand_in: Callable[[str], type | None] |
     if in_memory:
         file.seek(0)
     load = partial(torch.load, file, map_location="cpu", weights_only=True, mmap=archive and not in_memory)
-    if stand_in is None:
+    if not of_megatron:
         return load()
-    with _nothing_allowed_but([(made, name) for name in _names_in(file) if (made := stand_in(name))], torch):
-        return load()
-
-
-@contextmanager
-def _nothing_allowed_but(inert: list[tuple[type, str]], torch: Any) -> Iterator[None]:
-    """Have torch take these for the names beside them, and none of the classes that other libraries have allowed it."""
-    before = torch.serialization.get_safe_globals()
+    inert = [
+        (type(name, (StandIn,), {}), name)
+        for name in _names_in(file)
+        if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)
+    ]
+    allowed = torch.serialization.get_safe_globals()  # by other libraries
     torch.serialization.clear_safe_globals()
     try:
         torch.serialization.add_safe_globals(inert)
-        yield
+        return load()
     finally:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _names_in(file: Path) -> set[str]:
@@ -99,9 +103,9 @@ def _names_in_pickle(stream: BinaryIO) -> set[str]:
 
 
 def _check_archive(file: Path | BinaryIO) -> None:
-    """Compare what torch.save wrote with the checksums it wrote beside it: torch itself does not.
+    """Compare a torch.save file with its checksums, which torch itself does not.
 
-    Files of torch before 1.6 are no archives and have none, nor have those of a torch that was told to leave them out.
+    Files of torch before 1.6 are no archives and have none. torch can also be told to leave them out.
 
     Raises:
       BadZipFile: a part of it is not what was written.
@@ -137,8 +141,8 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
             )
         tensor = tensor.detach()
         try:
-            bits = tensor.view(torch.int16).numpy().view(bfloat16) if tensor.dtype == torch.bfloat16 else None
-            arrays[name] = tensor.numpy() if bits is None else bits
+            is_bf16 = tensor.dtype == torch.bfloat16
+            arrays[name] = tensor.view(torch.int16).numpy().view(bfloat16) if is_bf16 else tensor.numpy()
         except TypeError:  # eight bits and less
             raise UsageError(
                 f"{file}: {name} is of type {tensor.dtype}, which mjax does not read; save it as float32"
@@ -147,5 +151,184 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def first_line(error: Exception) -> str:
-    """Of what a library says went wrong, or the kind of error where it says nothing."""
+    """The first line of an error message of a library, or the kind of error without one."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# --- Files of Megatron ------------------------------------------------------------------------------------------------
+
+OF_MEGATRON = ("megatron.", "fp16.")
+"""Prefixes of Megatron's own classes: modes, schedulers, loss scalers."""
+NEXT_TO_TENSORS = {
+    "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO", "signal.Signals",
+    "pathlib.PosixPath", "pathlib._local.PosixPath",  # the second of Python 3.13
+    "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType",
+    "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar",  # of NumPy 1, and of NumPy 2:
+    "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar",
+}  # fmt: skip
+"""Objects of other libraries in Megatron's checkpoints: arguments, paths, random states, kernel states."""
+MOST = 2**62  # above any number of bytes or elements
+
+
+class StandIn:
+    """An object of a class that is not imported: it stores what the pickle gives it.
+
+    Attributes:
+      arguments: of the call of its class.
+    """
+
+    __slots__ = ("__dict__", "arguments")
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        made = super().__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
+
+
+def load(file: Path) -> dict[str, Any]:
+    """The contents of a torch.save file: tensors (memory-mapped if possible), plain values and stand-ins.
+
+    Raises:
+      UsageError: torch is not installed, or the file is missing, damaged, not a dict, or tries to execute something.
+    """
+    import_torch("checkpoints of Megatron are read by torch")
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; copy the whole checkpoint")
+    try:
+        content = load_tensors(file, of_megatron=True)
+    except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
+        if called := re.search(r"GLOBAL (\S+)", str(error)):
+            raise UsageError(
+                f"{file} wants to call {called[1]}, which is not part of a checkpoint of Megatron, and nothing was "
+                "executed; save its weights and arguments again without it"
+            ) from None
+        raise UsageError(
+            f"{file} is truncated or not a file of torch.save ({first_line(error)}); copy it again"
+        ) from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{file} holds a {type(content).__name__}, and a checkpoint is a dict; give one of Megatron")
+    return content
+
+
+# --- .metadata of torch.distributed.checkpoint ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and where it is stored.
+
+    Attributes:
+      offsets, sizes: its position in the whole tensor, by dimension.
+      file: name in the folder.
+      start, length: its bytes in the file, themselves a torch.save file.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a folder of torch.distributed.checkpoint: `dtype` as torch names it, full shape, parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+_STAND_INS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+"""Modules of the classes in .metadata: storage locations and the plan by which they were written."""
+_VALUES = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): StandIn,
+}
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Makes stand-ins and plain values for the names that occur in .metadata, refuses all others, imports nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith(_STAND_INS):
+            return type(name, (StandIn,), {})
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if module == "torch" and re.fullmatch(r"b?float\d+\w*|u?int\d+|bool|complex\d+", name):
+            return name
+        raise UsageError(f"it wants to call {module}.{name}, which is not part of it, and nothing was executed")
+
+
+def read_metadata(file: Path) -> dict[str, Stored]:
+    """The tensors listed in the .metadata of a torch_dist checkpoint, by name, without entries of other kinds.
+
+    Raises:
+      UsageError: the file is missing or damaged, or tries to execute something.
+    """
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; copy the whole checkpoint, hidden files too")
+    try:
+        with file.open("rb") as stream:
+            _check_memo(stream, file.stat().st_size)
+            content = _MetadataReader(stream).load()
+        locations = {
+            (index.fqn, tuple(index.offset)): info
+            for index, info in content.storage_data.items()
+            if vars(index).get("offset") is not None
+        }
+        return {
+            name: _stored(name, kind, locations)
+            for name, kind in content.state_dict_metadata.items()
+            if type(kind).__name__ == "TensorStorageMetadata"
+        }
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
+    except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
+        raise UsageError(
+            f"{file} is truncated or not a .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
+            "copy it again"
+        ) from None
+
+
+def _check_memo(stream: BinaryIO, size: int) -> None:
+    """Refuse a memo index larger than the file: the unpickler would allocate that many slots."""
+    for code, value, _ in pickletools.genops(stream):
+        if code.name in ("PUT", "BINPUT", "LONG_BINPUT") and value > size:
+            raise ValueError(f"object {value:,} of {size:,} bytes")
+    stream.seek(0)
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(type(value) is int and 0 <= value < MOST for value in numbers):
+        raise ValueError("not whole numbers")
+    return numbers
+
+
+def _stored(name: str, kind: StandIn, locations: dict) -> Stored:
+    chunks = []
+    for chunk in kind.chunks:
+        location = locations[name, tuple(chunk.offsets)]
+        file = location.relative_path
+        if "\0" in file or Path(file).name != file:  # it would be outside the checkpoint
+            raise UsageError(f"it names {file!r}, which is not a file beside it")
+        if vars(location).get("transform_descriptors"):
+            raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
+        start, length = _whole_numbers([location.offset, location.length])
+        chunks.append(Chunk(_whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes), file, start, length))
+    dtype, shape = kind.properties.state[0], _whole_numbers(kind.size)
+    if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
+        raise ValueError("parts of other dims than the whole")
+    return Stored(dtype, shape, tuple(chunks))

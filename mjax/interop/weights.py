@@ -68,8 +68,8 @@ class Place:
 
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
-    shapes, found = _shapes(model), {}
-    stored = _stored(shapes)
+    shapes = _shapes(model)
+    stored, table = _stored(shapes), {}
     for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
         rows = list(rows)
         for layer in range(model.layers if in_layers else 1):
@@ -79,74 +79,75 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
                         continue
                     weight, index = stored[ours, layer]
                     for which, name in enumerate((names,) if isinstance(names, str) else names):
-                        if ours in EXPERTS:
-                            name = name.format(layer, layer + 1, "{2}")
-                            found |= _of_experts(shapes[weight], weight, index, name, which)
-                        else:
-                            name = name.format(layer, layer + 1) + (".bias" if ours.endswith(".bias") else ".weight")
+                        one_by_one = "{2}" in name and ours in EXPERTS
+                        suffix = ".bias" if ours.endswith(".bias") else ".weight"
+                        if ours in EXPERTS and not one_by_one:
+                            suffix = ""
+                        for expert in range(shapes[weight][1]) if one_by_one else (None,):
                             part = None if isinstance(names, str) else which
-                            found[name] = _place(family, model, shapes, weight, index, part)
-    nameless = shapes.keys() - {place.ours for place in found.values()}
+                            place = _place(family, model, weight, shapes[weight], index, part, expert)
+                            table[name.format(layer, layer + 1, expert) + suffix] = place
+    nameless = shapes.keys() - {place.ours for place in table.values()}
     assert not nameless, f"the table of {family.model} has no name for {', '.join(sorted(nameless))}"
-    return found
+    return table
 
 
 def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], tuple[str, int]]:
     """By name of a weight in a model whose layers are all alike, and layer from 0: the weight that has it and the index
     in it. Weights outside layers have layer 0."""
     layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if name.startswith(LAYERS)})
-    found = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
+    stored = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
     for name, numbers in layers.items():
-        found |= {(name_in_layer(name), layer - 1): (name, index) for index, layer in enumerate(numbers)}
-    return found
+        stored |= {(name_in_layer(name), layer - 1): (name, index) for index, layer in enumerate(numbers)}
+    return stored
 
 
 def _place(
-    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], ours: str, layer: int, which: int | None
+    family: Family,
+    model: ModelConfig,
+    ours: str,
+    shape: tuple[int, ...],
+    layer: int,
+    which: int | None,
+    expert: int | None,
 ) -> Place:
-    """The place of one tensor; `which` of queries, keys and values if these are separate tensors."""
+    """The place of one tensor.
+
+    Args:
+      family: of the model.
+      model: the model.
+      ours: name of the weight.
+      shape: of the weight.
+      layer: index in the weight, if it has one for each layer.
+      which: of queries, keys and values, or of gate and up, if these are separate tensors.
+      expert: its number, if each has a tensor.
+    """
     module, _, part = ours.rpartition(".")
-    stacked = ours.startswith(LAYERS)
-    shape, index = list(shapes[ours][stacked:]), [layer] * stacked
-    inputs = 0 if part != "kernel" else len(shape) - 1 if module.endswith(".out") else 1
+    of_experts = name_in_layer(ours) in EXPERTS
+    index = [layer] if ours.startswith(LAYERS) else []
+    index += [expert] if expert is not None else []
+    dims = list(shape[len(index) :])
     if ours in OF_TOKENS:
-        shape[0], index = model.vocabulary, [slice(model.vocabulary)]
+        dims[0], index = model.vocabulary, [slice(model.vocabulary)]
+    fused = int(of_experts and expert is None)  # dims of the experts in the tensor
+    inputs = len(dims) - 1 if module.endswith(".out") else 1
+    if part != "kernel" and not of_experts:
+        inputs = 0
     if which is not None:
         index += [*[slice(None)] * inputs, which]
-        del shape[inputs]
-    dims = list(range(len(shape)))
-    ins, outs = dims[:inputs], dims[inputs:]
+        del dims[inputs]
+    numbers = list(range(len(dims)))
+    ins, outs = numbers[fused : fused + inputs], numbers[fused + inputs :]
     if module.endswith(".qkv") and which is None:
         outs = [outs["cnd".index(dim)] for dim in family.qkv]
-    if part == "kernel":
+    if inputs:
         groups = [outs, ins] if family.transposed else [ins, outs]
     else:
-        groups = [outs] if part in ("bias", "scale") else [[dim] for dim in dims]
+        groups = [outs] if part in ("bias", "scale") else [[dim] for dim in outs]
+    groups = [[dim] for dim in numbers[:fused]] + groups
     order = tuple(dim for group in groups for dim in group)
-    sizes = tuple(shape[dim] for dim in order)
-    theirs = tuple(math.prod(shape[dim] for dim in group) for group in groups)
-    return Place(ours, tuple(index), order, sizes, theirs)
-
-
-def _of_experts(shape: tuple[int, ...], ours: str, layer: int, name: str, which: int) -> Iterator[tuple[str, Place]]:
-    """The tensors of the experts of a layer, the one at index `layer` of our weight, [out, in] each, or all in one [E,
-    out, in]; `which` of gate and up."""
-    _, experts, *sizes = shape  # [l, E, h, 2, f] or [l, E, f, h]
-    several = len(sizes) == 3
-    if "{2}" not in name:
-        order = (0, 2, 3, 1) if several else (0, 2, 1)
-        local = (experts, *sizes)
-        sizes = tuple(local[dim] for dim in order)
-        theirs = (experts, math.prod(sizes[1:-1]), sizes[-1])
-        yield name, Place(ours, (layer,), order, sizes, theirs)
-        return
-    into, out = sizes[0], sizes[-1]
-    for expert in range(experts):
-        part = (slice(None), which) if several else ()
-        yield (
-            f"{name.format('', '', expert)}.weight",
-            Place(ours, (layer, expert, *part), (1, 0), (out, into), (out, into)),
-        )
+    sizes = tuple(dims[dim] for dim in order)
+    return Place(ours, tuple(index), order, sizes, tuple(math.prod(dims[dim] for dim in group) for group in groups))
 
 
 def as_stored(family: Family, tensors: Tensors) -> Family:

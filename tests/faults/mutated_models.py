@@ -17,12 +17,11 @@ from mjax.config import ModelConfig
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
-from mjax.interop.family import Family
+from mjax.interop.family import Family, model_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.names import family_of
 from mjax.interop.model_folder import read_object
-from mjax.interop.settings import model_config
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, places

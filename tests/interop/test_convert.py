@@ -16,10 +16,10 @@ from jax.numpy import bfloat16
 from mjax.commands import cli, convert
 from mjax.config import read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.interop import bert, bloom, gpt2, model_folder
+from mjax.interop import bert, gpt, model_folder
 from mjax.interop.convert import find_family
+from mjax.interop.family import config_values, model_config
 from mjax.interop.model_folder import new_folder
-from mjax.interop.settings import config_values, model_config
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.models.build import build_model
 from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
@@ -247,10 +247,10 @@ def test_settings_survive_import_and_export(config, change):
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        (gpt2.GPT2, (12, 768, 12, 1024, 50257, "gelu_tanh", 0.1, 0.1, 1e-5)),
+        (gpt.GPT2, (12, 768, 12, 1024, 50257, "gelu_tanh", 0.1, 0.1, 1e-5)),
         (bert.BERT, (12, 768, 12, 512, 30522, "gelu_erf", 0.1, 0.1, 1e-12)),
         (bert.MEGATRON_BERT, (24, 1024, 16, 512, 29056, "gelu_erf", 0.1, 0.1, 1e-12)),
-        (bloom.BLOOM, (2, 64, 8, 2048, 250880, "gelu_tanh", 0.0, 0.0, 1e-5)),
+        (gpt.BLOOM, (2, 64, 8, 2048, 250880, "gelu_tanh", 0.0, 0.0, 1e-5)),
     ],
 )
 def test_omitted_settings_default_as_in_transformers(family, expected):

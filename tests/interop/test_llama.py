@@ -10,11 +10,11 @@ import pytest
 from mjax.commands import cli
 from mjax.config import GPTConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
-from mjax.interop.convert import family_of, find_family
-from mjax.interop.extend import extended, for_longer_texts
+from mjax.interop.convert import extended, family_of, find_family
+from mjax.interop.family import config_values, model_config, unlike
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
-from mjax.interop.settings import config_values, fits, model_config
+from mjax.interop.tokenizer_files import carried_files
 from tests.interop.folders import LLAMA as SMALL_LLAMA
 from tests.interop.folders import read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same, folder_weights
@@ -78,7 +78,7 @@ def test_published_config_matches_ours(values, name, more):
 def test_config_survives_export_and_import(name):
     model, family = load_config(name).model, FAMILIES[name]
     assert family_of(model) is family
-    assert [other for other in FAMILIES.values() if fits(other, model) and other not in (family, MISTRAL)] == []
+    assert [other for other in FAMILIES.values() if not unlike(other, model) and other not in (family, MISTRAL)] == []
     again = read({**config_values(family, model), "model_type": family.model_type})
     either = {"kv_heads": None, "head_dim": None}
     if isinstance(model, MixtureConfig):
@@ -186,8 +186,9 @@ def test_impossible_rope_flag_is_refused(model, given, words):
         extended(model, given, "DIR")
 
 
-def test_tokenizer_limit_grows_with_positions():
-    files = {"tokenizer_config.json": b'{"model_max_length": 8192, "bos_token": "<s>"}'}
-    longer = for_longer_texts(files, 65_536)
-    assert json.loads(longer["tokenizer_config.json"]) == {"model_max_length": 65_536, "bos_token": "<s>"}
-    assert for_longer_texts(files, 8192) == files
+def test_tokenizer_limit_grows_with_positions(tmp_path):
+    settings = {"model_max_length": 8192, "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for positions, limit in ((65_536, 65_536), (4096, 8192), (None, 8192)):
+        files = carried_files(tmp_path, {}, positions)
+        assert json.loads(files["tokenizer_config.json"]) == settings | {"model_max_length": limit}

@@ -11,7 +11,7 @@ from mjax.config.model import as_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import model_config
 from mjax.interop.megatron.names import family_of, flat, renamed
-from mjax.interop.megatron.ranks import RankTensors
+from mjax.interop.megatron.tensors import RankTensors
 from tests.interop.megatron_files import draw, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
+from mjax.interop.megatron.arguments import balance_left_out, decoder_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.decoder import DECODER, MIXTURE, DecoderTensors, decoder_config
-from mjax.interop.megatron.experts import balance_left_out, gathered
-from mjax.interop.megatron.ranks import RankTensors
+from mjax.interop.megatron.names import DECODER, MIXTURE
+from mjax.interop.megatron.tensors import DecoderTensors, RankTensors, gathered
 from mjax.interop.weights import block_reader, find_tensors
 
 H, N, K, D, F, V, LAYERS = 6, 4, 2, 2, 8, 12, 4

@@ -13,9 +13,8 @@ import pytest
 from mjax.commands import cli
 from mjax.errors import UsageError
 from mjax.interop.megatron.checkpoint import find_folder
-from mjax.interop.megatron.distributed import DistributedTensors
-from mjax.interop.megatron.pickles import Chunk, Stored, read_metadata
-from mjax.interop.torch_files import load_tensors
+from mjax.interop.megatron.tensors import DistributedTensors
+from mjax.interop.torch_files import Chunk, Stored, load_tensors, read_metadata
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mjax.commands import cli
-from mjax.interop.model_card import BEGIN, END
+from mjax.interop.model_folder import BEGIN, END
 from tests.interop.folders import LLAMA, tensors_of, write_folder
 
 THEIRS = "---\nlicense: apache-2.0\n---\n# Tiny\n\nA card --- of someone else.\n"

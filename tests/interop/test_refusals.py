@@ -13,8 +13,8 @@ from mjax.commands import cli
 from mjax.config import save_config
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family
-from mjax.interop.gpt2 import GPT2
-from mjax.interop.settings import model_config
+from mjax.interop.family import model_config
+from mjax.interop.gpt import GPT2
 from mjax.interop.tensor_files import open_tensors
 from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, tensors_of, write_folder
@@ -186,6 +186,6 @@ def test_export_without_class_of_transformers_is_refused(option, tmp_path, capsy
     save_config(small_config(**option), tmp_path / "config.json")
     assert cli.main(["convert", "to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert "transformers has no class for a GPT with --model.positions" in error
+    assert "transformers has no class for a GPT with --model." in error
     assert all(f" --model.{name.replace('_', '-')} {value}" in error for name, value in option.items())
     assert not (tmp_path / "out").exists()

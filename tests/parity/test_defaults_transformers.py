@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from mjax.interop.convert import FAMILIES
-from mjax.interop.settings import model_config
+from mjax.interop.family import model_config
 
 transformers = pytest.importorskip("transformers")
 

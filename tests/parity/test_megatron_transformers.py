@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mjax.commands import cli
-from mjax.interop.megatron.pickles import StandIn, load
+from mjax.interop.torch_files import StandIn, load
 from tests.interop.megatron_files import draw
 from tests.interop.whole_weights import assert_same, weights_of
 from tests.parity.megatron_written import BERT, FLAGS, GPT, convert, opened, write

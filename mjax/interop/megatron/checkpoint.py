@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.decoder import is_decoder
-from mjax.interop.megatron.distributed import DistributedTensors
-from mjax.interop.megatron.experts import gathered
+from mjax.interop.megatron.arguments import is_decoder
 from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
-from mjax.interop.megatron.pickles import StandIn, load, read_metadata
-from mjax.interop.megatron.ranks import RankTensors, Share
+from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import as_arrays
+from mjax.interop.torch_files import StandIn, as_arrays, load, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")

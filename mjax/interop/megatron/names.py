@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
 from mjax.interop.family import Family
+from mjax.interop.llama import LAYER, LLAMA
+from mjax.interop.mixture import QWEN3_MOE
 
 DEEPEST = 30  # dots in a name
 
@@ -156,6 +159,53 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+# --- Decoders ---------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    EMBEDDING: "model.embed_tokens.weight",
+    SCORES: "lm_head.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+"""Megatron's names outside layers → those of a Llama."""
+IN_LAYER = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.router": "mlp.gate",
+}
+QKV = "self_attention.linear_qkv"
+MLP = r"(mlp|mlp\.experts\.\d+|mlp\.shared_experts)\.linear_fc"
+
+
+def megatron_name(name: str) -> str:
+    """Return Megatron's name of a tensor of a Llama, such as decoder.layers.1.mlp.linear_fc1.weight."""
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
+        layer, module, what = found.groups()
+        module = {ours: theirs for theirs, ours in IN_LAYER.items()}.get(module, module)
+        module = re.sub(r"^self_attn\.[qkv]_proj$", QKV, module)
+        module = re.sub(r"\.(gate|up)_proj$", ".linear_fc1", re.sub(r"\.down_proj$", ".linear_fc2", module))
+        return f"decoder.layers.{layer}.{module}.{what}"
+    return {ours: theirs for theirs, ours in NAMES.items()}.get(name, name)
+
+
+DECODER = replace(
+    LLAMA, model="Megatron's decoder", prefix="", described_by="the rest of the checkpoint", padded=True,
+    ignored="(?!)", spelled=megatron_name,
+)  # fmt: skip
+SHARED = f"{LAYER}.mlp.shared_experts"
+MIXTURE = replace(
+    DECODER,
+    model="Megatron's mixture of experts",
+    names={
+        **QWEN3_MOE.names,
+        "blocks.mlp.shared.up": (f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "blocks.mlp.shared.down": f"{SHARED}.down_proj",
+    },
+)
+
+
 # --- Tensor parallelism -----------------------------------------------------------------------------------------------
 
 _BY_OUT = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
@@ -167,8 +217,3 @@ def split_dim(name: str) -> int | None:
     if name in VOCABULARY or _BY_OUT.fullmatch(name):
         return 0
     return 1 if _BY_IN.fullmatch(name) else None
-
-
-def is_qkv(name: str) -> bool:
-    """Whether a tensor (by current name) is the fused queries, keys and values."""
-    return ".linear_qkv." in name

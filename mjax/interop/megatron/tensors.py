@@ -1,0 +1,356 @@
+"""The tensors of a Megatron checkpoint by current names, merged out of its files.
+
+RankTensors          format `torch`: one file per rank with its shard of the model
+DistributedTensors   format `torch_dist`, the default today: tensors in parts, independent of the ranks
+DecoderTensors       either of them, of a decoder, with the names of a Llama of Hugging Face
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.llama import LlamaConfig
+from mjax.errors import UsageError
+from mjax.interop.llama import LAYER
+from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, split_dim
+from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
+from mjax.interop.torch_files import Chunk, Stored, as_arrays, first_line, load_tensors
+
+# --- Format torch -----------------------------------------------------------------------------------------------------
+#
+#     mp_rank_00/model_optim_rng.pt           tensor rank 0; mp_rank_01 … where there are more
+#     mp_rank_00_001/model_optim_rng.pt       tensor rank 0 of pipeline stage 1, where there is a pipeline
+#
+# Each stage numbers its layers from 0. With several chunks per stage, as in the interleaved schedule, they are
+# `model0`, `model1`, … in its file, and layers are ordered by chunk: chunk 0 of every stage comes before chunk 1 of the
+# first. Arrays are memory-mapped like the files; shards are merged when they are read.
+
+Share = dict[str, np.ndarray]
+"""The tensors of one rank for one piece of the model, by current names."""
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+EXPERTS = ".mlp.experts."
+
+
+class RankTensors:
+    """`Tensors` of a model that is split over ranks.
+
+    Layers are numbered over the whole model, from the first stage to the last.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Share]], version: float, source: str, gated: bool = False):
+        """Check that the ranks fit together.
+
+        Args:
+          pieces: of the pipeline, in layer order: for each, the shards of the tensor ranks in rank order.
+          version: `checkpoint_version`.
+          source: the checkpoint, for messages.
+          gated: whether linear_fc1 is a gate and what it lets through, of which each rank has its part.
+
+        Raises:
+          UsageError: ranks have tensors of different names or shapes, or two pieces have the same tensor.
+        """
+        self._version, self._gated = version, gated
+        self._shares: dict[str, list[np.ndarray]] = {}
+        self.kinds: dict[str, Kind] = {}
+        layers = 0
+        for number, piece in enumerate(pieces):
+            for rank, share in enumerate(piece):
+                if odd := share.keys() ^ piece[0].keys():
+                    raise UsageError(
+                        f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}; copy the whole checkpoint"
+                    )
+            numbers = [int(found[0]) for name in piece[0] if (found := _LAYER.search(name))]
+            for name in piece[0]:
+                whole = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
+                if whole in self.kinds:
+                    raise UsageError(
+                        f"{source}: two stages of the pipeline hold {name}, piece {number} the second time; "
+                        "copy the whole checkpoint again"
+                    )
+                self._shares[whole] = [share[name] for share in piece]
+                self.kinds[whole] = self._kind(whole, source)
+            layers += 1 + max(numbers, default=-1)
+
+    def _kind(self, name: str, source: str) -> Kind:
+        shares, dim = self._shares[name], split_dim(name)
+        first = shares[0]
+        for rank, share in enumerate(shares):
+            same = [extent for i, extent in enumerate(share.shape) if i != dim]
+            if same != [extent for i, extent in enumerate(first.shape) if i != dim] or share.dtype != first.dtype:
+                raise UsageError(
+                    f"{source}: {name} is {first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} "
+                    f"on {rank}; copy the whole checkpoint again"
+                )
+        shape = list(first.shape)
+        if dim is not None and shape:
+            shape[dim] = sum(share.shape[dim] for share in shares)
+        return Kind(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        shares, dim = self._shares[name], split_dim(name)
+        if len(shares) == 1 or dim is None:
+            return shares[0][rows]
+        # [c, n / p, d, …]: each rank begins with the queries of its heads, and n is put together behind c.
+        fused = 3 if QKV in name and self._version < 1 else 2 if self._gated and ".linear_fc1." in name else 1
+        if fused > 1:
+            parts = [share.reshape(fused, -1, *share.shape[1:]) for share in shares]
+            return np.concatenate(parts, axis=1).reshape(self.kinds[name].shape)[rows]
+        if dim == 1:
+            return np.concatenate([share[rows] for share in shares], axis=1)
+        first, end, _ = rows.indices(self.kinds[name].shape[0])
+        parts, start = [], 0
+        for share in shares:
+            parts.append(share[max(0, first - start) : max(0, end - start)])
+            start += len(share)
+        return np.concatenate(parts)
+
+
+def gathered(shares: Sequence[Share], source: str) -> Share:
+    """What the expert ranks of one tensor rank hold, as one share with a tensor for each matrix of each expert.
+
+    Args:
+      shares: in the order of expert ranks, by current names; all but experts is the same in each.
+      source: the checkpoint, for messages.
+
+    Raises:
+      UsageError: the ranks do not fit together, or a tensor does not fit the number of experts.
+    """
+    found = {name: array for name, array in shares[0].items() if EXPERTS not in name}
+    others = set(found)
+    for rank, share in enumerate(shares):
+        if odd := others ^ {name for name in share if EXPERTS not in name}:
+            raise UsageError(
+                f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}; copy the whole checkpoint"
+            )
+        for name, array in share.items():
+            if EXPERTS not in name:
+                continue
+            before, _, part = name.partition(EXPERTS)
+            router = share.get(f"{before}.mlp.router.weight")
+            if router is None or router.ndim != 2 or len(router) % len(shares):
+                raise UsageError(
+                    f"{source}: {before}.mlp.router.weight does not say how many experts each of {len(shares)} expert "
+                    "ranks has; copy the whole checkpoint"
+                )
+            own = len(router) // len(shares)
+            for number, rest, tensor in _of_rank(part, array, own, router.shape[1]):
+                whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
+                if whole in found:
+                    raise UsageError(
+                        f"{source}: two expert ranks hold {whole}, rank {rank} the second time; "
+                        "copy the whole checkpoint again"
+                    )
+                found[whole] = tensor
+    return found
+
+
+def _of_rank(part: str, array: np.ndarray, own: int, hidden: int) -> Iterator[tuple[int, str, np.ndarray]]:
+    """The matrices in one tensor of a rank with so many experts of its own: number, rest of the name, [out, in]."""
+    if found := re.fullmatch(r"local_experts\.(\d+)\.(.+)", part):
+        yield int(found[1]), found[2], array
+    elif found := re.fullmatch(r"(linear_fc[12])\.(weight|bias)(\d+)", part):
+        yield int(found[3]), f"{found[1]}.{found[2]}", array
+    elif part in ("weight1", "weight2") and array.size % (own * hidden) == 0:
+        shape = (own, hidden, -1) if part == "weight1" else (own, -1, hidden)
+        for number, matrix in enumerate(array.reshape(shape)):
+            yield number, f"linear_fc{part[-1]}.weight", matrix.T
+    else:  # refused by its name with the other tensors that are not the model's
+        yield 0, part, array
+
+
+# --- Format torch_dist ------------------------------------------------------------------------------------------------
+#
+#     .metadata        the parts of each tensor and where they are stored
+#     __0_0.distcp     parts, each a torch.save file; also __0_1.distcp, __1_0.distcp, …
+#     common.pt        everything but tensors: the arguments of the run, its step
+#     metadata.json    the format
+#
+# Every part records its offsets in the whole tensor, so no merging by rank is needed. All layers may be one tensor
+# `decoder.layers.mlp.linear_fc1.weight` [l, out, in], or one tensor each, with the layer's number in the name. So may
+# the experts of a layer, `decoder.layers.3.mlp.experts.linear_fc1.weight` [E, out, in].
+
+STACKED = (".layers.", ".mlp.experts.")
+"""What several tensors with a number each are behind, in a name; or one tensor without a number."""
+
+
+class DistributedTensors:
+    """`Tensors` in a folder of torch.distributed.checkpoint, by layer and expert even if all are stored as one."""
+
+    def __init__(self, folder: Path, stored: Mapping[str, Stored]):
+        """Check that all parts are there.
+
+        Args:
+          folder: of the files.
+          stored: the tensors listed in .metadata, by current names.
+
+        Raises:
+          UsageError: a file is missing, or the parts of a tensor do not cover it.
+        """
+        self._folder = folder
+        self._places: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {}
+        self.kinds: dict[str, Kind] = {}
+        for name, tensor in stored.items():
+            for chunk in tensor.chunks:
+                if not os.path.isfile(folder / chunk.file):  # False for a name that no file system takes, too
+                    raise UsageError(f"{folder / chunk.file} does not exist, though .metadata names it; copy it too")
+                _check_size(folder / chunk.file, name, tensor, chunk)
+            if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+                raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
+            dtype = WORDS.get(tensor.dtype, tensor.dtype)
+            chunks = None
+            for part, index in _numbered(name, tensor.shape):
+                chunks = _by_index(tensor.chunks, len(index)) if chunks is None else chunks
+                self.kinds[part] = Kind(dtype, tensor.shape[len(index) :])
+                self._places[part] = (index, chunks.get(index, []))
+        self._last: tuple[Chunk, np.ndarray] | None = None
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        kind, (index, chunks) = self.kinds[name], self._places[name]
+        first, end, _ = rows.indices(kind.shape[0])
+        low = (*index, first, *(0 for _ in kind.shape[1:]))
+        high = (*(number + 1 for number in index), max(first, end), *kind.shape[1:])
+        # What no part covers stays not-a-number, and is refused as such.
+        whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOATS[kind.dtype])
+        for chunk in chunks:
+            begins = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
+            ends = [min(a, b + size) for a, b, size in zip(high, chunk.offsets, chunk.sizes, strict=True)]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                there = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.offsets, strict=True))
+                here = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, low, strict=True))
+                whole[here] = self._chunk(chunk)[there]
+        return whole.reshape(whole.shape[len(index) :])
+
+    def _chunk(self, chunk: Chunk) -> np.ndarray:
+        """A part; the last one is cached, because an embedding is read a few rows at a time."""
+        if self._last is None or self._last[0] is not chunk:
+            self._last = None
+            file = self._folder / chunk.file
+            try:
+                with file.open("rb") as stream:
+                    stream.seek(chunk.start)
+                    content = io.BytesIO(stream.read(chunk.length))
+                array = as_arrays(file, {"a part": load_tensors(content)})["a part"]
+            except UsageError:
+                raise
+            except Exception as error:  # of many kinds, for bytes that are no tensor
+                raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
+            if array.shape != chunk.sizes:
+                raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
+            self._last = (chunk, array)
+        return self._last[1]
+
+
+def _numbered(name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names of the tensors that are stored as one, with a number for each layer and expert, and their indices."""
+    for many in STACKED:
+        before, _, behind = name.partition(many)
+        if behind and not behind.split(".")[0].isdigit() and len(index) < len(shape):
+            for number in range(shape[len(index)]):
+                yield from _numbered(f"{before}{many}{number}.{behind}", shape, (*index, number))
+            return
+    yield name, index
+
+
+def _by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
+    """The parts that hold something of each index along so many first dims."""
+    found: dict[tuple[int, ...], list[Chunk]] = {}
+    for chunk in chunks:
+        extents = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
+        for index in product(*(range(offset, offset + size) for offset, size in extents)):
+            found.setdefault(index, []).append(chunk)
+    return found
+
+
+def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
+    """Refuse a part that is larger than its bytes in the file, before memory for it is allocated."""
+    itemsize = FLOATS[WORDS[tensor.dtype]].itemsize if tensor.dtype in WORDS else 1
+    size = file.stat().st_size
+    if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
+        raise UsageError(
+            f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
+            f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged; "
+            "copy the whole checkpoint again"
+        )
+
+
+# --- Decoders ---------------------------------------------------------------------------------------------------------
+#
+# Two tensors of a layer hold what has several names in a Llama:
+#
+#     linear_qkv  [k · (n / k + 2) · d, h]   of each group its query heads, then its key, then its value
+#     linear_fc1  [2 · f, h]                 gate, then up; but of p ranks each has its gate and its up
+#
+# With fewer groups than ranks linear_qkv is split evenly nevertheless: no rank has a whole group, and none has a copy
+# of another's. Since 0.14 megatron-core may also store gate and up as two tensors, linear_fc1.weight_w and
+# linear_fc1.weight_v.
+
+
+class DecoderTensors:
+    """`Tensors` with the names of a Llama, out of Megatron's."""
+
+    def __init__(self, tensors: Tensors, model: LlamaConfig, source: str):
+        """Name them.
+
+        Raises:
+          UsageError: linear_qkv or linear_fc1 has another number of rows than the model.
+        """
+        self._tensors, self._model = tensors, model
+        self._origins: dict[str, tuple[str, int | None]] = {}
+        self.kinds: dict[str, Kind] = {}
+        for theirs, kind in tensors.kinds.items():
+            parts = self._parts(theirs)
+            if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
+                raise UsageError(
+                    f"{source}: {theirs} has shape {kind.shape}, and the arguments ask for {sum(parts.values()):,} "
+                    "rows; copy the whole checkpoint"
+                )
+            for which, (name, rows) in enumerate(parts.items()):
+                self._origins[name] = (theirs, which if len(parts) > 1 else None)
+                self.kinds[name] = Kind(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
+
+    def _parts(self, name: str) -> dict[str, int]:
+        """The names of a Llama for a tensor, with their numbers of rows if there are several."""
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)(_[wv])?", name)
+        if not match:
+            return {NAMES.get(name, name): 0}
+        layer, module, kind, half = match.groups()
+        model = self._model
+        if module in IN_LAYER:
+            parts = {IN_LAYER[module]: 0}
+        elif module == QKV:
+            heads = {"q": model.heads, "k": model.groups, "v": model.groups}
+            parts = {f"self_attn.{part}_proj": count * model.head_size for part, count in heads.items()}
+        elif not (mlp := re.fullmatch(f"{MLP}([12])", module)):
+            return {name: 0}
+        elif mlp[2] == "2":
+            parts = {f"{mlp[1]}.down_proj": 0}
+        elif half:
+            parts = {f"{mlp[1]}.{'gate' if half == '_w' else 'up'}_proj": 0}
+        else:
+            width = model.mlp_width
+            if mlp[1] != "mlp":
+                width = getattr(model, "shared_width" if "shared" in mlp[1] else "width_of_expert", 0)
+            parts = {f"{mlp[1]}.gate_proj": width, f"{mlp[1]}.up_proj": width}
+        return {f"{LAYER.format(layer)}.{part}.{kind}": rows for part, rows in parts.items()}
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        theirs, which = self._origins[name]
+        if which is None:
+            return self._tensors.read(theirs, rows)
+        if QKV not in theirs:
+            f = self.kinds[name].shape[0]
+            first, end, _ = rows.indices(f)
+            return self._tensors.read(theirs, slice(which * f + first, which * f + max(first, end)))
+        queries = self._model.heads // self._model.groups
+        fused = self._tensors.read(theirs)
+        fused = fused.reshape(self._model.groups, queries + 2, self._model.head_size, *fused.shape[1:])
+        part = (slice(queries), slice(queries, queries + 1), slice(queries + 1, None))[which]
+        return fused[:, part].reshape(self.kinds[name].shape)[rows]
