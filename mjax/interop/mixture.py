@@ -98,7 +98,7 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     values = {"num_hidden_layers": 24, **values}
     layers = values["num_hidden_layers"]
     every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
-    known = type(every) is int and every > 0 and dense in ([], list(range(len(dense))))
+    known = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
     if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
         raise UsageError(
             f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "

@@ -50,6 +50,7 @@ SETTINGS = [
     (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other values"),
     (QWEN, {"use_sliding_window": True, "max_window_layers": 1}, "does not repeat"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
+    (MIXTURE, {"mlp_only_layers": 5}, "mlp_only_layers is 5 and"),
     (MIXTURE, {"mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),
 ]
 
