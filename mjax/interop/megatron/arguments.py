@@ -80,7 +80,7 @@ def _check_shapes(said: Mapping[str, Any], shapes: Mapping[str, int], source: st
 def _count(said: Mapping[str, Any], name: str, source: str, default: int | None = None, least: int = 0) -> int:
     value = default if said.get(name) is None else said[name]
     if type(value) is not int or value < least:
-        raise UsageError(f"{source}: {name} is {value!r}, not a whole number from {least} on; copy the checkpoint again")
+        raise UsageError(f"{source}: {name} is {value!r}, not a whole number from {least} on; copy the files again")
     return value
 
 
