@@ -19,8 +19,7 @@ from typing import Any
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.family import Family
-from mjax.utils.atomic import rename, to_disk
-from mjax.utils.json_files import read_json
+from mjax.utils.files import read_json, rename, to_disk
 
 
 def check_output(folder: Path, overwrite: bool | None = None) -> None:

@@ -14,8 +14,8 @@ from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.interop.convert import check_vocabulary
 from mjax.interop.tokenizer_files import carried_files, find_tokenizer, restored_files
-from mjax.run.beginning import write_folder, write_origin
-from mjax.run.origin import Origin
+from mjax.run.continuing import Origin
+from mjax.run.start import write_folder, write_origin
 from tests.data.vocabularies import gpt2_files
 from tests.interop.folders import LLAMA, tensors_of
 from tests.interop.folders import write_folder as write_model
