@@ -82,7 +82,8 @@ def norm(x, weights, name, model, dims=-1):
     if bias is not None:
         x = x - x.mean(dims, keepdims=True)
     epsilon = option(model, "norm_epsilon") or model.layernorm_epsilon
-    x = x / jnp.sqrt((x * x).mean(dims, keepdims=True) + epsilon) * weights[f"{name}.scale"]
+    scale = weights[f"{name}.scale"] + (model.kind == "gemma3")  # Gemma's weight is what is added to 1
+    x = x / jnp.sqrt((x * x).mean(dims, keepdims=True) + epsilon) * scale
     return x if bias is None else x + bias
 
 
@@ -104,9 +105,11 @@ def alibi_slopes(heads):
     return alibi_slopes(lower) + alibi_slopes(2 * lower)[::2][: heads - lower]
 
 
-def frequencies(model):
+def frequencies(model, window=False):
     """Radians a position of each pair of dims (arXiv 2104.09864), lowered for sequences longer than in pretraining; and
-    the factor of sines and cosines."""
+    the factor of sines and cosines. Gemma 3 has another base in layers with a window (arXiv 2503.19786, section 2)."""
+    if window and option(model, "local_rope_theta"):
+        return model.local_rope_theta ** (-np.arange(0, model.head_size, 2) / model.head_size), 1.0
     dims = int(model.head_size * model.rope_share)
     plain = np.array([model.rope_theta ** (-2 * i / dims) for i in range(dims // 2)])
     lowered, original = plain / model.rope_factor, model.rope_original
@@ -125,9 +128,9 @@ def frequencies(model):
     return plain, 1.0
 
 
-def turned(x, places, model):
+def turned(x, places, model, window):
     """Pairs (i, i + dims / 2) as complex numbers, turned by an angle: x [b, s, n, d], places [b or 1, s]."""
-    radians, magnitude = frequencies(model)
+    radians, magnitude = frequencies(model, window)
     half = len(radians)
     turn = magnitude * jnp.exp(1j * places[..., None] * radians)[:, :, None]
     pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
@@ -151,19 +154,19 @@ def attention(w, x, model, batch, layer, masks):
     q, k, v = projected(w, x)
     if (dims := {"head": -1, "heads": (-2, -1)}.get(option(model, "qk_norm"))) is not None:
         q, k = norm(q, w, "attention.query_norm", model, dims), norm(k, w, "attention.key_norm", model, dims)
-    order = np.arange(x.shape[1])
+    order, every = np.arange(x.shape[1]), option(model, "full_attention_every")
+    window = model.window and not (every and (layer + 1) % every == 0)
     if option(model, "rope_theta"):
         places = batch.get("positions", order[None])
-        q, k = turned(q, places, model), turned(k, places, model)
+        q, k = turned(q, places, model, window), turned(k, places, model, window)
     k, v = (jnp.repeat(part, q.shape[2] // part.shape[2], axis=2) for part in (k, v))
-    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(model.head_size)
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / np.sqrt(option(model, "query_scalar", model.head_size))
     if option(model, "positions") == "alibi":  # the form that grows with the key alone, which gives the same softmax
         scores = scores + np.array(alibi_slopes(model.heads))[:, None, None] * order
     visible = np.ones((1, 1, len(order), len(order)), bool)  # [b, 1, query, key]
     if model.causal:
         visible = visible & (order[:, None] >= order)
-    every = option(model, "full_attention_every")
-    if model.window and not (every and (layer + 1) % every == 0):
+    if window:
         visible = visible & (order[:, None] - order < model.window)
     if "documents" in batch:
         visible = visible & (batch["documents"][:, None, :, None] == batch["documents"][:, None, None])
@@ -235,18 +238,21 @@ def embedded(weights, model, batch, masks):
         x = x + weights["token_types"][batch["token_types"]]
     if "embedding_norm.scale" in weights:
         x = norm(x, weights, "embedding_norm", model)
+    if model.kind == "gemma3":
+        x = x * np.sqrt(model.hidden)
     return drop(x, model.hidden_dropout, masks, (0, 0))
 
 
 def encoded(weights, model, batch, masks=None):
     """The stream that the heads read [b, s, h], and what the experts of each layer report."""
-    # Norms before each part (arXiv 1909.08053, figure 7b), after each sum (7a), or of what is added (arXiv 2501.00656).
-    norms = {"pre": "input", "post": "output"}[option(model, "norms", "pre")]
+    # Norms before each part (arXiv 1909.08053, figure 7b), after each sum (7a), of what is added (arXiv 2501.00656), or
+    # before each part and of what is added (Gemma).
+    norms = {"pre": "input", "post": "output", "pre and post": "both"}[option(model, "norms", "pre")]
     norms = "sum" if option(model, "layernorm") == "post" else norms
     x, reports = embedded(weights, model, batch, masks), []
     for layer, w in enumerate(layers_of(weights)):
         for site, name in ((2, "attention_norm"), (3, "mlp_norm")):
-            y = norm(x, w, name, model) if norms == "input" else x
+            y = norm(x, w, name, model) if norms in ("input", "both") else x
             if name == "attention_norm":
                 y = attention(w, y, model, batch, layer, masks)
             elif "mlp.router.kernel" in w:
@@ -255,6 +261,7 @@ def encoded(weights, model, batch, masks=None):
             else:
                 y = mlp(w, y, model)
             y = norm(y, w, name, model) if norms == "output" else y
+            y = norm(y, w, name.replace("_norm", "_out_norm"), model) if norms == "both" else y
             x = x + drop(y, model.hidden_dropout, masks, (layer + 1, site))
             x = norm(x, w, name, model) if norms == "sum" else x
     return norm(x, weights, "final_norm", model) if "final_norm.scale" in weights else x, reports

@@ -49,6 +49,7 @@ TRAIN_FLAGS = {
     "--model.kind llama --model.kv-heads 5": "--model.kv-heads 5 does not divide --model.heads 16",
     "--model.kind llama --model.full-attention-every 2": "add --model.window",
     "--model.kind llama --model.full-attention-every 5 --model.window 8": "does not divide the 24 layers",
+    "--model.kind gemma3 --model.layers 34 --mesh.pipe 2": "is 5 groups of 6 and 4 more; use --mesh.pipe 1",
     "--model.kind llama --model.rope-factor 8": "add --model.rope-scaling yarn, llama3 or linear",
     "--model.kind llama --model.rope-scaling yarn": "add --model.rope-original",
     "--model.kind bert --model.vocabulary 2": "is too small for a BERT",

@@ -36,6 +36,7 @@ from tests.conftest import ROOT
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
 LLAMA3 = {"rope_scaling": "llama3", "rope_original": 8192}
+GEMMA3 = {"full_attention_every": 6, "norms": "pre and post", "qk_norm": "head", "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
     "llama3_8b": (8_030_261_248, 5e5, 1e-5, {}),
@@ -56,6 +57,8 @@ DECODERS = {
     "qwen3_30b_a3b": (30_532_122_624, 1e6, 1e-6, {"qk_norm": "head", "experts_per_token": 8}),
     "qwen3_32b": (32_762_123_264, 1e6, 1e-6, {"qk_norm": "head"}),
     "smollm2_135m": (134_515_008, 1e5, 1e-5, {}),
+    "gemma3_270m": (268_098_176, 1e6, 1e-6, GEMMA3 | {"window": 512}),
+    "gemma3_4b": (3_880_099_328, 1e6, 1e-6, GEMMA3 | {"window": 1024, "rope_scaling": "linear", "rope_factor": 8.0}),
 }  # fmt: skip
 WITHOUT_PARAMETERS = {
     "window": None, "full_attention_every": None, "norms": "pre", "qk_norm": "none", "activation": "silu",

@@ -37,6 +37,7 @@ PIPELINE = MeshConfig(pipe=2, data=2, model=2, chunks=2, zero=3)
 QWEN = {"kind": "llama", "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "tied": True}
 OLMO = {"kind": "llama", "kv_heads": 4, "qk_norm": "heads", "norms": "post", "window": 6}
 ALTERNATING = {**OLMO, "layers": 4, "full_attention_every": 2}
+GEMMA = {"kind": "gemma3", "kv_heads": 2, "head_dim": 6, "window": 6, "layers": 5, "full_attention_every": 2}
 GATHERED = {"context": 4, "context_attention": "gather"}
 
 
@@ -83,6 +84,7 @@ def ci(*case):
         (2, {**ALTERNATING, "mesh": {"context": 2}}),
         ci(1, {**BLOOM, "window": 4, "mesh": GATHERED}),
         ci(1, {"window": 1}),
+        ci(2, GEMMA),
         ci(4, QWEN),
         ci(4, {**OLMO, "kv_heads": 1}),
         ci(2, {**BLOOM, "mesh": {"context": 2}}),

@@ -1,5 +1,6 @@
 """Every option of a run: its config, the config of its model, and the checks before a device is touched."""
 
+from mjax.config.model import register_folders
 from mjax.config.run import (
     BERTConfig,
     CheckpointConfig,
@@ -55,3 +56,5 @@ __all__ = [
     "save_config",
     "to_dict",
 ]
+
+register_folders()

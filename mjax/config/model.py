@@ -18,6 +18,7 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from mjax.config.bounds import Count, NotNegative, Share
@@ -46,6 +47,8 @@ class ModelConfig:
     Attributes:
       title: the model in a sentence.
       module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
+      families: MODULE:NAME of its tables for Hugging Face (`interop.family.Family`), imported when it is converted;
+        empty if it has none of its own.
       samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
@@ -78,6 +81,7 @@ class ModelConfig:
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""
+    families: ClassVar[str] = ""
     samples: ClassVar[Literal["text", "pairs"] | None] = "text"
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
@@ -104,8 +108,7 @@ class ModelConfig:
 
     def build(self, key, dtype):
         """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
-        module, _, name = self.module.partition(":")
-        return getattr(importlib.import_module(module), name)(key, self, dtype)
+        return imported(self.module)(key, self, dtype)
 
     def batch(self, data, evaluation: bool = False) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
@@ -364,6 +367,18 @@ def register(config: C) -> C:
 
 for _config in (GPTConfig, BERTConfig, BERTTaskConfig):
     register(_config)
+
+
+def register_folders() -> None:
+    """Import `config.py` of every folder in mjax/models, which registers an architecture."""
+    for file in sorted((Path(__file__).parent.parent / "models").glob("*/config.py")):
+        importlib.import_module(f"mjax.models.{file.parent.name}.config")
+
+
+def imported(name: str) -> Any:
+    """What MODULE:NAME names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def config_class(kind: Any, source: str) -> type[ModelConfig]:

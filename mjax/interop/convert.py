@@ -20,7 +20,7 @@ from mjax.checkpoint.blocks import write_in_blocks
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
 from mjax.config.llama import LlamaConfig, RopeScaling
-from mjax.config.model import ModelConfig, is_own, kind_of
+from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
 from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
@@ -36,6 +36,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import initial_weights, lay_out
 
 FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, MIXTRAL, QWEN3_MOE, OLMOE)
+"""Those of architectures that do not name their own."""
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's name, and NumPy's."""
 
@@ -97,13 +98,19 @@ def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]
     return jax.jit(lambda: chosen(initial_weights(config)), out_shardings=shardings)() if names else {}
 
 
+def families() -> tuple[Family, ...]:
+    """Every family, also those that registered models name (`ModelConfig.families`)."""
+    named = dict.fromkeys(cls.families for cls in REGISTRY.values() if cls.families)
+    return (*FAMILIES, *(family for name in named for family in imported(name)))
+
+
 def find_family(values: dict, file: Path) -> Family:
     """The family of the model in a config.json."""
-    kind, families = values.get("model_type"), {family.model_type: family for family in FAMILIES}
-    if not isinstance(kind, str) or kind not in families:
+    kind, known = values.get("model_type"), {family.model_type: family for family in families()}
+    if not isinstance(kind, str) or kind not in known:
         remedy = "docs/extending.md adds one" if kind is not None else "write the right one into the file"
-        raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(families)}: {remedy}")
-    return families[kind]
+        raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(known)}: {remedy}")
+    return known[kind]
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -119,7 +126,7 @@ def family_of(model: ModelConfig) -> Family:
             "`mjax.open_run(RUN).weights` has its weights in Python"
         )
     differences = {}
-    for family in (*FAMILIES, *OF_TASKS):
+    for family in (*families(), *OF_TASKS):
         difference = unlike(family, model)
         if not difference:
             return family

@@ -1,4 +1,4 @@
-"""config.json of Llama, Mistral, Qwen, OLMo 2 and their mixtures: published ones, windows, rotary positions."""
+"""config.json of Llama, Mistral, Qwen, OLMo 2, Gemma 3 and mixtures: published ones, windows, rotary positions."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from mjax.interop.family import config_values, model_config, unlike
 from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.tokenizer_files import carried_files
+from mjax.models.gemma3.huggingface import GEMMA3
 from tests.interop.folders import LLAMA as SMALL_LLAMA
 from tests.interop.folders import read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same, folder_weights
@@ -29,6 +30,7 @@ FAMILIES = {
     "mixtral_8x7b": MIXTRAL,
     "qwen3_30b_a3b": QWEN3_MOE,
     "olmoe_1b_7b": OLMOE,
+    "gemma3_4b": GEMMA3,
 }
 # Llama-3.1-8B as Meta published it, for transformers 4; the others as they are on the Hub.
 LLAMA_31 = {
@@ -53,6 +55,19 @@ QWEN3_30B_A3B = {
     "vocab_size": 151936,
 }  # fmt: skip
 
+GEMMA_3_270M = {
+    "_sliding_window_pattern": 6, "architectures": ["Gemma3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2, "eos_token_id": 1,
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 640,
+    "initializer_range": 0.02, "intermediate_size": 2048,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 18, "num_key_value_heads": 1,
+    "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0,
+    "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512, "torch_dtype": "bfloat16",
+    "transformers_version": "4.55.0.dev0", "use_bidirectional_attention": False, "use_cache": True,
+    "vocab_size": 262144,
+}  # fmt: skip
+
 
 def read(values):
     return model_config(find_family(values, "config.json"), values, "config.json", 128)
@@ -66,6 +81,7 @@ NO_LOSSES = {"balance_loss": 0.0, "z_loss": 0.0}
     ("values", "name", "more"),
     [
         (LLAMA_31, "llama3_8b", SCALED),
+        (GEMMA_3_270M, "gemma3_270m", {"sequence": 32768}),
         (QWEN3_30B_A3B, "qwen3_30b_a3b", {"sequence": 40960, "feed_forward": 6144} | NO_LOSSES),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -138,6 +154,20 @@ def test_qwen_windows_survive_either_spelling(every):
     assert read({**written, "model_type": "qwen2"}) == replace(model, head_dim=model.head_size)
     assert written["layer_types"] == values.get("layer_types", ["sliding_attention"] * 28)
     assert read({**values, "use_sliding_window": False, "layer_types": None}).window is None
+
+
+def test_gemma_layers_survive_any_spelling():
+    """Kinds of layers: by a list, by a number, or omitted; positions: by kind since transformers 5, and before."""
+    model = read({**GEMMA_3_270M, "num_hidden_layers": 16, "layer_types": None, "rope_theta": 5e5})
+    model = replace(model, rope_scaling="linear", rope_factor=8.0, local_rope_theta=2e4)
+    assert (model.full_attention_every, model.rest) == (6, 4)
+    written = config_values(GEMMA3, model) | {"model_type": "gemma3_text"}
+    assert written["layer_types"] == GEMMA_3_270M["layer_types"][:16]
+    new, old = ("rope_parameters", "layer_types"), ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    for unread in (new, (*old, "sliding_window_pattern")):
+        assert read({name: value for name, value in written.items() if name not in unread}) == model
+    third = {"layer_types": GEMMA_3_270M["layer_types"][3:6], "num_hidden_layers": 3}
+    assert read({**GEMMA_3_270M, **third}).full_attention_every == 3
 
 
 # --- Rotary positions -------------------------------------------------------------------------------------------------

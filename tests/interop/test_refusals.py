@@ -26,6 +26,7 @@ from tests.small import small_config
 OTHERS = {name: value for name, value in LLAMA.items() if name not in ("mlp_bias", "attention_bias")}
 QWEN = OTHERS | {"model_type": "qwen3"}
 MIXTURE = OTHERS | {"model_type": "qwen3_moe"}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 SETTINGS = [
     # Values of which mjax supports one.
@@ -49,6 +50,9 @@ SETTINGS = [
     # Which layers have a window, or experts.
     (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other values"),
     (QWEN, {"use_sliding_window": True, "max_window_layers": 1}, "does not repeat"),
+    (GEMMA, {"layer_types": ["full_attention", "sliding_attention"]}, "knows one kind for each of num_hidden_layers"),
+    (GEMMA, {"rope_parameters": {"sliding_attention": LLAMA3}}, "rope_type of sliding_attention is 'llama3'"),
+    (GEMMA, {"rope_parameters": LLAMA3}, "rope_parameters must have"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
     (MIXTURE, {"mlp_only_layers": 5}, "mlp_only_layers is 5 and"),
     (MIXTURE, {"mlp_only_layers": [0], "decoder_sparse_step": 2}, "but not both"),

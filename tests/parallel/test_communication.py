@@ -79,7 +79,8 @@ def test_imports_run_downward():
     for file, imported in imports():
         importer, package = file.parts[0], imported.parts[0]
         if len(file.parts) > 1 and len(imported.parts) > 1:
-            assert package in {importer, *PACKAGES_BELOW[importer].split()}, f"{file} imports {imported}"
+            more = {"interop"} if file.match("models/*/huggingface.py") else set()  # which only interop reads
+            assert package in {importer, *PACKAGES_BELOW[importer].split()} | more, f"{file} imports {imported}"
         elif len(file.parts) > 1:
             assert imported.name in ("errors.py", "__init__.py"), f"{file} imports {imported}"
 

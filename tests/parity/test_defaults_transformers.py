@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from mjax.interop.convert import FAMILIES
+from mjax.interop.convert import families
 from mjax.interop.family import model_config
 
 transformers = pytest.importorskip("transformers")
@@ -14,7 +14,7 @@ SPELLED = ("num_key_value_heads", "head_dim")
 
 
 @pytest.mark.parametrize("changed", [{}, {"hidden_size": 256, "num_attention_heads": 8}], ids=["none", "a few"])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model)
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.model)
 def test_omitted_settings_are_those_of_transformers(family, changed):
     names = {"hidden_size": "n_embd", "num_attention_heads": "n_head"} if family.model_type == "gpt2" else {}
     names = {"num_attention_heads": "n_head"} if family.model_type == "bloom" else names

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: make test-c
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")
 from tests.parity.chat_tokenizers import TEMPLATE, write_tokenizer  # noqa: E402
 from tests.parity.outputs import with_noise  # noqa: E402
-from tests.parity.test_llama_transformers import LLAMA3, SMALL  # noqa: E402
+from tests.parity.test_llama_transformers import GEMMA, LLAMA3, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
@@ -32,6 +32,7 @@ CASES = [  # the class, the kind of tokenizer, how its chat template is spelled,
     ("Qwen3", "qwen", "a setting", {"head_dim": 16, "num_key_value_heads": 1}),
     ("Olmoe", "llama 3", "a list", {"num_experts": 4, "num_experts_per_tok": 3}),
     ("Olmo2", "llama 3", "none", {}),
+    ("Gemma3", "llama 3", "none", {**GEMMA, "num_hidden_layers": 5, "initializer_range": 0.05}),
 ]
 
 
@@ -41,8 +42,8 @@ def test_folder_comes_back_and_generates_the_same(name, kind, spelling, settings
     source.mkdir()
     vocabulary = write_tokenizer(kind, spelling, source)
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **LONG, "vocab_size": vocabulary, **settings})
-    peer = with_noise(getattr(transformers, f"{name}ForCausalLM")(config).eval())
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    peer = with_noise(cls(cls.config_class(**{**SMALL, **LONG, "vocab_size": vocabulary, **settings})).eval())
     ids = transformers.GenerationConfig.from_pretrained(source)  # save_pretrained would write its own
     peer.generation_config = ids
     peer.save_pretrained(source, max_shard_size="20KB")

@@ -1,5 +1,5 @@
-"""GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo and mixtures of `transformers` with random weights, through `mjax convert`:
-in float64 logits, loss and gradients on meshes, runs of AdamW and Muon, and auxiliary losses; and their exports."""
+"""GPT-2, BLOOM, Llama, Mistral, Qwen, OLMo, Gemma and mixtures of `transformers` with random weights, through `mjax
+convert`: in float64 logits, loss and gradients on meshes, runs of AdamW and Muon, and auxiliary losses; and exports."""
 
 from dataclasses import replace
 
@@ -53,6 +53,7 @@ QWEN3_MOE = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 10,
     "experts_implementation": "eager",
 }  # fmt: skip
+GEMMA = {"sliding_window_pattern": 2, "sliding_window": 6, "query_pre_attn_scalar": 20, "head_dim": 10}
 FSDP = {"data": 2, "model": 2, "zero": 3}
 SP = {"model": 4, "sequence_parallel": True}
 FAMILIES = {  # the class of transformers, what its config has besides, and our mesh
@@ -69,6 +70,12 @@ FAMILIES = {  # the class of transformers, what its config has besides, and our 
     "qwen 2.5, windows": ("Qwen2", {**WINDOWS, "num_hidden_layers": 4}, {"data": 2, "model": 2}),
     "qwen 3": ("Qwen3", {"head_dim": 10, "tie_word_embeddings": True}, FSDP),
     "olmo 2": ("Olmo2", {}, {"model": 4}),
+    "gemma 3": ("Gemma3", {**GEMMA, "num_hidden_layers": 4}, {"pipe": 2, "model": 2}),
+    "gemma 3, layers after the last group": (
+        "Gemma3",
+        {**GEMMA, "num_hidden_layers": 5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        FSDP,
+    ),
     "mixtral, window": (
         "Mixtral",
         {"num_local_experts": 4, "sliding_window": 6, "experts_implementation": "eager"},
@@ -85,9 +92,13 @@ FAMILIES = {  # the class of transformers, what its config has besides, and our 
 
 
 class Wide:
-    """torch with float64 in the place of float32, for modules that ask for float32 by name: norms, softmax, angles."""
+    """torch with float64 in the place of float32, for modules that ask for float32 by name: norms, softmax, angles; or
+    get it by default: the scale of Gemma's embedding."""
 
     float = float32 = torch.float64
+
+    def tensor(self, value, **options):
+        return torch.tensor(value, **{"dtype": torch.float64 if type(value) is float else None} | options)
 
     def __getattr__(self, name):
         return getattr(torch, name)
@@ -95,7 +106,7 @@ class Wide:
 
 @pytest.fixture(autouse=True)
 def wide_modules(monkeypatch):
-    for kind in ("bloom", "llama", "mistral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "olmoe"):
+    for kind in ("bloom", "llama", "mistral", "qwen2", "qwen3", "olmo2", "mixtral", "qwen3_moe", "olmoe", "gemma3"):
         monkeypatch.setattr(f"transformers.models.{kind}.modeling_{kind}.torch", Wide())
     monkeypatch.setattr("transformers.modeling_rope_utils.torch", Wide())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -104,9 +115,9 @@ def wide_modules(monkeypatch):
 def peer_of(name):
     kind, settings, _ = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
-    peer = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config)
-    return with_noise(peer.eval())
+    cls = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")
+    config = cls.config_class(**(settings if kind in ("GPT2", "Bloom") else SMALL | settings))
+    return with_noise(cls(config).eval())
 
 
 def both(name, folder):

@@ -1,0 +1,68 @@
+"""The config of Gemma 3. No JAX is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from mjax.config.bounds import Count, Positive
+from mjax.config.llama import LlamaConfig
+from mjax.config.model import TUNING, Tuned, register
+from mjax.errors import UsageError
+
+
+@register
+@dataclass(frozen=True)
+class Gemma3Config(LlamaConfig):
+    """A Gemma 3: windows in most layers, two rotary bases, norms around attention and MLP, GeGLU, a tied embedding."""
+
+    kind: Literal["gemma3"] = "gemma3"
+    """Architecture of the model."""
+    head_dim: Count | None = 256
+    """Width of an attention head, d."""
+    window: Annotated[Count | None, TUNING] = 512
+    """Tokens that a position sees in a layer with a window, itself included."""
+    full_attention_every: Annotated[Count | None, TUNING] = 6
+    """Of so many layers the last sees everything. Layers after the last whole group have windows."""
+    rope_theta: Positive = 1_000_000.0
+    """Base of the rotary frequencies in layers that see everything; --model.rope-scaling is for these layers too."""
+    local_rope_theta: Positive = 10_000.0
+    """Base of the rotary frequencies in layers with a window."""
+    query_scalar: Count = 256
+    """Scores are q k / √query_scalar."""
+    norm_epsilon: Tuned = 1e-6
+    """Added to the mean square in RMSNorm."""
+
+    title: ClassVar[str] = "a Gemma 3"
+    module: ClassVar[str] = "mjax.models.gemma3.model:Gemma3"
+    families: ClassVar[str] = "mjax.models.gemma3.huggingface:FAMILIES"
+    # Options of a Llama that every Gemma 3 has the same value of.
+    activation: ClassVar[str] = "gelu_tanh"
+    norms: ClassVar[str] = "pre and post"
+    qk_norm: ClassVar[str] = "head"
+    qkv_bias: ClassVar[bool] = False
+    tied: ClassVar[bool] = True
+    rope_share: ClassVar[float] = 1.0
+
+    @property
+    def rest(self) -> int:
+        """Layers after the last whole group; all have a window."""
+        return self.layers % super().period
+
+    @property
+    def period(self) -> int:
+        """With layers after the last group, all layers: a pipeline cannot split them."""
+        if self.rest == self.layers:
+            return 1
+        return self.layers if self.rest else super().period
+
+    def _check_pattern(self, mesh) -> None:
+        every = self.full_attention_every
+        if mesh.pipe > 1 and self.rest:
+            raise UsageError(
+                f"--mesh.pipe {mesh.pipe} cannot split --model.layers {self.layers}, which is {self.layers // every} "
+                f"groups of {every} and {self.rest} more; use --mesh.pipe 1 with --mesh.zero 3, or --model.layers "
+                f"{self.layers + every - self.rest}"
+            )
+        if mesh.pipe > 1 or self.window is None:
+            super()._check_pattern(mesh)

@@ -1,0 +1,134 @@
+"""Gemma 3 (arXiv 2503.19786).
+
+    x ─┬─ norm ─ attention ─ norm ─ + ─┬─ norm ─ MLP ─ norm ─ + ─▶
+       └────────────────────────────┘  └──────────────────────┘
+
+Five layers see a window and turn by a small rotary base, the sixth sees everything and turns by a large one. Their
+weights have the same shapes, so a group of six is one stack. 4B has 34 layers: the four after the last group are a
+second stack, of layers with windows.
+
+The norm is y = cast(x / √(mean(x²) + ε) · (1 + w)), rounded once, where a Llama's rounds before the product. The
+embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in bf16). Both are as in `transformers`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from mjax.models.attention import Attention, KeyValues
+from mjax.models.block import Block, stack
+from mjax.models.context import Context
+from mjax.models.gemma3.config import Gemma3Config
+from mjax.models.llama import Llama, rotary_of
+from mjax.models.mlp import GatedMLP
+from mjax.models.positions import Positions
+from mjax.models.rotary import Rotary
+from mjax.parallel import random
+from mjax.parallel.layers import recomputed
+from mjax.parallel.sums import wide_type
+
+
+class Gemma3(Llama):
+    """A decoder-only language model with layers of two kinds."""
+
+    def __init__(self, key: Array, config: Gemma3Config, dtype=jnp.float32):
+        super().__init__(key, config, dtype)
+        self.final_norm = UnitRMSNorm(config.hidden, config.norm_epsilon, dtype)
+
+    def layers_of(self, key: Array, config: Gemma3Config, dtype):
+        whole = config.layers - config.rest
+
+        def part(layers: int, first: int, period: int):
+            return stack(key, layers, partial(_layer, config=config, dtype=dtype, period=period), first)
+
+        parts = [part(whole, 0, config.full_attention_every or 1)] if whole else []
+        parts += [part(config.rest, whole, 1)] if config.rest else []
+        return nnx.List(parts) if len(parts) > 1 else parts[0]
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+        x = super().embed(batch, context)
+        return x * jnp.asarray(math.sqrt(self.config.hidden), x.dtype)
+
+
+class SandwichBlock(Block):
+    """One layer whose attention and MLP are normed before and after. Shapes: x [t, h] → [t, h]."""
+
+    def __init__(self, attention_out_norm: nnx.Module, mlp_out_norm: nnx.Module, **parts):
+        super().__init__(**parts)
+        self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
+
+    def __call__(self, x: Array, context: Context) -> Array:
+        y = self.attention(self.attention_norm(x), context)
+        y = self.attention_out_norm(checkpoint_name(y, "residual"))
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        y = self.mlp(self.mlp_norm(x), context)
+        y = self.mlp_out_norm(checkpoint_name(y, "residual"))
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+
+    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
+        x = x + self.attention_out_norm(y)
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)), new
+
+
+class UnitRMSNorm(nnx.Module):
+    """RMSNorm of the last dim with the weight 1 + w. Shapes: x […, width] → the same; `of_heads` as in `RMSNorm`."""
+
+    def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False, partial=of_heads)
+
+    def __call__(self, x: Array) -> Array:
+        return recomputed(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
+
+
+def _unit_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
+    wide = x.astype(wide_type(x.dtype))
+    normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
+    return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class LocalAndGlobal(Positions):
+    """Rotary positions of layers with a window and of those that see everything; and the scale of queries."""
+
+    config: Gemma3Config
+
+    def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
+        config = self.config
+        local = Rotary(config.turned, config.local_rope_theta)
+        rotary = local if config.window_at(context.layer_in_group) else rotary_of(config)
+        q, k = rotary.turn(q, k, context)
+        scale = math.sqrt(config.head_size / config.query_scalar)  # attention divides by √d
+        return (q if scale == 1 else q * jnp.asarray(scale, q.dtype)), k
+
+
+def _layer(key: Array, config: Gemma3Config, dtype, period: int) -> SandwichBlock:
+    attention, mlp = jax.random.split(key)
+    norm = partial(UnitRMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+    return SandwichBlock(
+        attention_norm=norm(config.hidden),
+        attention=Attention(
+            attention,
+            config,
+            dtype,
+            LocalAndGlobal(config),
+            config.groups,
+            bias=False,
+            qk_norm=lambda heads: norm(config.head_size, of_heads=True),
+        ),
+        attention_out_norm=norm(config.hidden),
+        mlp_norm=norm(config.hidden),
+        mlp=GatedMLP(mlp, config, dtype),
+        mlp_out_norm=norm(config.hidden),
+        dropout=config.hidden_dropout,
+        period=period,
+    )
