@@ -22,7 +22,6 @@ from mjax.config.model import as_kind
 from mjax.models.build import build_model
 from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.step.losses import summary
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, loss_and_gradients
 from mjax.utils.names import leaf_name
@@ -195,7 +194,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
 
     def summarized(model, batch, step, scale):
         means, gradients = loss_and_gradients(config, plan, model, batch, step, scale)
-        return summary(model, means), gradients
+        return model.summary(means), gradients
 
     program = jax.shard_map(
         summarized,

@@ -12,7 +12,6 @@ import tyro
 from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.convert import print_next_steps
 from mjax.config.bounds import Count
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
@@ -87,7 +86,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = import_config(model, place, tensors)
-    family = MIXTURE if isinstance(model, MixtureConfig) else DECODER
+    family = MIXTURE if model.parted_experts() else DECODER
     if checkpoint.architecture != "decoder":
         family = family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     found = find_tensors(family, tensors, model, place)

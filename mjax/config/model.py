@@ -170,6 +170,11 @@ class ModelConfig:
             size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
         )
 
+    @property
+    def grouped_kernel(self) -> str | None:
+        """The kernel of the products of experts; None for a model without them, which has no field `grouped`."""
+        return None
+
     def parted_experts(self) -> int:
         """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
         return 0

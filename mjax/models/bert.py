@@ -38,6 +38,7 @@ from mjax.models.mlp import activate
 from mjax.models.norms import LayerNorm
 from mjax.models.output import Output
 from mjax.models.positions import positions_of
+from mjax.models.protocol import LanguageModel
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
 from mjax.parallel.axes import CONTEXT, MODEL
@@ -80,7 +81,7 @@ class MLMHead(nnx.Module):
         return Output(embedding, self.norm(activation(self.transform(x))), self.bias[...])
 
 
-class Encoder(nnx.Module):
+class Encoder(LanguageModel):
     """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
 
     def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
@@ -170,6 +171,10 @@ class BERT(Encoder):
     def output(self, x: Array) -> Output:
         """What scores the original token at each position; x [t, h] is the result of `normed`."""
         return self.mlm(x, self.embedding)
+
+    @classmethod
+    def scores_in_chunks(cls) -> bool:
+        return cls.loss is BERT.loss
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of masked tokens, and of sequences."""

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
 from mjax.config.model import ModelConfig
-from mjax.models.output import not_from_output
 from mjax.models.protocol import Model
 from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
@@ -95,7 +94,7 @@ def repeats_in_stack(config: ModelConfig) -> bool:
 
 def scores_in_chunks(config: ModelConfig) -> bool:
     """Whether the model has a loss in chunks (`train.loss_chunks`)."""
-    return not_from_output(type(_traced(config))) is None
+    return _traced(config).scores_in_chunks()
 
 
 def count_parameters(config: ModelConfig) -> int:

@@ -17,6 +17,7 @@ from mjax.models.attention import KeyValues
 from mjax.models.block import decode_blocks, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import Output
+from mjax.models.protocol import LanguageModel
 from mjax.parallel import mappings
 from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -40,7 +41,7 @@ class Cache(NamedTuple):
     slots: Array
 
 
-class CausalModel(nnx.Module):
+class CausalModel(LanguageModel):
     """A decoder-only language model; see `protocol.Model`."""
 
     loss_weights: ClassVar[dict[str, float]] = {"loss": 1.0}
@@ -96,6 +97,10 @@ class CausalModel(nnx.Module):
         if "loss_mask" not in batch:
             return {"loss": losses.sum()}
         return {"loss": losses.sum(where=batch["loss_mask"].reshape(-1))}
+
+    @classmethod
+    def scores_in_chunks(cls) -> bool:
+        return cls.loss is CausalModel.loss and cls.logits is CausalModel.logits
 
     # --- Generation ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from mjax.config import Config
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.models.attention_kernels import attend
@@ -34,7 +33,7 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
         config.model, config.precision.compute, platform, announce, documents, config.sequence_chunks
     )
     model = replace(config.model, attention=kernel)
-    if isinstance(model, MixtureConfig):
+    if model.grouped_kernel:
         model = replace(model, grouped=resolve_grouped(config, platform, announce))
     return with_unrolling(replace(config, model=model), on_gpu=platform == "gpu")
 

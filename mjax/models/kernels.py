@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 
 from mjax.config import Config
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 
@@ -107,7 +106,7 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
     model = replace(config.model, attention=attention_on_gpu(config, capability))
-    if isinstance(model, MixtureConfig):
+    if model.grouped_kernel:
         model = replace(model, grouped=choose_grouped(config, "gpu", capability)[0])
     return replace(config, model=model)
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from jax import Array
 
-from mjax.errors import UsageError
 from mjax.models.context import Context
 from mjax.parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
@@ -36,37 +35,3 @@ class Output(NamedTuple):
         if chunks == 1:
             return vocab_parallel_cross_entropy(self.logits(tokens), labels)
         return chunked_cross_entropy(self.x, self.table, self.bias, labels, tokens, chunks)
-
-
-def check_loss_chunks(model: type, chunks: int, own_loss: bool) -> None:
-    """Refuse a loss in chunks where they would not be used.
-
-    Args:
-      model: the class.
-      chunks: `train.loss_chunks`.
-      own_loss: whether a function replaces the model's loss.
-
-    Raises:
-      UsageError: it does, or the model has a `logits` or a `loss` that does not follow from its `output`.
-    """
-    if chunks == 1:
-        return
-    if own_loss:
-        raise UsageError(
-            f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
-            "leave it out"
-        )
-    if (own := not_from_output(model)) is not None:
-        raise UsageError(
-            f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-            f"{model.__name__} has a `{own}` of its own (mjax/models/output.py); leave it out"
-        )
-
-
-def not_from_output(model: type) -> str | None:
-    """`logits` or `loss` if a model class defines that later than `output`, or without it; else None."""
-
-    def place(name: str) -> int:
-        return next((place for place, each in enumerate(model.__mro__) if name in vars(each)), len(model.__mro__))
-
-    return next((name for name in ("logits", "loss") if place(name) < place("output")), None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+from flax import nnx
 from jax import Array
 
 from mjax.config.model import ModelConfig
@@ -35,14 +36,6 @@ class Model(Protocol):
       loss_weights: by name the weight of a mean in the loss; other names are metrics without a gradient.
       blocks: the layers, stacked (`block.stack`); if they differ, an `nnx.List` of stacks, or a `block.Group`.
 
-    A sum may be an array, whose count is one of the same shape; then it has `summary(means)`, which turns the means of
-    the global batch into numbers []. Arrays under new names in its result get to `Record.arrays` of a training step;
-    evaluations leave them out.
-
-    It may have `adjustments(means)`: from the means before their summary what a step adds to weights besides the
-    update of the optimizer, unless it is skipped. By name of the weight, such as `blocks.mlp.router.bias`, its whole
-    array, layers as [l, …], the same on every device. So a weight can follow a rule rather than a gradient. Compute
-    with its `stop_gradient`, and name it `bias` or `scale`, which have no weight decay.
     """
 
     config: ModelConfig
@@ -71,3 +64,40 @@ class Model(Protocol):
           context: of its tokens.
         """
         ...
+
+    def summary(self, means: dict[str, Array]) -> dict[str, Array]:
+        """The means of the global batch as a run reports them, [] each.
+
+        A sum may be an array, whose count is one of the same shape; then this turns its mean into numbers. Arrays under
+        new names get to `Record.arrays` of a training step; evaluations leave them out.
+        """
+        ...
+
+    def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
+        """What a step adds to weights besides the update of the optimizer, unless it is skipped; from the means before
+        their summary.
+
+        By name of the weight, such as `blocks.mlp.router.bias`, its whole array, layers as [l, …], the same on every
+        device. So a weight can follow a rule rather than a gradient. Compute with its `stop_gradient`, and name it
+        `bias` or `scale`, which have no weight decay.
+        """
+        ...
+
+    @classmethod
+    def scores_in_chunks(cls) -> bool:
+        """Whether the loss may go through the vocabulary in parts (`train.loss_chunks`, `Output.cross_entropy`)."""
+        ...
+
+
+class LanguageModel(nnx.Module):
+    """The methods of a `Model` that most architectures leave as they are."""
+
+    def summary(self, means: dict[str, Array]) -> dict[str, Array]:
+        return means
+
+    def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
+        return {}
+
+    @classmethod
+    def scores_in_chunks(cls) -> bool:
+        return False

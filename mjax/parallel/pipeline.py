@@ -88,15 +88,14 @@ def pipeline_gradients(
     """
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
-    residuals, beside = stage.kept_types()
     pending = [buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
     state = _State(
         received=(stage.message, stage.message),
         activations=buffer(schedule.activation_slots + 1, stage.message),
         gradients=buffer(schedule.gradient_slots + 1, stage.message),
         outputs=buffer(schedule.output_slots + 1, stage.message),
-        residuals=[buffer(schedule.residual_slots, kind) for kind in residuals],
-        beside=stage.zeros(beside),
+        residuals=[buffer(schedule.residual_slots, kind) for kind in stage.residual_types],
+        beside=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
@@ -134,7 +133,7 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
             return (mappings.to_next_stage(y), activations, *sums), None
 
     activations = buffer(schedule.activation_slots + 1, stage.message)
-    start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.kept_types()[1])
+    start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
     _, _, total, beside = lax.scan(tick, start, _column(schedule))[0]
     return total | beside if beside else total
 
@@ -207,7 +206,7 @@ class _Stage:
         self.factors = zero_factors(
             self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
         )
-        self.pullback = None  # structure of the result of `jax.vjp`, and which of its leaves are weights
+        self.residual_types, self.layer_means, self.structure, self.which = self._trace_layers()
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
@@ -328,18 +327,22 @@ class _Stage:
         """Zeros for accumulating values of these types, in the accumulator's dtype."""
         return jax.tree.map(lambda kind: zeros_like(kind, self.accumulator), types)
 
-    def kept_types(self) -> tuple[list, Means]:
-        """Shapes and dtypes of the residuals and of the layers' parts of means, from a separate trace."""
+    def _trace_layers(self):
+        """The residuals of a forward pass and the layers' parts of means, as types; and the backward program: the
+        structure of the result of `jax.vjp`, and which weight each of its leaves is (None: a residual)."""
+        programs = []
 
         def forward(chunk, x):
-            _, means, residuals = self._differentiate(chunk, x, at(self.micro_batches, 0), jnp.int32(0))
-            return residuals, means
+            means, leaves, structure, which = self._vjp(chunk, x, at(self.micro_batches, 0), jnp.int32(0))[1:]
+            programs.append((structure, which))
+            return [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None], means
 
-        return jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
+        residuals, means = jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
+        return residuals, means, *programs[0]
 
-    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, their parts of means, and the residuals of the derivative of both, without
-        weights."""
+    def _vjp(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
+        """The stream after the layers and their parts of means; and the derivative of both, as leaves, structure, and
+        which weight each leaf is."""
         rest, kernels = self._split(chunk)
 
         def layers(rest, x, factors):
@@ -349,16 +352,22 @@ class _Stage:
         leaves, structure = jax.tree.flatten(pullback)
         weights = [*rest, *kernels]
         which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
-        self.pullback = structure, which, means
+        return y, means, leaves, structure, which
+
+    def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
+        """The stream after the layers, their parts of means, and the residuals of the derivative of both, without
+        weights."""
+        y, means, leaves, _, which = self._vjp(chunk, x, micro_batch, virtual_stage)
+        assert which == self.which, "layers keep the same residuals in every tick"
         return y, means, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
         """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
-        structure, which, means = self.pullback
         rest, kernels = self._split(chunk)
         weights, residuals = [*rest, *kernels], iter(residuals)
-        leaves = [next(residuals) if index is None else weights[index] for index in which]
-        return jax.tree.unflatten(structure, leaves)((dy, weights_in_loss(self.program.loss_weights, means)))
+        leaves = [next(residuals) if index is None else weights[index] for index in self.which]
+        loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
+        return jax.tree.unflatten(self.structure, leaves)((dy, loss_weights))
 
     # --- Kernels whose gradients are postponed ------------------------------------------------------------------------
 

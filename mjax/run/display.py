@@ -22,7 +22,6 @@ from rich.table import Column
 
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
@@ -222,7 +221,7 @@ def announce_start(
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", layers without a loop" if train.unroll == "on" else ""
     choices += f", over context by {config.across}" if config.across else ""
-    choices += f", experts by {model.grouped}" if isinstance(model, MixtureConfig) else ""
+    choices += f", experts by {model.grouped}" if model.grouped_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
@@ -270,7 +269,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         for line in verdict(result.validation_loss, result.validation_metrics, sequences):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
-    if isinstance(config.model, MixtureConfig):
+    if config.model.parted_experts():
         display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if not config.model.causal or not (folder / "tokenizer").is_dir():

@@ -21,7 +21,6 @@ import mjax
 from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
 from mjax.cluster import launch
 from mjax.config import Config, read_config, save_config
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
@@ -128,7 +127,7 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "host": platform.node(),
         "mesh": axes.as_typed(config.mesh),
         "attention": config.model.attention,
-        **({"grouped": config.model.grouped} if isinstance(config.model, MixtureConfig) else {}),
+        **({"grouped": config.model.grouped} if config.model.grouped_kernel else {}),
         "nvidia": nvidia_versions(),
         "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},

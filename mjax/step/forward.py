@@ -18,7 +18,6 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
-from mjax.models.output import check_loss_chunks
 from mjax.models.protocol import Model
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums
@@ -82,7 +81,8 @@ class Forward:
         context = self.context(micro_batch)
         if self.head is not None:
             return self.head(weights, x, micro_batch, context)
-        check_loss_chunks(type(weights), context.loss_chunks, self.objective is not None)
+        if context.loss_chunks > 1:
+            self._check_loss_chunks(weights, context.loss_chunks)
         if self.objective is None:
             return self._parts(weights.loss(x, micro_batch, context))
         sums = self.objective(weights, x, micro_batch, context)
@@ -111,6 +111,18 @@ class Forward:
         context = self.context(micro_batch)
         float8 = self.step is not None and in_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))
+
+    def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
+        if self.objective is not None:
+            raise UsageError(
+                f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
+                "leave it out"
+            )
+        if not weights.scores_in_chunks():
+            raise UsageError(
+                f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
+                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/output.py); leave it out"
+            )
 
     def _parts(self, sums: Sums) -> dict[str, Array]:
         return {name: total * self.factors[name] for name, total in sums.items()}

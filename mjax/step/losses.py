@@ -39,18 +39,6 @@ def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Ar
     }
 
 
-def summary(model: Model, means: dict[str, Array]) -> dict[str, Array]:
-    """The means of the global batch as a run reports them, [] each, and arrays beside them: `Model.summary`, if it has
-    one."""
-    return model.summary(means) if hasattr(model, "summary") else means
-
-
-def adjustments(model: Model, means: dict[str, Array]) -> dict[str, Array]:
-    """What a step adds to weights besides the optimizer's update, whole arrays by name: `Model.adjustments`, if it has
-    that."""
-    return model.adjustments(means) if hasattr(model, "adjustments") else {}
-
-
 def reported_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
     """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
     losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""

@@ -40,12 +40,10 @@ from mjax.step.layout import initial_weights, lay_out
 from mjax.step.losses import (
     EvalMetrics,
     StepMetrics,
-    adjustments,
     global_counts,
     other_metrics,
     reported_loss,
     shares,
-    summary,
 )
 from mjax.step.optimizer import (
     backward_order,
@@ -264,7 +262,7 @@ def _train_step(
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
     found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
-    means = summary(state.model, found)
+    means = state.model.summary(found)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
@@ -281,7 +279,7 @@ def _train_step(
         rate = rate_after(state.samples)
         updates, optimizer = transform.update(gradients, state.optimizer, state.model)
         model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
-        model = add_whole(model, adjustments(state.model, found), plan, config.mesh)
+        model = add_whole(model, state.model.adjustments(found), plan, config.mesh)
         new_state = TrainState(
             model=keep_if_skipped(model, state.model),
             optimizer=keep_if_skipped(optimizer, state.optimizer),
@@ -363,7 +361,7 @@ def loss_and_gradients(
 
 def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
-    means = summary(model, sum_over_batch(config, plan, model, batch, shares(counts), objective=objective))
+    means = model.summary(sum_over_batch(config, plan, model, batch, shares(counts), objective=objective))
     counts = {name: jnp.max(jnp.asarray(count)).astype(jnp.int32) for name, count in counts.items()}
     return EvalMetrics(reported_loss(model.loss_weights, means), means, counts)
 

@@ -29,7 +29,6 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
@@ -173,7 +172,7 @@ class Traced:
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
         model = replace(self.model, attention=kernel)
         return Config(
-            model=replace(model, grouped=grouped) if isinstance(model, MixtureConfig) else model,
+            model=replace(model, grouped=grouped) if model.grouped_kernel else model,
             mesh=MeshConfig(
                 data=self.expert,
                 model=self.ranks,
