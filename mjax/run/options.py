@@ -75,7 +75,7 @@ class Options:
       step: checkpoint to continue from, setting later ones aside; None: the newest.
       origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
       data: used instead of the config's data.
-      loss: instead of the model's (`Forward.objective`).
+      loss: instead of the model's (`Forward.loss_fn`).
       optimizer: instead of the config's (`build_program`).
       on_step: called with the record of each step; True ends the run.
       on_end: called with the `Run`, its state and data after the last step, before the results are printed; not called

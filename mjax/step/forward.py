@@ -41,7 +41,7 @@ class Forward:
       plan: how each weight is stored (`zero.plan_storage`).
       factors: by name, the factor that turns a sum of the model into its part of the mean (`losses.shares`).
       step: int32 [], numbers the dropout masks; None for evaluation, without dropout.
-      objective: instead of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
+      loss_fn: instead of the model's loss, with the same names: (weights, x, micro-batch, context) → sums.
       head: instead of sums and means, for inference: (weights, x, micro-batch, context) → arrays.
     """
 
@@ -50,7 +50,7 @@ class Forward:
     factors: dict[str, Array | float]
     step: Array | None = None
     head: Callable | None = None
-    objective: Callable | None = None
+    loss_fn: Callable | None = None
 
     def __call__(self, weights: Model, micro_batch: MicroBatch):
         """The parts of the means by name, [] each; or the result of `head`."""
@@ -83,9 +83,9 @@ class Forward:
             return self.head(weights, x, micro_batch, context)
         if context.loss_chunks > 1:
             self._check_loss_chunks(weights, context.loss_chunks)
-        if self.objective is None:
+        if self.loss_fn is None:
             return self._parts(weights.loss(x, micro_batch, context))
-        sums = self.objective(weights, x, micro_batch, context)
+        sums = self.loss_fn(weights, x, micro_batch, context)
         if not isinstance(sums, dict) or sums.keys() - self.factors or not sums.keys() & set(weights.loss_weights):
             given = ", ".join(map(repr, sums)) if isinstance(sums, dict) else type(sums).__name__
             known = ", ".join(repr(name) for name in weights.loss_weights if name in self.factors)
@@ -113,7 +113,7 @@ class Forward:
         return replace(context, tokens=replace(context.tokens, float8=float8))
 
     def _check_loss_chunks(self, weights: Model, chunks: int) -> None:
-        if self.objective is not None:
+        if self.loss_fn is not None:
             raise UsageError(
                 f"--train.loss-chunks {chunks} is for the loss of the model, and this run has a function instead; "
                 "leave it out"

@@ -254,14 +254,14 @@ def _train_step(
     rate_after,
     plan,
     order: np.ndarray,
-    objective: Callable | None,
+    loss_fn: Callable | None,
     state: TrainState,
     batch: dict[str, Array],
     limit: Array,
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, objective)
+    found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
     means = state.model.summary(found)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
@@ -308,7 +308,7 @@ def loss_and_gradients(
     batch: dict[str, Array],
     step: Array,
     scale: Array,
-    objective: Callable | None = None,
+    loss_fn: Callable | None = None,
 ):
     """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
 
@@ -323,7 +323,7 @@ def loss_and_gradients(
       batch: this replica's rows of the arrays in `Config.batch_arrays`, [B / data, …].
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
-      objective: instead of `Model.loss`.
+      loss_fn: instead of `Model.loss`.
 
     Returns:
       Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
@@ -333,7 +333,7 @@ def loss_and_gradients(
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
     factors = shares(global_counts(model, batch), scale)
-    forward = Forward(config, plan, factors, step, objective=objective)
+    forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = micro_batches_of(config, batch)
 
     def differentiate(micro_batch: MicroBatch):
@@ -359,9 +359,9 @@ def loss_and_gradients(
     return means, gradients
 
 
-def _eval_step(config: Config, plan, objective: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
+def _eval_step(config: Config, plan, loss_fn: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
     counts = global_counts(model, batch)
-    means = model.summary(sum_over_batch(config, plan, model, batch, shares(counts), objective=objective))
+    means = model.summary(sum_over_batch(config, plan, model, batch, shares(counts), loss_fn=loss_fn))
     counts = {name: jnp.max(jnp.asarray(count)).astype(jnp.int32) for name, count in counts.items()}
     return EvalMetrics(reported_loss(model.loss_weights, means), means, counts)
 
@@ -373,7 +373,7 @@ def sum_over_batch(
     batch: dict[str, Array],
     factors: dict[str, Array | float] | None = None,
     head: Callable | None = None,
-    objective: Callable | None = None,
+    loss_fn: Callable | None = None,
 ):
     """The sum over the micro-batches of the global batch of what the head returns, without dropout, inside `shard_map`.
 
@@ -382,13 +382,13 @@ def sum_over_batch(
       factors: factor of each sum of the model (`losses.shares`).
       head: (weights, stream after the last layer [t, h], micro-batch, context) → array of any shape, replicated over
         `model`; by default the means by name.
-      objective: instead of `Model.loss`.
+      loss_fn: instead of `Model.loss`.
 
     Returns:
       The sum, of the head's shape, replicated on every device.
     """
     weights = gather_weights(model, plan, COMPUTE_TYPES[config.precision.compute], config.mesh)
-    forward = Forward(config, plan, factors or {}, head=head, objective=objective)
+    forward = Forward(config, plan, factors or {}, head=head, loss_fn=loss_fn)
     micro_batches = micro_batches_of(config, batch)
     if config.mesh.pipe > 1:
         total = sum_over_stages(forward, weights, micro_batches)
