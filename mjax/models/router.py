@@ -69,10 +69,10 @@ class Router(nnx.Module):
     def __init__(self, key: Array, config: MixtureConfig, dtype):
         self.config = config
         self.kernel = parameter(
-            key, normal(config.init_std), (config.hidden, config.experts), (None, None), dtype, uncast=True
+            key, normal(config.init_std), (config.hidden, config.experts), (None, None), dtype, keep_fp32=True
         )
         if config.balance_bias:
-            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, uncast=True)
+            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, keep_fp32=True)
 
     def __call__(self, x: Array) -> Choice:
         config, wide = self.config, wide_type(x.dtype)

@@ -55,7 +55,7 @@ class Storage:
         the step and at its end.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
-      uncast: whether the computation has it in the dtype of the master weights.
+      keep_fp32: whether the computation has it in the dtype of the master weights.
     """
 
     spec: P
@@ -63,7 +63,7 @@ class Storage:
     in_loop: bool = False
     partial: bool = False
     float8: bool = False
-    uncast: bool = False
+    keep_fp32: bool = False
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -77,11 +77,11 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    said = zip(*(metadata_of(shapes, name) for name in ("partial", "float8", "uncast")), strict=True)
+    said = zip(*(metadata_of(shapes, name) for name in ("partial", "float8", "keep_fp32")), strict=True)
 
     def one(path: tuple, leaf, spec: P) -> Storage:
-        partial, float8, uncast = map(bool, next(said))
-        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8, uncast=uncast)
+        partial, float8, keep_fp32 = map(bool, next(said))
+        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
 
     return jax.tree_util.tree_map_with_path(one, shapes, specs)
 
@@ -195,7 +195,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
         summed = _summed_later(storage, mesh)
         if storage.in_loop:  # over the replicas their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*REPLICAS})
-        shard = shard if storage.uncast else shard.astype(dtype)
+        shard = shard if storage.keep_fp32 else shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
             shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
         else:
@@ -232,7 +232,7 @@ def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
     def one(shard: Array, storage: Storage) -> Array:
-        shard = shard if storage.uncast else shard.astype(dtype)
+        shard = shard if storage.keep_fp32 else shard.astype(dtype)
         for names, dim in () if storage.in_loop else storage.gathers:
             shard = mappings.gather_whole(shard, names, dim)
         return shard
@@ -260,7 +260,7 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
         if inference:
             ((names, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
             return mappings.gather_whole(shard, names, dim)
-        kind = shard.dtype if storage.uncast else dtype
+        kind = shard.dtype if storage.keep_fp32 else dtype
         stored = mappings.varying_axes(shard)
         return _gather_layer(shard, storage.gathers, kind, in_float8 and storage.float8, stored)
 
