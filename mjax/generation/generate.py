@@ -48,7 +48,7 @@ from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.models.kernels import position_unit
 from mjax.parallel.pipeline import pipeline_decode
-from mjax.parallel.zero import gather_for_inference, gather_in_loop
+from mjax.parallel.zero import gather_for_inference, layer_gather
 from mjax.run.loop import Run
 from mjax.step.layout import lay_out
 from mjax.step.precision import COMPUTE_TYPES
@@ -80,7 +80,7 @@ class _State(NamedTuple):
 def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeBlocks]:
     """Inside `shard_map`: the weights to compute with, and what runs their layers, also over stages of a pipeline."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
-    gathered = map_layers(lambda stack: gather_in_loop(stack, dtype, inference=True), plan.blocks)
+    gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), plan.blocks)
     layers = partial(decode_blocks, weights_of=gathered)
 
     def decode(blocks, x, context, cached, lengths):

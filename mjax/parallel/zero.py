@@ -51,7 +51,7 @@ class Storage:
       spec: PartitionSpec of the master weight and its moments.
       gathers: (axes, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
         layer dims.
-      in_loop: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the start of
+      gather_per_layer: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the start of
         the step and at its end.
       partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
@@ -60,7 +60,7 @@ class Storage:
 
     spec: P
     gathers: Gathers = ()
-    in_loop: bool = False
+    gather_per_layer: bool = False
     partial: bool = False
     float8: bool = False
     keep_fp32: bool = False
@@ -193,7 +193,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
 
     def one(shard: Array, storage: Storage) -> Array:
         summed = _summed_later(storage, mesh)
-        if storage.in_loop:  # over the replicas their gradients are summed layer by layer
+        if storage.gather_per_layer:  # over the replicas their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*REPLICAS})
         shard = shard if storage.keep_fp32 else shard.astype(dtype)
         if in_float8 and storage.float8 and storage.gathers:
@@ -233,14 +233,14 @@ def gather_for_inference(model, plan, dtype):
 
     def one(shard: Array, storage: Storage) -> Array:
         shard = shard if storage.keep_fp32 else shard.astype(dtype)
-        for names, dim in () if storage.in_loop else storage.gathers:
+        for names, dim in () if storage.gather_per_layer else storage.gathers:
             shard = mappings.gather_whole(shard, names, dim)
         return shard
 
     return jax.tree.map(one, model, plan)
 
 
-def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False) -> Callable | None:
+def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) -> Callable | None:
     """The function that turns the stored shards of one layer into its weights, or None if `gather_weights` did that.
 
     Args:
@@ -249,13 +249,13 @@ def gather_in_loop(plan, dtype, inference: bool = False, in_float8: bool = False
       inference: for weights of `gather_for_inference`.
       in_float8: gather the weights of linear layers in float8, which round them to it.
     """
-    if not any(storage.in_loop for storage in jax.tree.leaves(plan)):
+    if not any(storage.gather_per_layer for storage in jax.tree.leaves(plan)):
         return None
 
     def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
         if isinstance(shard, PostponedKernel):
             return replace(shard, kernel=one(storage, shard.kernel))
-        if not storage.in_loop:
+        if not storage.gather_per_layer:
             return shard
         if inference:
             ((names, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
@@ -311,7 +311,7 @@ def reduce_gradients(gradients, model, plan):
     """
 
     def one(gradient: Array, shard: Array, storage: Storage) -> Array:
-        if not storage.in_loop:
+        if not storage.gather_per_layer:
             for names, dim in reversed(storage.gathers):
                 gradient = mappings.scatter_sum(gradient, names, dim)
         return mappings.sum_over(gradient, mappings.varying_axes(gradient) - mappings.varying_axes(shard))

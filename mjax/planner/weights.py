@@ -94,7 +94,7 @@ def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] 
         total["layers"] += computed
         total["experts"] += computed if axes.EXPERT in computed_as else 0
         total["largest"] = max(total["largest"], computed)
-        if storage.in_loop:
+        if storage.gather_per_layer:
             total["gathered"] += computed
             total["gathered_shards"] += stored
             ((_, dim),) = storage.gathers

@@ -25,7 +25,7 @@ from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.zero import gather_in_loop, is_layer
+from mjax.parallel.zero import layer_gather, is_layer
 from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
 from mjax.utils.names import leaf_name
 
@@ -69,7 +69,7 @@ class Forward:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
-        gathers = partial(gather_in_loop, dtype=dtype, in_float8=context.tokens.float8)
+        gathers = partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8)
         gathered = map_layers(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
@@ -152,7 +152,7 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
         head=forward.loss,
         loss_weights=weights,
         rows=tokens_of(config).count,
-        shards=[storage.gathers if storage.in_loop else () for storage in jax.tree.leaves(forward.plan.blocks)],
+        shards=[storage.gathers if storage.gather_per_layer else () for storage in jax.tree.leaves(forward.plan.blocks)],
         kernel_gradient=kernel_gradient_in_float8 if in_float8(config.precision) else kernel_gradient,
     )
 

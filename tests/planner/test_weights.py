@@ -34,9 +34,9 @@ def counted(config):
         found["layers" if is_layer(name) else "shared"] += computed
         found["largest"] = max(found["largest"], computed * is_layer(name))
         found["table"] += computed * (name == "embedding.table")
-        found["gathered"] += computed * storage.in_loop
-        found["gathered_shards"] += stored * storage.in_loop
-        if storage.in_loop and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1:
+        found["gathered"] += computed * storage.gather_per_layer
+        found["gathered_shards"] += stored * storage.gather_per_layer
+        if storage.gather_per_layer and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1:
             found["transposed"] = max(found["transposed"], computed)
         found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
     return found
