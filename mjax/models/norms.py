@@ -18,7 +18,7 @@ from jax import Array
 
 from mjax.parallel import mappings
 from mjax.parallel.axes import MODEL
-from mjax.parallel.layers import own_columns, recomputed
+from mjax.parallel.layers import local_columns, recomputed
 from mjax.parallel.sums import in_two_stages, wide_type
 
 
@@ -64,7 +64,7 @@ class AllHeadsRMSNorm(nnx.Module):
         squares = recomputed(_sum_of_squares)(x)
         summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
         mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
-        scale = own_columns(self.scale[...], self.heads, 0)
+        scale = local_columns(self.scale[...], self.heads, 0)
         return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 

@@ -117,8 +117,8 @@ class ColumnParallelLinear(nnx.Module):
 
     def weights(self) -> tuple[Array, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
-        bias = None if self.bias is None else own_columns(self.bias[...], self.columns, self.split)
-        return own_columns(self.kernel[...], self.columns, self.split + 1), bias
+        bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
+        return local_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
 def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear, whole: bool = False) -> tuple[Array, ...]:
@@ -133,11 +133,11 @@ def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear, whole: bool
     return into_columns(x, kernels, biases, tokens, tuple(layer.apart and not whole for layer in layers))
 
 
-def own_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
+def local_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
     """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
     `columns` than ranks and each rank holds them all."""
     if isinstance(weight, PostponedKernel):
-        kernel, gradient = (own_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
+        kernel, gradient = (local_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
         return replace(weight, kernel=kernel, gradient=gradient)
     ranks = mappings.size(MODEL)
     if weight.shape[dim] * ranks == columns:
