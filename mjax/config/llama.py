@@ -81,7 +81,7 @@ class LlamaConfig(ModelConfig):
         return self.rope_original or round(self.sequence / self.rope_factor)
 
     @property
-    def turned(self) -> int:
+    def rotary_dim(self) -> int:
         """Dims of a head that rotary positions turn."""
         return int(self.head_size * self.rope_share)
 
@@ -110,10 +110,10 @@ class LlamaConfig(ModelConfig):
                 f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
                 f"{', '.join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)}"
             )
-        if self.turned % 2 or not self.turned:
+        if self.rotary_dim % 2 or not self.rotary_dim:
             raise UsageError(
                 f"rotary positions turn pairs of dims, and with --model.rope-share {self.rope_share:g} they turn "
-                f"{self.turned} of a head's {self.head_size}; choose --model.head-dim and --model.rope-share so that "
+                f"{self.rotary_dim} of a head's {self.head_size}; choose --model.head-dim and --model.rope-share so that "
                 "it is an even number"
             )
         if self.rope_scaling == "none" and self.rope_factor != 1:

@@ -100,7 +100,7 @@ def llama_layer(
 
 def rotary_of(config: LlamaConfig) -> Rotary:
     """The rotary positions of a config."""
-    return Rotary(config.turned, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
+    return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
 
 
 def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:

@@ -57,7 +57,7 @@ class Rotary(Positions):
         positions = context.positions
         if positions is None:
             positions = context.tokens.places()[None]
-        return _turned(q, positions, self), _turned(k, positions, self)
+        return _rotate(q, positions, self), _rotate(k, positions, self)
 
     def frequencies(self) -> np.ndarray:
         """Radians a position, of each pair: float64 [dims / 2]."""
@@ -86,7 +86,7 @@ class Rotary(Positions):
 # Written out because a rotation is linear: all its gradient needs is the positions, where autodiff would keep cos and
 # sin of every layer.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _turned(x: Array, positions: Array, rotary: Rotary) -> Array:
+def _rotate(x: Array, positions: Array, rotary: Rotary) -> Array:
     """x [b, s, n, d] at positions int [b or 1, s]."""
     return _rotate(x, positions, rotary, 1.0)
 
@@ -96,11 +96,11 @@ def _rotate(x: Array, positions: Array, rotary: Rotary, direction: float) -> Arr
     angle = positions[..., None, None].astype(wide) * jnp.asarray(rotary.frequencies(), wide)  # [b, s, 1, dims / 2]
     cos, sin = jnp.cos(angle) * rotary.magnitude(), jnp.sin(angle) * (direction * rotary.magnitude())
     a, b = jnp.split(x[..., : rotary.dims].astype(wide), 2, axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, x[..., rotary.dims :]], axis=-1) if rotary.dims < x.shape[-1] else turned
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., rotary.dims :]], axis=-1) if rotary.dims < x.shape[-1] else rotated
 
 
-_turned.defvjp(
-    lambda x, positions, rotary: (_turned(x, positions, rotary), positions),
+_rotate.defvjp(
+    lambda x, positions, rotary: (_rotate(x, positions, rotary), positions),
     lambda rotary, positions, gradient: (_rotate(gradient, positions, rotary, -1.0), None),
 )

@@ -104,7 +104,7 @@ class LocalAndGlobal(Positions):
 
     def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
         config = self.config
-        local = Rotary(config.turned, config.local_rope_theta)
+        local = Rotary(config.rotary_dim, config.local_rope_theta)
         rotary = local if config.window_at(context.layer_in_group) else rotary_of(config)
         q, k = rotary.turn(q, k, context)
         scale = math.sqrt(config.head_size / config.query_scalar)  # attention divides by √d
