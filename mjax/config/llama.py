@@ -113,8 +113,8 @@ class LlamaConfig(ModelConfig):
         if self.rotary_dim % 2 or not self.rotary_dim:
             raise UsageError(
                 f"rotary positions turn pairs of dims, and with --model.rope-share {self.rope_share:g} they turn "
-                f"{self.rotary_dim} of a head's {self.head_size}; choose --model.head-dim and --model.rope-share so that "
-                "it is an even number"
+                f"{self.rotary_dim} of a head's {self.head_size}; choose --model.head-dim and --model.rope-share so "
+                "that it is an even number"
             )
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise UsageError(

@@ -43,7 +43,9 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, partial=of_heads)
+        self.scale = nnx.Param(
+            jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
+        )
 
     def __call__(self, x: Array) -> Array:
         return _norm(x, self.scale[...], None, self.epsilon)

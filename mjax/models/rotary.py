@@ -88,10 +88,10 @@ class Rotary(Positions):
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rotate(x: Array, positions: Array, rotary: Rotary) -> Array:
     """x [b, s, n, d] at positions int [b or 1, s]."""
-    return _rotate(x, positions, rotary, 1.0)
+    return _rotate_by(x, positions, rotary, 1.0)
 
 
-def _rotate(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:
+def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:
     wide = wide_type(x.dtype)
     angle = positions[..., None, None].astype(wide) * jnp.asarray(rotary.frequencies(), wide)  # [b, s, 1, dims / 2]
     cos, sin = jnp.cos(angle) * rotary.magnitude(), jnp.sin(angle) * (direction * rotary.magnitude())
@@ -102,5 +102,5 @@ def _rotate(x: Array, positions: Array, rotary: Rotary, direction: float) -> Arr
 
 _rotate.defvjp(
     lambda x, positions, rotary: (_rotate(x, positions, rotary), positions),
-    lambda rotary, positions, gradient: (_rotate(gradient, positions, rotary, -1.0), None),
+    lambda rotary, positions, gradient: (_rotate_by(gradient, positions, rotary, -1.0), None),
 )

@@ -40,7 +40,7 @@ def parameter(
         contracted: how many of its first dims `linear` contracts.
         matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
           (`matrices.py`); a weight without it is no matrix for an optimizer such as Muon.
-        partial, float8, keep_fp32: as in `zero.Storage`.
+        grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
     """
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)

@@ -32,6 +32,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.errors import UsageError
 from mjax.parallel import axes, float8, mappings, scopes
 from mjax.parallel.axes import EXPERT, MODEL, PIPE
 from mjax.parallel.float8 import Float8
@@ -51,9 +52,10 @@ class Storage:
       spec: PartitionSpec of the master weight and its moments.
       gathers: (axes, dim) to gather, in this order; dims are counted from the end, so they apply with and without the
         layer dims.
-      gather_per_layer: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the start of
-        the step and at its end.
-      partial: whether every rank of `model` holds the whole weight and computes another part of its gradient.
+      gather_per_layer: cast and gathered, and its gradient summed over the replicas, layer by layer rather than at the
+        start of the step and at its end.
+      grad_partial_over_model: whether every rank of `model` holds the whole weight and computes another part of its
+        gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
       keep_fp32: whether the computation has it in the dtype of the master weights.
     """
@@ -61,7 +63,7 @@ class Storage:
     spec: P
     gathers: Gathers = ()
     gather_per_layer: bool = False
-    partial: bool = False
+    grad_partial_over_model: bool = False
     float8: bool = False
     keep_fp32: bool = False
 
@@ -76,8 +78,13 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
     Returns:
       A tree like `shapes` of `Storage`.
+
+    Raises:
+      UsageError: a weight has metadata under a name from before.
     """
-    said = zip(*(metadata_of(shapes, name) for name in ("partial", "float8", "keep_fp32")), strict=True)
+    if any(metadata_of(shapes, "partial")):
+        raise UsageError("a weight of the model says `partial`; the name is `grad_partial_over_model` now")
+    said = zip(*(metadata_of(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")), strict=True)
 
     def one(path: tuple, leaf, spec: P) -> Storage:
         partial, float8, keep_fp32 = map(bool, next(said))
@@ -206,7 +213,7 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
 
 
 def _summed_later(storage: Storage, mesh: MeshConfig) -> frozenset[str]:
-    return axes.summed(mesh) | ({MODEL} if storage.partial else frozenset())
+    return axes.summed(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
 
 
 def _gathered(shard: Array, gathers: Gathers) -> Array:

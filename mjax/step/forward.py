@@ -25,7 +25,7 @@ from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.zero import layer_gather, is_layer
+from mjax.parallel.zero import is_layer, layer_gather
 from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
 from mjax.utils.names import leaf_name
 
@@ -152,7 +152,9 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
         head=forward.loss,
         loss_weights=weights,
         rows=tokens_of(config).count,
-        shards=[storage.gathers if storage.gather_per_layer else () for storage in jax.tree.leaves(forward.plan.blocks)],
+        shards=[
+            storage.gathers if storage.gather_per_layer else () for storage in jax.tree.leaves(forward.plan.blocks)
+        ],
         kernel_gradient=kernel_gradient_in_float8 if in_float8(config.precision) else kernel_gradient,
     )
 

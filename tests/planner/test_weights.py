@@ -36,7 +36,10 @@ def counted(config):
         found["table"] += computed * (name == "embedding.table")
         found["gathered"] += computed * storage.gather_per_layer
         found["gathered_shards"] += stored * storage.gather_per_layer
-        if storage.gather_per_layer and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1:
+        if (
+            storage.gather_per_layer
+            and math.prod(leaf.sharding.shard_shape(leaf.shape)[layers : storage.gathers[0][1]]) > 1
+        ):
             found["transposed"] = max(found["transposed"], computed)
         found["experts"] += computed * ("expert" in str(leaf.sharding.spec) and name.startswith("blocks.mlp."))
     return found
