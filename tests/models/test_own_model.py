@@ -181,7 +181,7 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
         return loss, reported
 
     compare(config, total)
-    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `logits`"):
+    with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `loss` or `logits`"):
         ledger(config_of(model, loss_chunks=2))
 
 
