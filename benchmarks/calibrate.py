@@ -229,8 +229,8 @@ def _sum_over_all(width: int, devices: Sequence) -> tuple[Callable, object]:
     from jax.sharding import PartitionSpec as P
 
     from mjax.config import MeshConfig
+    from mjax.config.axes import DATA
     from mjax.parallel import mappings
-    from mjax.parallel.axes import DATA
     from mjax.parallel.mesh import make_mesh
 
     ranks = len(devices)

@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.command import check_counts, in_one_sentence
 from mjax.cluster import launch
+from mjax.config.axes import PIPE
 from mjax.errors import UsageError
-from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import Schedule, build_schedule
 
 STAGES = 4

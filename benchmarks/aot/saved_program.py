@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mjax.config import Config
+from mjax.config import Config, axes
 from mjax.errors import UsageError, check_folder
-from mjax.parallel import axes
 from mjax.utils.files import put
 
 FORMAT = 1

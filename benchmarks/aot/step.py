@@ -65,7 +65,7 @@ def main() -> int:
     if arguments.save_program is not None:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
-    from mjax.parallel import axes
+    from mjax.config import axes
     from mjax.planner.compile import announcing, compile_step, versions
     from mjax.trace.flops import model_flops
 

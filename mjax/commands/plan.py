@@ -19,13 +19,12 @@ import tyro
 from mjax.cluster.hardware import Gpu, gpu_named, human_bytes
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments, choose_config, name_of
-from mjax.config import Config, load_config
+from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
+from mjax.config.kernels import attention_on_gpu
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, check_picture
-from mjax.models.kernels import attention_on_gpu
-from mjax.parallel import axes
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.planner.search_flags import SearchArguments, check_search, write_config
 from mjax.planner.section import Section, named_rows, table

@@ -27,11 +27,11 @@ from rich.table import Table
 
 from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
 from mjax.config import Config, differences, read_settings
+from mjax.config.axes import in_words
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.errors import UsageError, check_picture, suggestion
 from mjax.models.build import count_parameters
-from mjax.parallel.axes import in_words
 from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.metrics import finite_or_none, read_metrics

@@ -212,3 +212,24 @@ def parse_schedule(schedule: str) -> list[tuple[int, int]]:
             "write it like '0:768 250B:1536' (K, M, B or T: thousands to trillions of tokens)"
         )
     return changes
+
+
+def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:
+    """Refuse counts for which there is no table, without building one.
+
+    Raises:
+      UsageError: a count is below 1, or chunks > 1 and P does not divide M.
+    """
+    if min(stages, micro_batches, chunks) < 1:
+        raise UsageError(
+            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks is not possible; "
+            "each must be at least 1"
+        )
+    if chunks > 1 and micro_batches % stages:
+        below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
+        counts = f"{below} or {above}" if below else str(above)
+        raise UsageError(
+            f"--mesh.chunks {chunks} takes micro-batches in groups of --mesh.pipe {stages}, and a step has "
+            f"{micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
+            "or use --mesh.chunks 1"
+        )

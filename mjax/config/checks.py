@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mjax.config.batch_size import BatchSizes, parse_schedule
+from mjax.config import axes
+from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
+from mjax.config.kernels import ways_across
 from mjax.config.model import KIND_FLAG
 from mjax.config.run import Config
 from mjax.errors import UsageError, either
-from mjax.models.kernels import ways_across
-from mjax.parallel import axes
-from mjax.parallel.schedules import check_counts
 
 LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
@@ -358,7 +357,7 @@ def _check_pipeline(config: Config) -> None:
             f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
         )
     for size in BatchSizes.of(config).sizes():
-        check_counts(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
+        check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 
 
 def _divisors(n: int) -> list[int]:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
 from mjax.config.mixture import MixtureConfig as MixtureConfig
@@ -42,7 +43,6 @@ from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
 from mjax.config.removed import named_like
 from mjax.errors import UsageError, suggestion
-from mjax.parallel import axes
 from mjax.utils.files import read_json, write_whole
 
 

@@ -16,10 +16,10 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.config.axes import MODEL
 from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import GREEN, RED, Found, check, listed
 from mjax.models.norms import LayerNorm
-from mjax.parallel.axes import MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import make_mesh
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import Gpu, gpu_of
 from mjax.config import MeshConfig
+from mjax.config.axes import MODEL
 from mjax.doctor.devices import by_kind, called
 from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW, Finding, Found, check, listed
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 
 MEASURED_SECONDS = 0.3  # for each rate, after two runs

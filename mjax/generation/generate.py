@@ -38,6 +38,7 @@ from rich.text import Text
 
 from mjax.config import Config, MeshConfig
 from mjax.config.bounds import check_bounds
+from mjax.config.kernels import position_unit
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python
@@ -46,7 +47,6 @@ from mjax.generation.sampling import Sampling, draw
 from mjax.generation.streaming import Decode, Streamed, written_after
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
-from mjax.models.kernels import position_unit
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import gather_for_inference, layer_gather
 from mjax.run.loop import Run

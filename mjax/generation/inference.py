@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.checkpoint import restore_weights
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import Config, DataConfig, MeshConfig, load_own_model, read_config, read_settings
+from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
-from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
 from mjax.utils.files import read_json

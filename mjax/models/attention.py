@@ -14,13 +14,13 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.config.axes import CONTEXT
 from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import attend_across, for_every_query
 from mjax.models.context import Context
 from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random
-from mjax.parallel.axes import CONTEXT
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 
 

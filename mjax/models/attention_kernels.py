@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import CONTEXT, MODEL
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
 from mjax.models.flash import MASKED, Beside, How, flash_attention
-from mjax.models.kernels import BLOCK, FLASH_INTERPRETED
 from mjax.models.positions import distance_penalty
 from mjax.parallel import mappings, scopes
-from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.random import DropoutKey, dropout
 from mjax.parallel.tokens import Tokens
 

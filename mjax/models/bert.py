@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.model import BERTConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
@@ -41,7 +42,6 @@ from mjax.models.positions import positions_of
 from mjax.models.protocol import LanguageModel
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
-from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.layers import (
     VocabParallelEmbedding,
     normal,

@@ -13,9 +13,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
+from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.models.protocol import Model
-from mjax.parallel.axes import EXPERT
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.stacks import STACK, stack_and_turn
 from mjax.utils.names import leaf_name

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.attention import KeyValues
 from mjax.models.block import decode_blocks, run_blocks
 from mjax.models.context import Context
 from mjax.models.output import Output
 from mjax.models.protocol import LanguageModel
 from mjax.parallel import mappings
-from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Across, Tokens

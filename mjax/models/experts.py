@@ -38,12 +38,12 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from mjax.config.axes import EXPERT, MODEL
 from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
 from mjax.models.mlp import GatedMLP, gated
 from mjax.models.router import Choice, Router, Sums
 from mjax.parallel import mappings
-from mjax.parallel.axes import EXPERT, MODEL
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal, parameter, recomputed
 from mjax.parallel.sums import wide_type

@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from mjax.models.kernels import BLOCK
+from mjax.config.kernels import BLOCK
 from mjax.parallel.random import keeps
 
 LOG2_E = math.log2(math.e)

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.model import BERTTaskConfig
 from mjax.models.bert import Encoder, Linear
 from mjax.models.context import Context
 from mjax.models.flash import MASKED
 from mjax.parallel import mappings, random
-from mjax.parallel.axes import CONTEXT, MODEL
 from mjax.parallel.random import dropout
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import local_columns, recomputed
 from mjax.parallel.sums import in_two_stages, wide_type
 

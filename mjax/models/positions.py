@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mjax.config.axes import MODEL
 from mjax.models.context import Context
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.sums import lookup, tile_rows
 from mjax.parallel.tokens import Tokens
 

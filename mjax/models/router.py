@@ -34,10 +34,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
+from mjax.config.axes import CONTEXT
 from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
 from mjax.parallel import mappings
-from mjax.parallel.axes import CONTEXT
 from mjax.parallel.layers import normal, parameter
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike, without_padding
 from mjax.parallel.products import summed_beside
 from mjax.parallel.sums import sum_rows, wide_type

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import MODEL, holding
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL, holding
 from mjax.parallel.sums import BLOCK, widened
 
 FORWARD = jnp.float8_e4m3fn

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.postponed import PostponedKernel, array_of
 from mjax.parallel.products import from_rows, into_columns, summed_beside
 from mjax.parallel.sums import add_bias, lookup, sum_rows

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mjax.parallel.axes import CONTEXT, MODEL, PIPE, holding, splitting
+from mjax.config.axes import CONTEXT, MODEL, PIPE, holding, splitting
 
 Axes = str | tuple[str, ...]
 """A mesh axis, or several together, the first outermost."""

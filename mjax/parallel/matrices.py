@@ -29,8 +29,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
-from mjax.parallel import axes, mappings
+from mjax.config import MeshConfig, axes
+from mjax.parallel import mappings
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
-from mjax.parallel import axes
+from mjax.config import MeshConfig, axes
 
 ROWS = axes.splitting("batch")
 """Axes over which the samples of a batch are split."""

@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.axes import PIPE
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.means import Means, means_and_gradients, weights_in_loss

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.float8 import Float8
 from mjax.parallel.postponed import PostponedKernel, array_of, without_factors
 from mjax.parallel.sums import add_bias, sum_rows

@@ -47,6 +47,7 @@ from functools import lru_cache
 import numpy as np
 
 from mjax.config import Config
+from mjax.config.batch_size import check_pipeline
 from mjax.errors import UsageError, suggestion
 from mjax.parallel import scopes
 
@@ -177,7 +178,7 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
             f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; "
             "use --mesh.schedule gpipe, 1f1b or zb-h1"
         )
-    check_counts(stages, micro_batches, chunks)
+    check_pipeline(stages, micro_batches, chunks)
     if name == "zb-h1":
         return _table(name, *_zb_h1_ticks(stages, micro_batches, chunks))
     forward = _sweep(stages, micro_batches, chunks)
@@ -211,29 +212,8 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     Raises:
       UsageError: chunks > 1 and P does not divide M.
     """
-    check_counts(stages, micro_batches, chunks)
+    check_pipeline(stages, micro_batches, chunks)
     return _table("forward", _sweep(stages, micro_batches, chunks))
-
-
-def check_counts(stages: int, micro_batches: int, chunks: int) -> None:
-    """Refuse counts for which there is no table, without building one.
-
-    Raises:
-      UsageError: a count is below 1, or chunks > 1 and P does not divide M.
-    """
-    if min(stages, micro_batches, chunks) < 1:
-        raise UsageError(
-            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks is not possible; "
-            "each must be at least 1"
-        )
-    if chunks > 1 and micro_batches % stages:
-        below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages
-        counts = f"{below} or {above}" if below else str(above)
-        raise UsageError(
-            f"--mesh.chunks {chunks} takes micro-batches in groups of --mesh.pipe {stages}, and a step has "
-            f"{micro_batches}; make --train.global-batch / (--mesh.data × --train.micro-batch) {counts}, "
-            "or use --mesh.chunks 1"
-        )
 
 
 # --- When everything runs: ticks, int [P, M, V] -----------------------------------------------------------------------

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mjax.config.axes import CONTEXT, MODEL
 from mjax.parallel import mappings, scopes
-from mjax.parallel.axes import CONTEXT, MODEL
 
 Across = Literal["heads", "gather"]
 """How attention sees the positions of other ranks of `context` (`models/attention_kernels.py`)."""

@@ -31,10 +31,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import MeshConfig
+from mjax.config import MeshConfig, axes
+from mjax.config.axes import EXPERT, MODEL, PIPE
 from mjax.errors import UsageError
-from mjax.parallel import axes, float8, mappings, scopes
-from mjax.parallel.axes import EXPERT, MODEL, PIPE
+from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers

@@ -25,9 +25,9 @@ from typing import Any
 
 from mjax.cluster.hardware import GIB, gpu_named
 from mjax.config import Config
+from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
 from mjax.models.build import with_unrolling
-from mjax.models.kernels import resolved_on_gpu
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, layers_in_words, named_rows, table
 from mjax.trace.collectives import axes_name, ledger

@@ -31,11 +31,11 @@ from typing import Any, BinaryIO
 from mjax.cluster.hardware import GIB, USABLE_FRACTION, Gpu
 from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
+from mjax.config.axes import PIPE, in_words
 from mjax.config.checks import can_run_layers, validate
+from mjax.config.kernels import HOPPER, capability_of, resolved_on_gpu
 from mjax.errors import UsageError
 from mjax.models.build import is_unrolled, repeats_in_stack
-from mjax.models.kernels import HOPPER, capability_of, resolved_on_gpu
-from mjax.parallel.axes import PIPE, in_words
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
 from mjax.planner.section import Section, layers_in_words, named_rows

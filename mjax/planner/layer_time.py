@@ -16,9 +16,9 @@ from functools import cached_property
 import jax
 
 from mjax.config import Config, MeshConfig
+from mjax.config.axes import CONTEXT, DATA, EXPERT, MODEL, copies, sizes
+from mjax.config.kernels import FUSED, attention_on_gpu
 from mjax.models.build import is_unrolled
-from mjax.models.kernels import FUSED, attention_on_gpu
-from mjax.parallel.axes import CONTEXT, DATA, EXPERT, MODEL, copies, sizes
 from mjax.parallel.grouped import ROWS
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.weights import weights_of_device

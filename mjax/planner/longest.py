@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mjax.cluster.hardware import GIB, Gpu
-from mjax.config import Config, MeshConfig
+from mjax.config import Config, MeshConfig, axes
 from mjax.errors import UsageError
 from mjax.models.build import scores_in_chunks
-from mjax.parallel import axes
 from mjax.planner.calibration import Calibration
 from mjax.planner.memory import HEADROOM
 from mjax.planner.search import CHUNKS, SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search

@@ -35,9 +35,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mjax.config import Config
+from mjax.config.axes import copies
+from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.models.build import with_unrolling
-from mjax.models.kernels import FUSED, HOPPER, attention_on_gpu
-from mjax.parallel.axes import copies
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
 from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, weights_of_device

@@ -40,12 +40,11 @@ from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any, NamedTuple
 
-from mjax.config import Config, MeshConfig
+from mjax.config import Config, MeshConfig, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import can_run_layers
+from mjax.config.kernels import ways_across
 from mjax.models.build import scores_in_chunks
-from mjax.models.kernels import ways_across
-from mjax.parallel import axes
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
 from mjax.planner.time import StepTime
 

@@ -17,9 +17,9 @@ from mjax.cluster.hardware import GIB, Gpu, gpu_named
 from mjax.config import Config, DataConfig, MeshConfig
 from mjax.config.batch_size import BatchSizes, at_batch
 from mjax.config.checks import validate
+from mjax.config.kernels import attention_on_gpu
 from mjax.errors import UsageError, suggestion
 from mjax.models.build import count_parameters
-from mjax.models.kernels import attention_on_gpu
 from mjax.planner.calibration import Calibration
 from mjax.planner.memory import HEADROOM, free_share, least_memory, predict_memory
 from mjax.planner.search import (

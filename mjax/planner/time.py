@@ -43,9 +43,9 @@ from functools import cached_property, lru_cache
 
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig
+from mjax.config.axes import MODEL, copies
 from mjax.config.batch_size import BatchSizes
 from mjax.models.build import count_parameters
-from mjax.parallel.axes import MODEL, copies
 from mjax.planner.calibration import Calibration, Rates, default_calibration
 from mjax.planner.layer_time import MJAX, Common, LayerTime, Software
 from mjax.planner.section import Section, good_to, named_rows, table

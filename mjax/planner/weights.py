@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, MeshConfig
+from mjax.config import Config, MeshConfig, axes
 from mjax.config.model import ModelConfig
 from mjax.models.build import abstract_weights, matrix_dims
-from mjax.parallel import axes
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.stacks import stack_and_turn
 from mjax.parallel.zero import computed_spec, is_layer, storage_of

@@ -40,12 +40,12 @@ import mjax
 from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
+from mjax.config.axes import NAMES, holding
 from mjax.config.datasets import parse_blend
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UnhealthyError, UsageError
 from mjax.parallel import mappings
-from mjax.parallel.axes import NAMES, holding
 from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed

@@ -36,6 +36,7 @@ from mjax.config import (
     read_config,
     read_settings,
 )
+from mjax.config.axes import NAMES
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.bounds import fields_of
 from mjax.config.checks import check_batch_sizes
@@ -45,7 +46,6 @@ from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import build
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError, either
-from mjax.parallel.axes import NAMES
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import read_json, write_whole
 

@@ -20,14 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from mjax.config import Config
+from mjax.config import Config, axes
+from mjax.config.axes import PIPE
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
-from mjax.parallel import axes
-from mjax.parallel.axes import PIPE
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.run.metrics import Record
 from mjax.run.options import Result

@@ -22,14 +22,13 @@ from mjax.checkpoint.folders import locked
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import COMPILING, Watchdog
-from mjax.config import Config
+from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import open_data
 from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
-from mjax.parallel import axes
 from mjax.parallel.mesh import make_mesh
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses

@@ -20,12 +20,11 @@ import jax
 import mjax
 from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
 from mjax.cluster import launch
-from mjax.config import Config, read_config, save_config
+from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
-from mjax.parallel import axes
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram

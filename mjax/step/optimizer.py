@@ -11,8 +11,8 @@ import optax
 from jax import Array
 
 from mjax.config import Config, MeshConfig, OptimizerConfig
+from mjax.config.axes import PIPE
 from mjax.parallel import scopes
-from mjax.parallel.axes import PIPE
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.stacks import numbers_of_layers
 from mjax.parallel.sums import wide_type

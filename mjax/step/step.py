@@ -25,12 +25,12 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config
+from mjax.config import Config, axes
 from mjax.config.batch_size import at_batch
+from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
-from mjax.models.kernels import position_unit
 from mjax.models.protocol import Model
-from mjax.parallel import axes, mappings, scopes
+from mjax.parallel import mappings, scopes
 from mjax.parallel.means import weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
 from mjax.parallel.pipeline import add, at

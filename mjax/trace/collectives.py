@@ -28,8 +28,8 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from mjax.config import Config
+from mjax.config.axes import NAMES
 from mjax.parallel import scopes
-from mjax.parallel.axes import NAMES
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
 from mjax.step.step import build_program

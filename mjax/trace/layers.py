@@ -29,11 +29,11 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
-from mjax.models.kernels import FUSED
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across

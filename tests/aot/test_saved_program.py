@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.aot import saved_program
 from benchmarks.aot.saved_program import open_program, save_program
+from mjax.config.axes import DATA
 from mjax.errors import UsageError
 from mjax.parallel import mappings
-from mjax.parallel.axes import DATA
 from mjax.parallel.mesh import make_mesh, sharded_shapes
 from tests.small import small_config
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mjax.config import GPTConfig
+from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
 from mjax.models import attention_kernels, kernel_trial
 from mjax.models.attention_kernels import attend
 from mjax.models.kernel_trial import resolve_attention
-from mjax.models.kernels import choose_kernel, ways_across
 from tests.small import small_config
 
 MODEL = GPTConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)

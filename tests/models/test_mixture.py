@@ -9,9 +9,9 @@ import pytest
 
 from mjax.config import load_config
 from mjax.config.checks import validate
+from mjax.config.kernels import choose_grouped
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.models.kernels import choose_grouped
 from mjax.models.router import Router
 from mjax.parallel.mesh import abstract_mesh
 from mjax.step.step import build_program

@@ -28,7 +28,7 @@ def test_only_mappings_names_collectives_of_jax():
 
 PACKAGES_BELOW = {
     "utils": "",
-    "config": "models parallel utils",  # the checks of kernels and schedules
+    "config": "utils",
     "parallel": "config utils",
     "cluster": "config utils",
     "models": "config parallel utils",

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from mjax.parallel.axes import MODEL
+from mjax.config.axes import MODEL
 from mjax.parallel.cross_entropy import chunked_cross_entropy, rows_of_chunks, vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.tokens import Tokens

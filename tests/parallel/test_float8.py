@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.config.axes import MODEL
 from mjax.parallel import float8
-from mjax.parallel.axes import MODEL
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens

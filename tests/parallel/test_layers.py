@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from mjax.parallel.tokens import Tokens

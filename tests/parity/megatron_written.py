@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
+from mjax.config.axes import MODEL
 from mjax.config.model import as_kind
 from mjax.interop.convert import abstract_weights
-from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from tests.interop.megatron_files import share
 

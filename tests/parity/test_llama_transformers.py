@@ -10,9 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from mjax.config.axes import MODEL
 from mjax.interop.convert import family_of
 from mjax.models.positions import alibi_slopes
-from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
 from tests.small import gradient_program

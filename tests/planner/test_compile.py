@@ -17,8 +17,8 @@ import pytest
 from benchmarks.aot.saved_program import open_program, save_program
 from benchmarks.aot.schedule import read_launches, read_overlaps
 from mjax.cluster.hardware import gpu_named
+from mjax.config import axes
 from mjax.errors import UsageError
-from mjax.parallel import axes
 from mjax.planner import compile as ahead
 from mjax.planner.compile import compile_section, compile_step, sheet_names
 from mjax.planner.memory import Memory, predict_memory

@@ -9,7 +9,7 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import from_dict, load_config, to_dict
-from mjax.parallel.axes import copies
+from mjax.config.axes import copies
 from mjax.parallel.schedules import build_schedule
 from mjax.planner.fit import changes_that_fit, memory_section
 from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory

@@ -9,7 +9,7 @@ from benchmarks.published import whole_rows
 from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import load_config
-from mjax.parallel.axes import NAMES
+from mjax.config.axes import NAMES
 from mjax.planner.memory import least_memory, predict_memory
 from mjax.planner.search import search
 from mjax.planner.search_command import find, predictions

@@ -12,9 +12,8 @@ import pytest
 from benchmarks.aot.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from benchmarks.aot.schedule import read_overlaps
 from mjax.cluster.hardware import GIB, gpu_named
-from mjax.config import load_config
+from mjax.config import axes, load_config
 from mjax.models.build import MOST_UNROLLED, with_unrolling
-from mjax.parallel import axes
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
 from tests.planner.configs import changed

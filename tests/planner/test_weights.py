@@ -6,8 +6,7 @@ import math
 import jax
 import pytest
 
-from mjax.config import available_configs, load_config
-from mjax.parallel import axes
+from mjax.config import available_configs, axes, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer, layer_dims
 from mjax.planner.weights import DeviceWeights, weights_of_device

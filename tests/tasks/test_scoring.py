@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
+from mjax.config.axes import MODEL
 from mjax.generation.inference import inference_config
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
-from mjax.parallel.axes import MODEL
 from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
