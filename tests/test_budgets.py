@@ -1,5 +1,7 @@
-"""Budgets of the house: how far it is from `train.py` to the loss and to the first product of attention."""
+"""Budgets of the house: its size, and how far it is from `train.py` to the loss and the first product of attention."""
 
+import re
+import sys
 import traceback
 from pathlib import Path
 
@@ -7,7 +9,10 @@ import pytest
 
 from mjax.models import causal
 from mjax.parallel import products
+from tests.small import small_config
+from tests.test_docs import PAGES, code_lines
 from tests.test_train_command import run_here
+from tests.traced import traced_step
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("fewer_devices")
@@ -44,3 +49,24 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
 
 def test_every_module_is_in_a_room():
     assert {file.name for file in (ROOT / "mjax").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_readme_counts_the_lines_of_the_core():
+    """Those of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the files
+    that the step of a GPT runs through while it is traced."""
+    step = ROOT / "mjax" / "step" / "step.py"
+    core = {*(ROOT / "mjax" / "parallel").glob("*.py"), *(ROOT / "mjax" / "models").glob("*.py"), step}
+    called = set()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        traced_step(small_config(data=2, model=2))
+    finally:
+        sys.setprofile(None)
+    of_gpt = {file for file in core if str(file) in called}
+    assert step in of_gpt
+    counted = [sum(map(code_lines, files)) for files in (core, of_gpt)]
+    print("lines of the core {:,}, of a dense GPT {:,}".format(*counted))
+    said = re.search(r"([\d,]+) lines of code, of which a dense GPT uses ([\d,]+)", PAGES["README.md"]).groups()
+    assert counted == pytest.approx([int(number.replace(",", "")) for number in said], abs=20)
+    assert counted[0] <= 3_800
+    assert counted[1] <= 2_100

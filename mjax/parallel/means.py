@@ -25,3 +25,13 @@ def weights_in_loss(loss_weights: dict[str, float], means: Means) -> Means:
         name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
         for name, mean in means.items()
     }
+
+
+def at(tree, index):
+    """Entry `index` of the first dim of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def add(sums, new):
+    """The sum of two trees, leaf by leaf, in the dtypes of the first."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)

@@ -36,7 +36,7 @@ from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
-from mjax.parallel.means import Means, means_and_gradients, weights_in_loss
+from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
 from mjax.parallel.products import kernel_gradient
 from mjax.parallel.schedules import Schedule
@@ -423,19 +423,9 @@ def branch(name: str, condition: Array, then: Callable, otherwise: Callable, *op
         return lax.switch(condition, [otherwise, then], *operands)
 
 
-def at(tree, index):
-    """Entry `index` of the first dim of every leaf."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)
-
-
 def put(buffer: Array, slot: Array, value: Array) -> Array:
     """`buffer` [slots, …] with `value` in a slot."""
     return lax.dynamic_update_index_in_dim(buffer, mappings.vary(value, mappings.varying_axes(buffer)), slot, 0)
-
-
-def add(sums, new):
-    """The sum of two trees, leaf by leaf, in the dtypes of the first."""
-    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)
 
 
 def zeros_like(kind, dtype=None) -> Array:

@@ -31,9 +31,8 @@ from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
-from mjax.parallel.means import weights_in_loss
+from mjax.parallel.means import add, at, weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
-from mjax.parallel.pipeline import add, at
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
 from mjax.step.layout import initial_weights, lay_out
