@@ -84,7 +84,9 @@ class UnitRMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False, partial=of_heads)
+        self.scale = nnx.Param(
+            jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
+        )
 
     def __call__(self, x: Array) -> Array:
         return recomputed(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
