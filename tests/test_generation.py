@@ -20,9 +20,8 @@ from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
-from mjax.generation import generate as generation
-from mjax.generation.generate import Generator
-from mjax.generation.sampling import Sampling
+from mjax.generation import text as generation
+from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.generation.sampling import draw
+from mjax.generation.generate import draw
 
 
 def reference_probabilities(logits, temperature, top_k, top_p):

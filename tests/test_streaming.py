@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from mjax.data.tokenizers import ByteTokenizer
-from mjax.generation.streaming import Live, Streamed
+from mjax.generation.text import Live, Streamed
 
 
 def test_character_appears_with_its_last_token():

@@ -37,11 +37,8 @@ from mjax.tasks.labelled import (
     what_is_told,
     write_predictions,
 )
-from mjax.tasks.lambada import Lambada
-from mjax.tasks.needle import Needle, NeedleOptions
-from mjax.tasks.perplexity import Perplexity
-from mjax.tasks.positions import Positions, PositionsOptions
-from mjax.tasks.wikitext import WikiText103
+from mjax.tasks.long_contexts import Needle, NeedleOptions, Positions, PositionsOptions
+from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.progress import progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task

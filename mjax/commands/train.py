@@ -85,7 +85,7 @@ def train(argv: Sequence[str]) -> int:
 
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
-    from mjax.generation.generate import print_sample
+    from mjax.generation.text import print_sample
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop

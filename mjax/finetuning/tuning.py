@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
@@ -31,9 +33,7 @@ from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
 from mjax.finetuning.recipe import Request
-from mjax.finetuning.report import print_table, summary
-from mjax.finetuning.seed import SeedRun, read_epochs
-from mjax.finetuning.start import Start
+from mjax.finetuning.seed import SeedRun, Start, best_of, read_epochs
 from mjax.parallel.mesh import make_mesh
 from mjax.run.display import Display
 from mjax.run.metrics import Announced, MetricsLog
@@ -42,7 +42,7 @@ from mjax.run.start import write_environment
 from mjax.step.step import build_program
 from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
-from mjax.tasks.rows import Batch, Examples
+from mjax.tasks.labelled_task import Batch, Examples
 from mjax.tasks.scoring import TaskScorer
 from mjax.utils.files import rename, write_whole
 
@@ -208,8 +208,6 @@ class _Log(MetricsLog):
 
 
 # --- Batches of training examples, in a new order every epoch ---------------------------------------------------------
-# Batches of training examples, in a new order every epoch.
-#
 #     epoch 0   3 0 4 | 1 5 2 | 6        seven examples in batches of three: two steps an epoch,
 #     epoch 1   5 6 1 | 0 3 4 | 2        and what is left over is dropped
 #
@@ -243,3 +241,44 @@ class EpochBatches:
     def _draw(self, epoch: int) -> np.ndarray:
         # The legacy generator, whose numbers NumPy guarantees never to change.
         return np.random.RandomState((self.seed, epoch)).permutation(len(self.examples))
+
+
+# --- The results of all seeds: a table and report.json ----------------------------------------------------------------
+# The metrics of a seed are those after its best epoch. The papers report their median over five seeds (arXiv
+# 1909.08053, table 5): the variation between seeds can exceed the difference between two models.
+
+
+Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
+
+
+def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
+    """The best epoch of each seed, the median of every metric over the seeds, and the best seed."""
+    best = {seed: best_of(measured, metric) for seed, measured in epochs.items()}
+    names = next(iter(best.values()))["figures"]
+    values = {name: [epoch["figures"][name] for epoch in best.values()] for name in names}
+    chosen = max(best, key=lambda seed: best[seed]["figures"][metric])
+    return {
+        "metric": metric,
+        "seeds": [{"seed": seed, **epoch} for seed, epoch in best.items()],
+        "median": {name: statistics.median(found) for name, found in values.items() if None not in found},
+        "best": {"seed": chosen, **best[chosen]},
+    }
+
+
+def print_table(report: dict[str, Any], title: str) -> None:
+    """Print a `summary` on stdout: one column per seed, then the median of several."""
+    seeds, several = report["seeds"], len(report["seeds"]) > 1
+    names = [name for name, value in report["best"]["figures"].items() if isinstance(value, float)]
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    for _ in range(len(seeds) + several):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("seed", *(str(seed["seed"]) for seed in seeds), *(["median"] if several else []), style="dim")
+    table.add_row("best epoch", *(str(seed["epoch"]) for seed in seeds))
+    table.add_row("loss", *(f"{seed['loss']:.4f}" for seed in seeds))
+    for name in names:
+        values = [seed["figures"][name] for seed in seeds] + ([report["median"][name]] if several else [])
+        table.add_row(name.replace("_", " "), *(f"{value:.4f}" for value in values))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{title}\n", markup=False)
+    console.print(table)

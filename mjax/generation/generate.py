@@ -20,12 +20,10 @@ is an argument, so a second request of similar size compiles nothing.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,26 +31,86 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.text import Text
 
-from mjax.config import Config, MeshConfig
-from mjax.config.bounds import check_bounds
-from mjax.config.kernels import position_unit
-from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.errors import UsageError, in_python
-from mjax.generation.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
-from mjax.generation.sampling import Sampling, draw
-from mjax.generation.streaming import Decode, Streamed, written_after
+from mjax.config import Config
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, check_bounds
+from mjax.errors import UsageError
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.parallel.pipeline import pipeline_decode
-from mjax.parallel.zero import gather_for_inference, layer_gather
-from mjax.run.loop import Run
+from mjax.parallel.zero import gather_for_inference, gather_in_loop
 from mjax.step.layout import lay_out
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.step.train_state import TrainState
+
+# --- Sampling: the next token from a row of logits --------------------------------------------------------------------
+#
+#     logits / temperature ─ top-k ─ top-p ─ Gumbel noise ─ argmax
+#
+# A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax.
+# The noise belongs to the id; its key is folded from (seed, index of the sequence, position). So every mesh generates
+# the same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling options, and the number of tokens."""
+
+    tokens: Count = 128
+    """Maximum number of tokens to generate."""
+    temperature: NotNegative = 0.8
+    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the most likely one."""
+    top_k: CountOrZero = 0
+    """Sample from this many most likely tokens; 0: all."""
+    top_p: Annotated[float, Bounds(gt=0, le=1)] = 0.9
+    """Sample from the smallest set of tokens with at least this probability; 1: all. Applied after temperature and
+    top-k."""
+    seed: Seed = 0
+    """Determines the samples."""
+
+
+def draw(
+    logits: Array, positions: Array, vocabulary: int, temperature: Array, top_k: Array, top_p: Array, seed: Array
+) -> Array:
+    """The next token of each sequence: int32 [b].
+
+    Args:
+      logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never drawn.
+      positions: int [b], the positions of the new tokens.
+      temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
+    """
+    is_token = jnp.arange(logits.shape[-1]) < vocabulary
+    logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
+
+    def noisy(logits):
+        # Shift the largest to 0 first: divided by a tiny temperature, none overflows to +∞.
+        scaled = (logits - logits.max(-1, keepdims=True)) / temperature
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(logits.shape[0]))
+        keys = jax.vmap(jax.random.fold_in)(keys, positions)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
+        return jnp.where(allowed(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+
+    scores = jax.lax.cond(temperature > 0, noisy, lambda logits: logits, logits)
+    return jnp.argmax(scores, -1).astype(jnp.int32)
+
+
+def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
+    """Mask of the tokens left by top-k, and then top-p: bool [b, v], at least one in each row.
+
+    Tokens are ranked by logit, ties by id. The first `top_k` are kept (0: all). Of these the first are kept until their
+    probability reaches `top_p` (arXiv 1904.09751, section 3.1: the smallest such set).
+
+    Args:
+      logits: float32 [b, v], divided by the temperature; −∞ where a token is impossible.
+      top_k, top_p: scalars; they may be traced.
+    """
+    order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
+    first = (jnp.arange(logits.shape[-1]) < top_k) | (top_k == 0)
+    ranked = jnp.where(first, jnp.take_along_axis(logits, order, -1), -jnp.inf)
+    probabilities = jax.nn.softmax(ranked, -1)
+    before = jnp.cumsum(probabilities, -1) - probabilities  # 0 for the first of a row, which is therefore kept
+    stays = first & ((before < top_p) | (top_p >= 1))
+    return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, stays, axis=-1, inplace=False)
+
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
 
@@ -279,194 +337,3 @@ class Generator:
                     f"{which} has token ids from {min(prompt)} to {max(prompt)}; the model has 0 to "
                     f"{model.vocabulary - 1}: use the tokenizer it was trained with"
                 )
-
-
-# --- As text ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and its continuation, as text.
-
-    Attributes:
-      prompt: as it was given.
-      continuation: the generated text.
-      prompt_tokens, tokens: number of tokens of each.
-      ended: as in `Continuation`.
-    """
-
-    prompt: str
-    continuation: str
-    prompt_tokens: int
-    tokens: int
-    ended: Literal["eod", "tokens", "positions"]
-
-
-def continue_ids(
-    generator: Generator,
-    model: CausalModel,
-    decode: Decode,
-    prompts: Sequence[str],
-    encoded: Sequence[list[int]],
-    sampling: Sampling,
-    eod: int | Sequence[int],
-    watch: Callable[[list[Streamed]], None] | None = None,
-) -> list[Sample]:
-    """`Generator.generate` from ids to text.
-
-    Args:
-      decode: the text of ids.
-      prompts: what the ids are encoded from.
-      encoded: ids of each prompt.
-      eod: the ids that end a text.
-      watch: called with the texts so far, whenever a token was generated.
-
-    Raises:
-      UsageError: as in `Generator.generate`.
-    """
-    texts, problems, lock = [Streamed(decode, ids) for ids in encoded], [], threading.Lock()
-
-    def listen(index: int, position: int, token: int | None) -> None:
-        with lock:  # devices call from threads of their own
-            if problems:
-                return
-            try:
-                texts[index].hear(position, token)
-                watch(texts)
-            except BaseException as error:  # such as a closed pipe: it would end the program on the device
-                problems.append(error)
-
-    found = generator.generate(model, encoded, sampling, eod, listen if watch else None)
-    if problems:
-        raise problems[0]
-    samples = []
-    for prompt, ids, continuation, streamed in zip(prompts, encoded, found, texts, strict=True):
-        text = written_after(decode, ids, continuation.tokens)
-        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
-        streamed.text, streamed.ended = text, True
-    if watch:
-        watch(texts)  # a text that ended last was not heard to end
-    return samples
-
-
-# --- From Python ------------------------------------------------------------------------------------------------------
-
-
-@in_python()
-def continuations_of(
-    run: str | Path | OpenRun,
-    prompts: str | Sequence[str] | None = None,
-    *,
-    ids: Sequence[Sequence[int]] | None = None,
-    num_samples: int = 1,
-    step: int | None = None,
-    mesh: MeshConfig | None = None,
-    tokenizer: str | None = None,
-    compute: str | None = None,
-    **sampling,
-) -> list[Sample] | list[Continuation]:
-    """Continue texts, or the ids of texts, with a run: `mjax.generate`.
-
-    Args:
-      run: its folder, or what `open_run` returned.
-      prompts: one text or several.
-      ids: token ids in their place, a list for each text; no tokenizer is needed then.
-      num_samples: continuations of each.
-      step: checkpoint of the folder; by default the newest intact one.
-      mesh: for a folder; by default one device.
-      tokenizer: KIND:FILES, if the run has none.
-      compute: dtype of activations and matrix products; by default as in training.
-      sampling: fields of `Sampling`, such as `tokens` and `temperature`.
-
-    Returns:
-      A `Sample` for each continuation of a prompt, a `Continuation` for each of ids.
-
-    Raises:
-      UsageError: as on the command line.
-    """
-    if (prompts is None) == (ids is None):
-        raise UsageError("give generate either prompts or ids")
-    if unknown := sampling.keys() - {field.name for field in fields(Sampling)}:
-        known = ", ".join(field.name for field in fields(Sampling))
-        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {known}")
-    chosen = Sampling(**sampling)
-    opened, generator, weights = _opened(run, step, mesh, compute)
-    if ids is not None:
-        repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
-        eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
-        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder, eod))
-    library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
-    prompts = (prompts,) if isinstance(prompts, str) else prompts
-    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    encoded = [library.prompt(prompt) for prompt in repeated]
-    ends = ends_of_text(opened.folder, library.eod, tokenizer)
-    return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
-
-
-@in_python()
-def logits_of(
-    run: str | Path | OpenRun,
-    ids: Sequence[Sequence[int]],
-    *,
-    step: int | None = None,
-    mesh: MeshConfig | None = None,
-    compute: str | None = None,
-) -> list[np.ndarray]:
-    """The logits of the next token after every position of texts, on any mesh: `mjax.logits`.
-
-    Args:
-      run: its folder, or what `open_run` returned.
-      ids: token ids, a list for each text; at most the model's `sequence` of them.
-      step, mesh, compute: as for `continuations_of`.
-
-    Returns:
-      For each text float32 [tokens, vocabulary].
-
-    Raises:
-      UsageError: the run has no model that predicts the next token, or it does not take these ids.
-    """
-    _, generator, weights = _opened(run, step, mesh, compute)
-    return generator.logits(weights, [list(map(int, text)) for text in ids])
-
-
-def _opened(
-    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | None, compute: str | None
-) -> tuple[OpenRun, Generator, CausalModel]:
-    """A run, what reads and continues texts with it, and its weights for that."""
-    if isinstance(run, OpenRun) and (step is not None or mesh is not None):
-        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
-    read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
-    opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
-    generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
-    return opened, generator, opened.weights_for(generator.abstract_model)
-
-
-def print_samples(samples: Sequence[Sample], console: Console) -> None:
-    """Prompts (dim on a terminal), each followed by its continuation, with an empty line between samples."""
-    for number, sample in enumerate(samples):
-        if number:
-            console.print()
-        console.print(Text(sample.prompt, style="dim") + Text(sample.continuation), soft_wrap=True, highlight=False)
-
-
-def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
-    """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
-
-    This is the `on_end` of `training.loop.train`; it prints nothing if the run has no tokenizer or `log.sample_tokens`
-    is 0.
-    """
-    log, display = run.config.log, run.display
-    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
-        return
-    tokenizer = tokenizer_from_folder(data.tokenizer)
-    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
-        prompt = tokenizer.decode(ids)
-    else:
-        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
-    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
-    display.say("")
-    generator = Generator(run.config, run.mesh)
-    samples = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
-    print_samples(samples, display.console)
-    display.say("")

@@ -34,10 +34,9 @@ from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
-from mjax.generation.generate import Generator
+from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
-from mjax.generation.sampling import Sampling
-from mjax.generation.streaming import written_after
+from mjax.generation.text import written_after
 from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
 from mjax.tasks.interface import FOR_TEXT, Window

@@ -14,10 +14,8 @@ from pathlib import Path
 
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either, suggestion
-from mjax.tasks.glue import Mnli, Qqp
-from mjax.tasks.labelled_task import LabelledTask, Outputs, is_fine_tuned, what_is_told
-from mjax.tasks.race import Race
-from mjax.tasks.rows import Examples
+from mjax.tasks.glue_race import Mnli, Qqp, Race
+from mjax.tasks.labelled_task import Examples, LabelledTask, Outputs, is_fine_tuned, what_is_told
 from mjax.tasks.squad import Squad
 from mjax.utils.files import write_whole
 

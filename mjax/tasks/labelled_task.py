@@ -16,12 +16,14 @@ span               [2, s]                   positions of the first and last toke
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from mjax.config.model import BERTTaskConfig, ModelConfig, as_kind
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import Metric
-from mjax.tasks.rows import Examples, Pair, as_rows
+from mjax.utils.files import parse_json
 
 Role = Literal["train", "validation"]
 Outputs = dict[str, np.ndarray]
@@ -222,3 +224,156 @@ def what_is_told(model: BERTTaskConfig) -> str:
     """Describe the head's output for an error message: '3 classes'."""
     kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
     return kinds.get(model.head, "where an answer is")
+
+
+# --- Texts as rows of a BERT: [CLS] a [SEP] b [SEP] and padding -------------------------------------------------------
+# A row that is too long is truncated at its end, so b loses tokens first, as in Megatron-LM v1.0 (tasks/data_utils.py);
+# Google's BERT truncates the longer of the two. Token types are 0 for padding whatever its id; v1.0 uses the padding
+# id.
+
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Examples:
+    """N examples, each of c rows: the choices of a question, 1 for all other tasks.
+
+    Attributes:
+      tokens: int32 [N, c, s], `[CLS] a [SEP] b [SEP]` and padding.
+      token_types: int32 [N, c, s]; 0 up to the first [SEP] and in the padding, 1 for the rest.
+      text: bool [N, c, s]; False is padding.
+      labels: int32 [N] each: {"label": …}, or {"start": …, "end": …}, which are positions in the row; empty if the file
+        has none.
+    """
+
+    tokens: np.ndarray
+    token_types: np.ndarray
+    text: np.ndarray
+    labels: dict[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, chosen: np.ndarray) -> Batch:
+        """The model's inputs for the examples `chosen`, int [b] → [b, c, s] each."""
+        return {
+            "tokens": self.tokens[chosen],
+            "token_types": self.token_types[chosen],
+            "documents": (~self.text[chosen]).astype(np.int32),  # 0 for text, 1 for padding
+        }
+
+
+class Pair(NamedTuple):
+    """Ids of the two texts of a row, without special tokens."""
+
+    a: Sequence[int]
+    b: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole row."""
+        return len(self.a) + len(self.b) + 3
+
+
+def as_rows(
+    pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
+) -> Examples:
+    """Rows of `positions` tokens, `choices` consecutive ones per example."""
+    place = np.arange(positions)
+    length = np.array([pair.length for pair in pairs], np.int32).clip(max=positions)[:, None]  # [N c, 1]
+    second = np.array([len(pair.a) + 2 for pair in pairs], np.int32)[:, None]  # where b begins
+    text = place < length  # [N c, s]
+    tokens = np.full((len(pairs), positions), tokenizer.pad, np.int32)
+    for row, (a, b) in zip(tokens, pairs, strict=True):
+        ids = [tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1]
+        row[: len(ids) + 1] = [*ids, tokenizer.sep]
+    shape = (-1, choices, positions)
+    return Examples(
+        tokens.reshape(shape),
+        (text & (place >= second)).astype(np.int32).reshape(shape),
+        text.reshape(shape),
+        {name: np.array(values, np.int32) for name, values in labels.items()},
+    )
+
+
+def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:
+    """All examples in order, without labels: the number of examples in a batch of `size`, and the batch.
+
+    The last one is filled with copies of its first example, which are not used.
+    """
+    for first in range(0, len(examples), size):
+        count = min(size, len(examples) - first)
+        yield count, examples.batch(first + np.arange(size) * (np.arange(size) < count))
+
+
+def clean_text(text: str) -> str:
+    """`text` with white space collapsed, and no space before a full stop, as in v1.0."""
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):  # consecutive full stops share their spaces
+        text = text.replace(" . ", ". ")
+    return text
+
+
+# --- Files of labelled tasks: their lines, columns and objects --------------------------------------------------------
+
+
+def lines(file: Path) -> Iterator[tuple[str, str]]:
+    """FILE:LINE and text of each non-blank line; only a line feed ends a line, possibly after a carriage return.
+
+    Raises:
+      UsageError: there is no such file, or it is not UTF-8.
+    """
+    with must_exist(file).open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{file}:{number} is not UTF-8 (byte {error.start}); give the published file"
+                ) from None
+            if text.strip():
+                yield f"{file}:{number}", text
+
+
+def table(file: Path, *needed: str) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
+    """Column names of a tab-separated file, and FILE:LINE and fields of each further line.
+
+    Raises:
+      UsageError: the file is missing or empty, or has no column of a name in `needed`.
+    """
+    rows = ((source, text.split("\t")) for source, text in lines(file))
+    source, columns = next(rows, (f"{file}:1", []))
+    columns = [name.strip() for name in columns]
+    if missing := [name for name in needed if name not in columns]:
+        raise UsageError(
+            f"{source} names no column {' and no '.join(missing)}; give the published file, whose first line does"
+        )
+    return columns, rows
+
+
+def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
+    """The JSON object in `text`.
+
+    Raises:
+      UsageError: it is not one; `expected` shows the format.
+    """
+    values = parse_json(text, source, f"{expected} is expected")
+    if "\\ud" in text.lower() and any(
+        "\ud800" <= letter <= "\udfff" for letter in json.dumps(values, ensure_ascii=False)
+    ):
+        raise UsageError(f"{source} has half of a surrogate pair, which is not valid text; replace or drop it")
+    if not isinstance(values, dict):
+        raise UsageError(f"{source} is {text.strip()!r:.40}, not a JSON object; {expected} is expected")
+    return values
+
+
+def must_exist(file: Path) -> Path:
+    """`file`.
+
+    Raises:
+      UsageError: it does not exist, or is a folder.
+    """
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give the task's files as published")
+    return file

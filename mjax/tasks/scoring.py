@@ -38,7 +38,7 @@ from mjax.parallel.mesh import batch_specs
 from mjax.step.layout import lay_out
 from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import Score, Window
-from mjax.tasks.rows import Batch, Examples, padded_batches
+from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
 T = TypeVar("T")
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs

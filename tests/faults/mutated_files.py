@@ -40,8 +40,7 @@ from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
 from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task
-from mjax.tasks.lambada import Lambada
-from mjax.tasks.wikitext import WikiText103
+from mjax.tasks.zero_shot import Lambada, WikiText103
 from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file
 from tests.faults.mutated_models import (
     expected_hf,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mjax.finetuning.tuning import EpochBatches
-from mjax.tasks.rows import Examples, padded_batches
+from mjax.tasks.labelled_task import Examples, padded_batches
 
 
 def examples(count: int) -> Examples:

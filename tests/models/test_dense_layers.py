@@ -10,8 +10,7 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.generation.generate import Generator
-from mjax.generation.sampling import Sampling
+from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model, count_parameters
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import cut_into_chunks

@@ -9,9 +9,7 @@ from mjax.commands.evaluate import metrics_of
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.tasks.interface import Score
-from mjax.tasks.lambada import Lambada
-from mjax.tasks.perplexity import Perplexity
-from mjax.tasks.wikitext import WikiText103
+from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")

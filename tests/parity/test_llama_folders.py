@@ -9,9 +9,8 @@ from mjax.checkpoint.checkpoint import restore_weights
 from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.generation.generate import Generator
+from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import inference_config
-from mjax.generation.sampling import Sampling
 from mjax.parallel.mesh import make_mesh
 from tests.data.vocabularies import NASTY, TEXTS
 from tests.interop.folders import read_folder

@@ -16,7 +16,7 @@ import pytest
 from mjax.commands import cli
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
-from mjax.generation.streaming import written_after
+from mjax.generation.text import written_after
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder

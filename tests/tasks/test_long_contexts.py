@@ -17,8 +17,7 @@ from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
 from mjax.tasks.interface import Score
-from mjax.tasks.needle import CITIES, Needle, NeedleOptions
-from mjax.tasks.positions import Positions, PositionsOptions, mean_and_error
+from mjax.tasks.long_contexts import CITIES, Needle, NeedleOptions, Positions, PositionsOptions, mean_and_error
 from tests.data.vocabularies import hf_byte_pairs
 from tests.small import QUICKLY, small_config
 from tests.tasks.lookup_model import LookupConfig, planted

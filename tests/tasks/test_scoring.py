@@ -18,9 +18,8 @@ from mjax.models.gpt import GPT
 from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
-from mjax.tasks.interface import Score, Window
+from mjax.tasks.interface import Score, Window, overlapping_windows
 from mjax.tasks.scoring import LossScorer, Scorer
-from mjax.tasks.windows import overlapping_windows
 from tests.small import QUICKLY, small_config
 
 POSITIONS = 128

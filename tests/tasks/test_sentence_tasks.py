@@ -7,7 +7,7 @@ import pytest
 
 from mjax.errors import RunError
 from mjax.tasks.labelled import DEFAULTS, TASKS, open_task
-from mjax.tasks.rows import Pair, as_rows, clean_text
+from mjax.tasks.labelled_task import Pair, as_rows, clean_text
 from tests.tasks.synthetic import MNLI_COLUMNS, VOCABULARY, tokenizer_of, write_task
 
 

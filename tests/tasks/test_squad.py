@@ -9,8 +9,19 @@ from hypothesis import strategies as st
 
 from mjax.data.tokenizers import load_tokenizer
 from mjax.tasks.labelled import open_task
-from mjax.tasks.squad import BEST, Answer, Answers, Squad, best_answers, no_answer
-from mjax.tasks.squad_windows import Context, Span, Window, cut_into_windows, deciding_windows
+from mjax.tasks.squad import (
+    BEST,
+    Answer,
+    Answers,
+    Context,
+    Span,
+    Squad,
+    Window,
+    best_answers,
+    cut_into_windows,
+    deciding_windows,
+    no_answer,
+)
 from tests.data.vocabularies import NASTY, TEXTS, bert_file
 from tests.tasks.synthetic import VOCABULARY, tokenizer_of
 

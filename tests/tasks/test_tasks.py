@@ -10,9 +10,7 @@ from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import Score
-from mjax.tasks.lambada import Lambada
-from mjax.tasks.perplexity import Perplexity
-from mjax.tasks.wikitext import WikiText103, detokenize, token_ratio
+from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103, detokenize, token_ratio
 
 BYTES = ByteTokenizer()
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mjax.tasks.windows import overlapping_windows
+from mjax.tasks.interface import overlapping_windows
 
 
 def counted_of(windows):

@@ -16,7 +16,7 @@ from mjax.data.sources import TrainingData
 from mjax.errors import UsageError
 from mjax.run import agreement
 from mjax.run.agreement import agree, check_shared, config_facts, data_facts, disagreement, software_facts
-from mjax.tasks.rows import Examples
+from mjax.tasks.labelled_task import Examples
 from tests.small import small_config
 from tests.training.watchdogs import Run
 

@@ -1,0 +1,288 @@
+"""Generated text: samples of prompts, text that appears while it grows, and `mjax.generate` from Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from mjax.config import MeshConfig
+from mjax.data.sources import TrainingData
+from mjax.data.tokenizers import tokenizer_from_folder
+from mjax.errors import UsageError, in_python
+from mjax.generation.generate import Continuation, Generator, Sampling
+from mjax.generation.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
+from mjax.models.causal import CausalModel
+from mjax.run.loop import Run
+from mjax.step.train_state import TrainState
+
+Decode = Callable[[list[int]], str]
+
+
+def written_after(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
+    """The text of a continuation.
+
+    It is decoded together with its prompt, because the text of a token can depend on the previous one: sentencepiece
+    drops the space before the first, and a byte-level token may contain half a character.
+    """
+    return decode(prompt + tokens).removeprefix(decode(prompt))
+
+
+class Streamed:
+    """A continuation in the making. Its tokens may be heard several times, and in another order.
+
+    Attributes:
+      text: of the tokens so far, without an end that is not whole: a token may end within a character, which decodes
+        to U+FFFD until the rest of it comes.
+      ended: whether there are no more.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int]):
+        """`decode` gives the text of ids; `prompt` is what the continuation follows."""
+        self._decode, self._prompt = decode, list(prompt)
+        self._early: dict[int, int | None] = {}
+        self._tokens: list[int] = []
+        self.text, self.ended = "", False
+
+    def hear(self, position: int, token: int | None) -> None:
+        """Take the token drawn for a position; None: the text ends before it."""
+        if self.ended:
+            return
+        self._early.setdefault(position - len(self._prompt), token)
+        before = len(self._tokens)
+        while not self.ended and len(self._tokens) in self._early:
+            token = self._early.pop(len(self._tokens))
+            self.ended = token is None
+            self._tokens += [] if token is None else [token]
+        if self.ended or len(self._tokens) > before:
+            text = written_after(self._decode, self._prompt, self._tokens)
+            text = text if self.ended else text.rstrip("\ufffd")
+            if text.startswith(self.text):
+                self.text = text
+
+
+class Live:
+    """Prints texts one after the other, each as it grows."""
+
+    def __init__(self, console: Console, titles: Sequence[str]):
+        """`titles` are printed before the texts, dim on a terminal, and an empty line between two texts."""
+        self._console, self._titles = console, titles
+        self._current, self._shown = 0, -1
+
+    def show(self, texts: Sequence[Streamed]) -> None:
+        """Print what is new."""
+        while self._current < len(texts):
+            streamed = texts[self._current]
+            if self._shown < 0:
+                title = self._titles[self._current]
+                self._write(f"\x1b[2m{title}\x1b[0m" if self._console.is_terminal and title else title)
+                self._shown = 0
+            if len(streamed.text) > self._shown:
+                self._write(streamed.text[self._shown :])
+                self._shown = len(streamed.text)
+            if not streamed.ended:
+                return
+            last = self._current == len(texts) - 1
+            self._write("\n" if last else "\n\n")
+            self._current, self._shown = self._current + 1, -1
+
+    def _write(self, text: str) -> None:  # not by rich, which ends the process where the output is not read
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+# --- As text ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its continuation, as text.
+
+    Attributes:
+      prompt: as it was given.
+      continuation: the generated text.
+      prompt_tokens, tokens: number of tokens of each.
+      ended: as in `Continuation`.
+    """
+
+    prompt: str
+    continuation: str
+    prompt_tokens: int
+    tokens: int
+    ended: Literal["eod", "tokens", "positions"]
+
+
+def continue_ids(
+    generator: Generator,
+    model: CausalModel,
+    decode: Decode,
+    prompts: Sequence[str],
+    encoded: Sequence[list[int]],
+    sampling: Sampling,
+    eod: int | Sequence[int],
+    watch: Callable[[list[Streamed]], None] | None = None,
+) -> list[Sample]:
+    """`Generator.generate` from ids to text.
+
+    Args:
+      decode: the text of ids.
+      prompts: what the ids are encoded from.
+      encoded: ids of each prompt.
+      eod: the ids that end a text.
+      watch: called with the texts so far, whenever a token was generated.
+
+    Raises:
+      UsageError: as in `Generator.generate`.
+    """
+    texts, problems, lock = [Streamed(decode, ids) for ids in encoded], [], threading.Lock()
+
+    def listen(index: int, position: int, token: int | None) -> None:
+        with lock:  # devices call from threads of their own
+            if problems:
+                return
+            try:
+                texts[index].hear(position, token)
+                watch(texts)
+            except BaseException as error:  # such as a closed pipe: it would end the program on the device
+                problems.append(error)
+
+    found = generator.generate(model, encoded, sampling, eod, listen if watch else None)
+    if problems:
+        raise problems[0]
+    samples = []
+    for prompt, ids, continuation, streamed in zip(prompts, encoded, found, texts, strict=True):
+        text = written_after(decode, ids, continuation.tokens)
+        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
+        streamed.text, streamed.ended = text, True
+    if watch:
+        watch(texts)  # a text that ended last was not heard to end
+    return samples
+
+
+# --- From Python ------------------------------------------------------------------------------------------------------
+
+
+@in_python()
+def continuations_of(
+    run: str | Path | OpenRun,
+    prompts: str | Sequence[str] | None = None,
+    *,
+    ids: Sequence[Sequence[int]] | None = None,
+    num_samples: int = 1,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    tokenizer: str | None = None,
+    compute: str | None = None,
+    **sampling,
+) -> list[Sample] | list[Continuation]:
+    """Continue texts, or the ids of texts, with a run: `mjax.generate`.
+
+    Args:
+      run: its folder, or what `open_run` returned.
+      prompts: one text or several.
+      ids: token ids in their place, a list for each text; no tokenizer is needed then.
+      num_samples: continuations of each.
+      step: checkpoint of the folder; by default the newest intact one.
+      mesh: for a folder; by default one device.
+      tokenizer: KIND:FILES, if the run has none.
+      compute: dtype of activations and matrix products; by default as in training.
+      sampling: fields of `Sampling`, such as `tokens` and `temperature`.
+
+    Returns:
+      A `Sample` for each continuation of a prompt, a `Continuation` for each of ids.
+
+    Raises:
+      UsageError: as on the command line.
+    """
+    if (prompts is None) == (ids is None):
+        raise UsageError("give generate either prompts or ids")
+    if unknown := sampling.keys() - {field.name for field in fields(Sampling)}:
+        known = ", ".join(field.name for field in fields(Sampling))
+        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {known}")
+    chosen = Sampling(**sampling)
+    opened, generator, weights = _opened(run, step, mesh, compute)
+    if ids is not None:
+        repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
+        eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
+        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder, eod))
+    library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
+    prompts = (prompts,) if isinstance(prompts, str) else prompts
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    encoded = [library.prompt(prompt) for prompt in repeated]
+    ends = ends_of_text(opened.folder, library.eod, tokenizer)
+    return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
+
+
+@in_python()
+def logits_of(
+    run: str | Path | OpenRun,
+    ids: Sequence[Sequence[int]],
+    *,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    compute: str | None = None,
+) -> list[np.ndarray]:
+    """The logits of the next token after every position of texts, on any mesh: `mjax.logits`.
+
+    Args:
+      run: its folder, or what `open_run` returned.
+      ids: token ids, a list for each text; at most the model's `sequence` of them.
+      step, mesh, compute: as for `continuations_of`.
+
+    Returns:
+      For each text float32 [tokens, vocabulary].
+
+    Raises:
+      UsageError: the run has no model that predicts the next token, or it does not take these ids.
+    """
+    _, generator, weights = _opened(run, step, mesh, compute)
+    return generator.logits(weights, [list(map(int, text)) for text in ids])
+
+
+def _opened(
+    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | None, compute: str | None
+) -> tuple[OpenRun, Generator, CausalModel]:
+    """A run, what reads and continues texts with it, and its weights for that."""
+    if isinstance(run, OpenRun) and (step is not None or mesh is not None):
+        raise UsageError("step and mesh of an opened run are those of open_run; leave them out")
+    read_run(run.folder if isinstance(run, OpenRun) else Path(run), True, "which predicts no next token")
+    opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
+    generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
+    return opened, generator, opened.weights_for(generator.abstract_model)
+
+
+def print_samples(samples: Sequence[Sample], console: Console) -> None:
+    """Prompts (dim on a terminal), each followed by its continuation, with an empty line between samples."""
+    for number, sample in enumerate(samples):
+        if number:
+            console.print()
+        console.print(Text(sample.prompt, style="dim") + Text(sample.continuation), soft_wrap=True, highlight=False)
+
+
+def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
+    """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
+
+    This is the `on_end` of `training.loop.train`; it prints nothing if the run has no tokenizer or `log.sample_tokens`
+    is 0.
+    """
+    log, display = run.config.log, run.display
+    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
+        return
+    tokenizer = tokenizer_from_folder(data.tokenizer)
+    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
+        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
+        prompt = tokenizer.decode(ids)
+    else:
+        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
+    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
+    display.say("")
+    generator = Generator(run.config, run.mesh)
+    samples = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
+    print_samples(samples, display.console)
+    display.say("")

@@ -1,0 +1,341 @@
+"""Zero-shot tasks: perplexity and bits per byte of any text, WikiText103, LAMBADA.
+
+Perplexity reads every document from its beginning, after the end-of-document token that precedes it in training. So each of its
+tokens is predicted, including the first, and the loss is that of the whole text. Divided by bytes rather than tokens,
+it is comparable across tokenizers:
+
+    perplexity     exp(nats / tokens)
+    bits per byte  nats / ln 2 / bytes of UTF-8
+
+A document longer than the model's sequence is split into windows (`interface.overlapping_windows`): adjacent, or overlapping on request,
+which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains them or
+not, so a text gives the same metrics as the dataset prepared from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from mjax.config.datasets import read_metadata
+from mjax.data.corpus import Document
+from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
+from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
+from mjax.errors import UsageError
+from mjax.tasks.interface import Metric, Score, Window, check_overlap, overlapping_windows, perplexity, read_documents
+
+
+class Perplexity:
+    """The task on files of text, or on a dataset.
+
+    Attributes:
+      passes: the windows of all documents.
+      documents: number with text.
+      bytes: UTF-8 bytes of the text; None for a dataset without that information.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the documents and split them into windows.
+
+        Args:
+          data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+          positions: s of the model.
+          overlap: labels counted in a window after a document's first; by default s, for adjacent windows.
+
+        Raises:
+          UsageError: there is nothing under that name, or no text in it; the dataset was made with another tokenizer;
+            the overlap does not fit.
+        """
+        overlap = check_overlap(positions if overlap is None else overlap, positions)
+        documents, self.bytes = open_text(data, tokenizer)
+        windows: list[Window] = []
+        self.documents = 0
+        for tokens in documents:
+            if len(tokens):
+                self.documents += 1
+                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, overlap)
+        if not windows:
+            raise UsageError(f"{data} has no text; give a file or a dataset that does")
+        self.passes: list[Sequence[Window]] = [windows]
+
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
+        """Perplexity, bits per byte, and the numbers they are computed from."""
+        (score,) = scores
+        bits, length = Metric("bits_per_byte", None, "unknown", "the size of the text is in no .json"), []
+        if self.bytes is not None:
+            per_byte = score.mean * score.labels / math.log(2) / self.bytes
+            bits = Metric.number("bits_per_byte", per_byte, "independent of the tokenizer")
+            length = [Metric.count("bytes", self.bytes, "of text, in UTF-8")]
+        return [
+            Metric.number("perplexity", perplexity(score.mean), "per token of this tokenizer"),
+            bits,
+            Metric.number("loss", score.mean, "nats per token"),
+            Metric.count("tokens", score.labels),
+            *length,
+            Metric.count("documents", self.documents),
+            Metric.count("windows", score.windows),
+        ]
+
+
+def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]], int | None]:
+    """The tokens of every document, without ends of documents, and the bytes of the whole text, if they are known.
+
+    Args:
+      data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
+      tokenizer: of the model.
+
+    Raises:
+      UsageError: there is nothing under that name, or the dataset was made with another tokenizer.
+    """
+    if index_file(data).is_file() or token_file(data).is_file() or data.endswith((".bin", ".idx")):
+        metadata = read_metadata(data)
+        return _of_dataset(data, tokenizer), None if metadata is None else metadata.text_bytes
+    texts = [document.text for document in read_documents(data)]
+    return (tokenizer.encode(text) for text in texts), sum(len(text.encode("utf-8")) for text in texts)
+
+
+def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The documents of a dataset, without what begins and ends them."""
+    data = IndexedDataset(prefix)
+    _check_tokenizer(prefix, tokenizer)
+    for first, last in pairwise(data.document_indices.tolist()):
+        tokens = np.concatenate([np.zeros(0, np.int32), *(data.get(sequence) for sequence in range(first, last))])
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
+            raise UsageError(
+                f"{prefix} holds token ids from {tokens.min()} to {tokens.max()} and the run's tokenizer has "
+                f"{tokenizer.vocabulary:,}; use data that were prepared with the tokenizer of the run"
+            )
+        if len(tokens) and tokens[0] == tokenizer.bos:
+            tokens = tokens[1:]
+        yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
+
+
+def _check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
+    """Refuse a dataset that has another tokenizer than the run; Megatron's datasets have none."""
+    folder = tokenizer_folder(prefix)
+    if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
+        raise UsageError(
+            f"{prefix} was prepared with another tokenizer than the run's, so the same id means different text; "
+            "prepare it again with the tokenizer of the run, or give the text itself"
+        )
+
+
+def _identity(tokenizer: Tokenizer) -> tuple:
+    return tokenizer.scheme, tokenizer.vocabulary, tokenizer.eod, tokenizer.contents
+
+
+# --- WikiText103: perplexity per original word (arXiv 1909.08053, section 5.3 and appendix E.1) -----------------------
+# The file is the published wiki.test.tokens. It was tokenized for word-level models: "the 1990s , said @-@ so". Subword
+# models never saw such text, so it is detokenized first (`detokenize`). Then their perplexity is per subword, and
+# subwords differ between tokenizers. To compare models, the loss of the whole text is divided by the number of words in
+# the file before detokenizing, T_o, rather than by its subwords, T:
+#
+#     raw                  exp(loss)
+#     adjusted, the code's exp(loss · (T − 1) / (T_o − 1))     Megatron-LM v1.0, tasks/zeroshot_gpt2/evaluate.py
+#     adjusted, the paper's exp(loss · T / T_o)
+#
+# with loss the mean over the T − 1 labels. The two differ in the fifth digit on the real file, where GPT-2's tokens
+# give (T − 1) / (T_o − 1) = 270329 / 245565 = 1.1008449901248143. The papers' tables have the adjusted one.
+
+
+OVERLAP = 32
+
+# v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published results depend on every line of it,
+# including those with little effect: "s '" joins an apostrophe only to a word in s, and the second line matches no real
+# text.
+REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
+    # Contractions
+    (re.escape("s '"), "s'"),
+    ("/' [0-9]/", "/'[0-9]/"),
+    # Separators within words and numbers
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (re.escape(" @.@ "), "."),
+    # Punctuation
+    (" : ", ": "),
+    (" ; ", "; "),
+    (re.escape(" . "), ". "),
+    (" ! ", "! "),
+    (re.escape(" ? "), "? "),
+    (" , ", ", "),
+    # No space inside brackets and quotes: its r"\(\s*([^\)]*?)\s*\)" takes hours if many are never closed
+    ("()", None),
+    ("[]", None),
+    ("{}", None),
+    ('""', None),
+    ("''", None),
+    # Headings, degrees, line ends
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize(text: str) -> str:
+    """Detokenized WikiText."""
+    for pattern, replacement in REPLACEMENTS:
+        text = _stripped_inside(text, *pattern) if replacement is None else re.sub(pattern, replacement, text)
+    return text
+
+
+def _stripped_inside(text: str, left: str, right: str) -> str:
+    """`text` without white space after a `left` and before the next `right`; a `left` in between is ordinary text."""
+    parts, done = [], 0
+    while (begin := text.find(left, done)) >= 0 and (end := text.find(right, begin + 1)) >= 0:
+        parts += [text[done : begin + 1], text[begin + 1 : end].strip(), right]
+        done = end + 1
+    return "".join([*parts, text[done:]])
+
+
+def count_words(text: str) -> int:
+    """T_o: words of the original file, separated by single spaces, as counted in v1.0."""
+    return len(text.strip().split(" "))
+
+
+def token_ratio(tokens: int, words: int) -> float:
+    """(T − 1) / (T_o − 1), by which v1.0 multiplies the loss."""
+    return (tokens - 1) / (words - 1)
+
+
+class WikiText103:
+    """The task on one file.
+
+    Attributes:
+      passes: the overlapping windows of the whole text.
+      tokens, words: T and T_o.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the file, detokenize it and split it into windows.
+
+        Args:
+          data: wiki.test.tokens, or text in that format.
+          positions: s of the model.
+          overlap: labels counted in each window after the first; by default 32.
+
+        Raises:
+          UsageError: the file is missing, is not UTF-8, or has fewer than two words; the overlap does not fit.
+        """
+        self.overlap = check_overlap(OVERLAP if overlap is None else overlap, positions)
+        original = _read(Path(data))
+        tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
+        self.tokens, self.words = len(tokens), count_words(original)
+        if self.words < 2 or self.tokens < 2:
+            raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
+        self.passes = [overlapping_windows(tokens, positions, self.overlap)]
+
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
+        """Raw and adjusted perplexity, and the numbers they are computed from."""
+        (score,) = scores
+        ratio, paper = token_ratio(self.tokens, self.words), perplexity(score.mean * self.tokens / self.words)
+        return [
+            Metric.number("adjusted_perplexity", perplexity(score.mean * ratio), "per original word: compare this one"),
+            Metric.number("adjusted_perplexity_paper", paper, "the same by the paper's T / T_o"),
+            Metric.number("perplexity", perplexity(score.mean), "raw: per token of this tokenizer"),
+            Metric.number("loss", score.mean, "nats per token"),
+            Metric("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
+            Metric.count("tokens", self.tokens, "T, of the detokenized text"),
+            Metric.count("words", self.words, "T_o, in the original file"),
+            Metric.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
+        ]
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give WikiText103's wiki.test.tokens, or text like it")
+    try:
+        return file.read_bytes().decode("utf-8")  # not read_text: line ends are kept, as in v1.0
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); give wiki.test.tokens as published") from None
+
+
+# --- LAMBADA: the last word of a passage, which people guess only after reading all of it (arXiv 1606.06031) ----------
+# The file has one passage per line, `{"text": "…"}`. The model reads the passage, and the last word counts as predicted
+# if each of its subwords is the most likely one given the true tokens before it (teacher forcing). There are two ways
+# of splitting off the last word (Megatron-LM v1.0, tasks/zeroshot_gpt2/datasets.py):
+#
+#     strict      the text after the last white space, encoded with a leading space, all its subwords: the papers' one
+#     last token  the last token of the whole passage encoded at once, whether a word or the end of one; easier
+#
+# Source: arXiv 1909.08053, section 5.3 and appendix E.2. The text is used raw, as there.
+
+
+class Lambada:
+    """The task on one file.
+
+    Attributes:
+      passes: the passages split for the strict metric, then those for the last token.
+    """
+
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+        """Read the passages.
+
+        Args:
+          data: a .jsonl file.
+          positions: s of the model.
+          overlap: not used here.
+
+        Raises:
+          UsageError: the file is missing, is not a .jsonl, is empty, or has a line that is malformed, shorter than two
+            words or too long for the model; an overlap is given.
+        """
+        if overlap is not None:
+            raise UsageError("--overlap is for long texts, and lambada's fit the model; leave it out")
+        documents = read_documents(data)
+        if not documents:
+            raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
+        self.passes: list[Sequence[Window]] = [
+            [_window(document, cut(tokenizer, document), positions) for document in documents]
+            for cut in (_last_word, _last_token)
+        ]
+
+    def metrics(self, scores: Sequence[Score]) -> list[Metric]:
+        """Both accuracies, and the likelihood of the last words."""
+        strict, last = scores
+        return [
+            Metric.share("accuracy", strict.right, strict.windows, "strict: the whole last word is right"),
+            Metric.count("correct", strict.right, f"of {strict.windows:,} passages"),
+            Metric.share("last_token_accuracy", last.right, last.windows, "the last token alone is right"),
+            Metric.count("last_token_correct", last.right, f"of {last.windows:,} passages"),
+            Metric.number("perplexity", perplexity(strict.mean), "per subword of the last words"),
+            Metric.number("word_perplexity", perplexity(strict.mean * strict.labels / strict.windows), "per last word"),
+            Metric.count("passages", strict.windows),
+        ]
+
+
+def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
+    """Tokens of the passage without its last word, and of that word with a leading space."""
+    words = document.text.split()
+    if document.fields is None or len(words) < 2:
+        what = "has fewer than two words" if document.fields is not None else "is not a .jsonl file"
+        raise UsageError(
+            f'{document.source} {what}; lambada needs one passage per line, {{"text": "The cat sat down"}}'
+        )
+    before = document.text[: document.text.rfind(words[-1])].strip()
+    return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
+
+
+def _last_token(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
+    """Tokens of the whole passage, the last one separately."""
+    tokens = tokenizer.prompt(document.text)
+    return tokens[:-1], tokens[-1:]
+
+
+def _window(document: Document, cut: tuple[list[int], list[int]], positions: int) -> Window:
+    context, labels = cut
+    if len(context) + len(labels) > positions + 1:
+        raise UsageError(
+            f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "
+            f"{positions + 1:,}; leave the passage out, or evaluate a model with more"
+        )
+    return Window(np.array(context + labels, np.int32), len(labels))
