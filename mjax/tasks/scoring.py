@@ -1,23 +1,22 @@
 """Batches through a trained model: one program on the mesh, under any parallelism, for every task.
 
 It is the evaluation step with the task's own head (`RowScorer.head`), which gives some numbers for each row: for a
-window of text its loss and the number of correct labels, for a labelled example its logits. Each micro-batch writes its
-rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch: under
-any parallelism, including a pipeline, every device ends up with all of them.
+window of text the loss and the correctness of each label, for a labelled example its logits. Each micro-batch writes
+its rows into an array of zeros at the indices of its samples, and one sum over all axes combines the rows of a batch:
+under any parallelism, including a pipeline, every device ends up with all of them.
 
-A batch of windows is padded on the right to one width, with a mask of the labels that count. Causal attention never
-sees the padding after a token, and the mask excludes the padding's own labels, and the rows that fill the last batch.
-Short windows are padded to the next power of two only, so there is one compiled program per width in use; each reads
-the first positions of the same weights.
+A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
+attention never sees the padding after a token. Short windows are padded to the next power of two only, so there is one
+compiled program per width in use; each reads the first positions of the same weights.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain, pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +39,23 @@ from mjax.step.step import sum_over_batch
 from mjax.tasks.interface import Score, Window
 from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
-T = TypeVar("T")
+Progress = Callable[[int], None]
+"""Called with the number of rows that have been scored since the last call."""
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
 
 
-class RowScorer(ABC):
+class RowScorer:
     """The compiled program that computes a head's numbers for each row, with any weights of one config.
+
+    A subclass defines the `head`, and `__call__` with the scores of a whole set.
 
     Attributes:
       abstract_model: ShapeDtypeStructs with shardings: the target for restoring weights.
     """
+
+    head: Callable[[Model, Array, dict[str, Array], Context], Array]
+    """Inside `shard_map`: weights, residual stream after the last layer [t, h], micro-batch and the context of its
+    tokens → numbers of each row [b, …], replicated over `model`."""
 
     def __init__(self, config: Config, mesh: Mesh):
         """Nothing is compiled or allocated before the first batch.
@@ -58,10 +64,9 @@ class RowScorer(ABC):
           config: with `model.attention` resolved to a kernel (`inference.inference_config`).
           mesh: of the shape `config.mesh`.
         """
-        self.config = config
+        self.config, self._mesh = config, mesh
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
-        self._mesh = mesh
 
         def program(width: int, model: Model, batch: dict[str, Array]) -> Array:
             narrow = replace(config, model=replace(config.model, sequence=width))
@@ -71,73 +76,68 @@ class RowScorer(ABC):
 
         self._program = jax.jit(program, static_argnums=0)
 
-    @staticmethod
-    @abstractmethod
-    def head(weights: Model, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """The numbers of each row of a micro-batch, inside `shard_map`: [b, …], replicated over `model`.
-
-        Args:
-          weights: of the model, gathered.
-          x: the stream after the last layer [t, h].
-          batch: the arrays of the micro-batch.
-          context: of its tokens.
-        """
-
-    @abstractmethod
-    def __call__(self, model: Model, rows: Any, on_progress: Callable[[int], None]) -> Any:
-        """Scores of all `rows` of a set, from which a task computes its metrics."""
-
-    def rows(self, model: Model, batches: Iterable[tuple[T, int, Batch]]) -> Iterator[tuple[T, np.ndarray]]:
-        """The numbers of every row of `batches`, [B, …] each, the same on every process.
+    def rows(self, model: Model, batches: Iterable[tuple[Any, int, Batch]]) -> Iterator[tuple[Any, np.ndarray]]:
+        """Yield the numbers of every row of `batches`, [B, …] each, the same on every process.
 
         Args:
           model: master weights, as in `TrainState.model`.
           batches: a value to return with the numbers, the width of the rows, and the arrays of the global batch.
         """
         dispatched = (
-            (about, self._program(width, model, to_devices(batch, self._mesh, width)))
-            for about, width, batch in batches
+            (value, self._program(width, model, to_devices(batch, self._mesh, width)))
+            for value, width, batch in batches
         )
-        for about, rows in one_behind(dispatched):
-            yield about, jax.device_get(rows)
+        # A batch is fetched after the next one has been dispatched: the devices work meanwhile.
+        for (value, rows), _ in pairwise(chain(dispatched, [None])):
+            yield value, jax.device_get(rows)
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------
 
 
-class TextScorer(RowScorer):
-    """Scores windows of text with a causal model."""
+class Scorer(RowScorer):
+    """Gives every window of text a `Score`, with a causal model."""
 
-    @abstractmethod
-    def result(self, window: Window, numbers: np.ndarray) -> Any:
-        """The score of a window, from the head's numbers for its row."""
-
-    @abstractmethod
-    def together(self, scores: Sequence[Any]) -> Any:
-        """The score of a list of windows, from those of each."""
+    @staticmethod
+    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
+        """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part."""
+        tokens, labels = context.tokens, batch["labels"]
+        logits = weights.logits(x, tokens)  # [b s, v / p]
+        losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
+        correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
+        numbers = tokens.by_sequence(jnp.stack([losses, correct.astype(losses.dtype)], -1))
+        rows = jnp.zeros((tokens.sequences, tokens.whole, 2), losses.dtype)
+        return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.places()].set(numbers)
 
     def __call__(
-        self,
-        model: CausalModel,
-        passes: Sequence[Sequence[Window]],
-        on_progress: Callable[[int], None] = lambda windows: None,
-    ) -> list[Any]:
-        """Score the windows of each of a task's `passes`; arguments as in `score_each`.
+        self, model: CausalModel, passes: Sequence[Sequence[Window]], on_progress: Progress = lambda windows: None
+    ) -> list[Score]:
+        """Score the windows of each of a task's `passes`; arguments as in `score_labels`.
 
         Windows of all passes share batches, so many short passes fill them.
         """
         scores = iter(self.score_each(model, [window for windows in passes for window in windows], on_progress))
-        return [self.together([next(scores) for _ in windows]) for windows in passes]
+        return [sum((next(scores) for _ in windows), Score()) for windows in passes]
 
     def score_each(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
-    ) -> list[Any]:
-        """Score each of `windows`.
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = lambda windows: None
+    ) -> list[Score]:
+        """Score each of `windows`; arguments as in `score_labels`."""
+        totals = [labels.sum(0, dtype=np.float64) for labels in self.score_labels(model, windows, on_progress)]
+        return [
+            Score(loss, window.counted, int(correct), 1, int(correct == window.counted))
+            for window, (loss, correct) in zip(windows, totals, strict=True)
+        ]
+
+    def score_labels(
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = lambda windows: None
+    ) -> list[np.ndarray]:
+        """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
 
         Args:
           model: master weights, as in `TrainState.model`.
           windows: of at most `model.sequence` + 1 tokens each.
-          on_progress: called with the number of windows that have been scored since the last call.
+          on_progress: called after each batch.
         """
         scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
@@ -147,12 +147,13 @@ class TextScorer(RowScorer):
         )
         for chosen, rows in self.rows(model, batches):
             for index, numbers in zip(chosen, rows, strict=False):  # the rest is padding
-                scores[index] = self.result(windows[index], numbers)
+                last = len(windows[index].tokens) - 1
+                scores[index] = numbers[last - windows[index].counted : last]
             on_progress(len(chosen))
         return scores
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
-        """Indices of windows of one width at a time, the widest first: if memory is short, that shows at once."""
+        """Yield indices of windows of one width, the widest first: if memory is short, that shows immediately."""
         by_width: dict[int, list[int]] = {}
         for index, window in enumerate(windows):
             by_width.setdefault(self._width(len(window.tokens) - 1), []).append(index)
@@ -163,72 +164,30 @@ class TextScorer(RowScorer):
                 yield width, group[first : first + size]
 
     def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 64 on, limited by the number of positions; all of them where the
-        mesh or the kernel of attention cannot divide it."""
+        """Return `needed` rounded up to a power of two from 64 on, limited by the number of positions; all of them
+        where the mesh or the kernel of attention cannot divide it."""
         width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
         mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
         splits = not mesh.sequence_parallel or tokens // mesh.context % mesh.model == 0
         return width if splits and width % position_unit(self.config) == 0 else self.config.model.sequence
 
 
-class Scorer(TextScorer):
-    """Gives every window a `Score`: the sum of its losses and the number of correct labels."""
+class LossScorer(Scorer):
+    """Gives every list of windows, with equally many labels that count, their losses, [windows, counted]."""
 
-    @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """Loss and number of correct labels of each row, [b, 2].
-
-        The counts are exact: a window has far fewer labels than 2^24, up to which float32 represents every integer.
-        """
-        tokens, labels, counts = context.tokens, batch["labels"], batch["loss_mask"]  # [b, s]
-        logits = weights.logits(x, tokens)  # [b s, v / p]
-        losses = tokens.by_sequence(vocab_parallel_cross_entropy(logits, labels.reshape(-1)))
-        correct = (tokens.by_sequence(vocab_parallel_argmax(logits)) == labels) & counts
-        return jnp.stack([losses.sum(-1, where=counts), correct.sum(-1, dtype=losses.dtype)], -1)  # [b, 2]
-
-    def result(self, window: Window, numbers: np.ndarray) -> Score:
-        loss, correct = numbers.tolist()
-        return Score(loss, window.counted, int(correct), 1, int(correct == window.counted))
-
-    def together(self, scores: Sequence[Score]) -> Score:
-        return sum(scores, Score())
-
-    def score(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Callable[[int], None] = lambda windows: None
-    ) -> Score:
-        """Score all `windows` together; arguments as in `score_each`."""
-        return self.together(self.score_each(model, windows, on_progress))
-
-
-class LossScorer(TextScorer):
-    """Gives every window the losses of its labels that count, nats, float32 [counted], in order."""
-
-    @staticmethod
-    def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """The loss at every position of each row, [b, s]; a rank of `context` fills in those that it has."""
-        tokens = context.tokens
-        losses = vocab_parallel_cross_entropy(weights.logits(x, tokens), batch["labels"].reshape(-1))
-        row = mappings.vary(jnp.zeros((tokens.sequences, tokens.whole), losses.dtype), mappings.varying_axes(losses))
-        return row.at[:, tokens.places()].set(tokens.by_sequence(losses))
-
-    def result(self, window: Window, numbers: np.ndarray) -> np.ndarray:
-        last = len(window.tokens) - 1
-        return numbers[last - window.counted : last].astype(np.float32)
-
-    def together(self, scores: Sequence[np.ndarray]) -> np.ndarray:
-        """[windows, counted], of windows with equally many labels that count."""
-        return np.stack(scores)
+    def __call__(
+        self, model: CausalModel, passes: Sequence[Sequence[Window]], on_progress: Progress = lambda windows: None
+    ) -> list[np.ndarray]:
+        """Score the windows of each of `passes`; arguments as in `Scorer`."""
+        return [np.stack(self.score_labels(model, windows, on_progress))[..., 0] for windows in passes]
 
 
 def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
-    """A batch [size, width] of windows; padding rows have no label that counts."""
+    """A batch [size, width] of windows, padded with zeros on the right."""
     tokens, labels = np.zeros((2, size, width), np.int32)
-    mask = np.zeros((size, width), bool)
-    for row, (ids, counted) in enumerate(windows):
-        count = len(ids) - 1
-        tokens[row, :count], labels[row, :count] = ids[:-1], ids[1:]
-        mask[row, count - counted : count] = True
-    return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    for row, (ids, _) in enumerate(windows):
+        tokens[row, : len(ids) - 1], labels[row, : len(ids) - 1] = ids[:-1], ids[1:]
+    return {"tokens": tokens, "labels": labels}
 
 
 # --- Labelled examples ------------------------------------------------------------------------------------------------
@@ -243,21 +202,21 @@ class TaskScorer(RowScorer):
         return mappings.once(weights.scores(x, batch, context))
 
     def __call__(
-        self, model: TaskBERT, examples: Examples, on_progress: Callable[[int], None] = lambda examples: None
+        self, model: TaskBERT, examples: Examples, on_progress: Progress = lambda examples: None
     ) -> np.ndarray:
         """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
 
         Args:
           model: master weights.
           examples: in rows of the model's length.
-          on_progress: called with the number of examples that have been scored since the last call.
+          on_progress: called after each batch.
         """
-        width, found = self.config.model.sequence, []
+        width, scores = self.config.model.sequence, []
         batches = padded_batches(examples, self.config.train.global_batch)
-        for count, scores in self.rows(model, ((count, width, batch) for count, batch in batches)):
-            found.append(scores[:count].astype(np.float32))
+        for count, rows in self.rows(model, ((count, width, batch) for count, batch in batches)):
+            scores.append(rows[:count].astype(np.float32))
             on_progress(count)
-        return np.concatenate(found)
+        return np.concatenate(scores)
 
 
 # --- On the devices ---------------------------------------------------------------------------------------------------
@@ -268,18 +227,17 @@ def rows_of_batch(config: Config, plan, model: Model, batch: dict[str, Array], h
 
     Args:
       config, plan, model, batch: as for `step.loss_and_gradients`.
-      head: (weights, stream after the last layer [t, h], micro-batch, context) → [b, …], replicated over `model`.
+      head: `RowScorer.head`.
 
     Returns:
       [B, …], the same on every device.
     """
-    sequences = config.model.sequences
 
     def placed(weights: Model, x: Array, micro_batch: dict[str, Array], context: Context) -> Array:
-        found = head(weights, x, micro_batch, context)
-        own = micro_batch["samples"][::sequences] // sequences  # [b], rows of the global batch
-        zeros = jnp.zeros((config.train.global_batch, *found.shape[1:]), found.dtype)
-        return mappings.vary(zeros, mappings.varying_axes(found)).at[own].set(found)
+        numbers = head(weights, x, micro_batch, context)
+        rows = micro_batch["samples"][:: config.model.sequences] // config.model.sequences  # [b], of the global batch
+        zeros = jnp.zeros((config.train.global_batch, *numbers.shape[1:]), numbers.dtype)
+        return mappings.vary(zeros, mappings.varying_axes(numbers)).at[rows].set(numbers)
 
     return sum_over_batch(config, plan, model, batch, head=placed)
 
@@ -296,12 +254,3 @@ def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str
             name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
             for name, spec in specs_of(batch, width).items()
         }
-
-
-def one_behind(dispatched: Iterable[T]) -> Iterator[T]:
-    """The same items, each after the next has been dispatched: it is fetched while the devices work on that one."""
-    waiting: list[T] = []
-    for item in dispatched:
-        yield from waiting
-        waiting = [item]
-    yield from waiting

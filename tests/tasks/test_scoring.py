@@ -59,7 +59,7 @@ def full_logits():
 
 
 def by_numpy(windows):
-    """What `Scorer.score` should give, from the definition."""
+    """What `Scorer` should give, from the definition."""
     total = Score()
     for tokens, counted in windows:
         logits = full_logits()(tokens[:-1])[-counted:]
@@ -113,7 +113,7 @@ def test_scorer_equals_numpy(mesh):
 
 def test_loss_scorer_equals_numpy_at_each_label():
     scorer, model = scorer_and_model(GATHERED)
-    losses = LossScorer(scorer.config, make_mesh(GATHERED)).score_each(model, windows()[1:4])
+    (losses,) = LossScorer(scorer.config, make_mesh(GATHERED))(model, [windows()[1:4]])
     for found, window in zip(losses, windows()[1:], strict=False):
         assert found.shape == (window.counted,)
         for last in (window.counted, window.counted - 20):  # that the order is right too
