@@ -120,6 +120,22 @@ def perplexity(nats: float) -> float:
     return math.exp(nats) if nats < 709 else math.inf
 
 
+def read_text(file: Path, published: str = "the task's files as published") -> str:
+    """The text of a file in UTF-8, with its line ends.
+
+    Raises:
+      UsageError: there is no such file, or it is not UTF-8; `published` says which one to give.
+    """
+    if not file.is_file():
+        raise UsageError(f"there is no file {file}; give {published}")
+    content = file.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        lines = error.object[: error.start].split(b"\n")
+        raise UsageError(f"{file}:{len(lines)} is not UTF-8 (byte {len(lines[-1])}); give {published}") from None
+
+
 def read_documents(data: str) -> list[Document]:
     """The documents of a file, a folder or a pattern.
 
@@ -127,10 +143,10 @@ def read_documents(data: str) -> list[Document]:
       UsageError: there is no such file, or its type is unknown; a line is malformed. An evaluation skips nothing.
     """
     files = TextFiles(find_files([Path(data)]), malformed="skip", all_fields=False)
-    found = list(files)
+    documents = list(files)
     if files.malformed.count:
         raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation skips nothing")
-    return found
+    return documents
 
 
 # --- Windows over a text that is longer than the model's sequence -----------------------------------------------------
@@ -155,12 +171,11 @@ def overlapping_windows(tokens: np.ndarray, positions: int, overlap: int) -> lis
       overlap: o, labels counted in each window after the first.
     """
     labels = len(tokens) - 1
-    first = Window(tokens[: positions + 1], min(labels, positions))
-    rest = range(overlap, labels - positions + overlap, overlap)  # first tokens of the others
-    return [first] + [
-        Window(tokens[start : start + positions + 1], min(overlap, labels - start - positions + overlap))
-        for start in rest
-    ]
+    windows = [Window(tokens[: positions + 1], min(labels, positions))]
+    for start in range(overlap, labels - positions + overlap, overlap):
+        counted = min(overlap, labels - start - positions + overlap)
+        windows.append(Window(tokens[start : start + positions + 1], counted))
+    return windows
 
 
 def check_overlap(overlap: int, positions: int) -> int:

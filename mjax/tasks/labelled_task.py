@@ -30,7 +30,7 @@ import numpy as np
 from mjax.config.model import BERTTaskConfig, ModelConfig, as_kind
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
-from mjax.tasks.interface import Metric
+from mjax.tasks.interface import Metric, read_text
 from mjax.utils.files import parse_json
 
 Role = Literal["train", "validation"]
@@ -324,16 +324,9 @@ def lines(file: Path) -> Iterator[tuple[str, str]]:
     Raises:
       UsageError: there is no such file, or it is not UTF-8.
     """
-    with must_exist(file).open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise UsageError(
-                    f"{file}:{number} is not UTF-8 (byte {error.start}); give the published file"
-                ) from None
-            if text.strip():
-                yield f"{file}:{number}", text
+    for number, line in enumerate(read_text(file).split("\n"), start=1):
+        if line.strip():
+            yield f"{file}:{number}", line.rstrip("\r")
 
 
 def table(file: Path, *needed: str) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
@@ -366,14 +359,3 @@ def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{source} is {text.strip()!r:.40}, not a JSON object; {expected} is expected")
     return values
-
-
-def must_exist(file: Path) -> Path:
-    """`file`.
-
-    Raises:
-      UsageError: it does not exist, or is a folder.
-    """
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}; give the task's files as published")
-    return file

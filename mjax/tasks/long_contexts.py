@@ -21,17 +21,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from mjax.config.bounds import Bounds, Count, Seed
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
-from mjax.errors import RunError, UsageError
+from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, Score, Window, overlapping_windows, perplexity
 from mjax.tasks.zero_shot import open_text
 
@@ -81,8 +81,8 @@ class Positions:
         stretches: list[Window] = []
         self.documents = self.used = self.tokens = longest = 0
         for tokens in documents:
-            found = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
-            whole = [window for window in found if window.counted == self.length]
+            windows = overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), self.length, self.length)
+            whole = [window for window in windows if window.counted == self.length]
             self.documents, self.used = self.documents + bool(len(tokens)), self.used + bool(whole)
             self.tokens, longest = self.tokens + len(tokens), max(longest, len(tokens))
             stretches += whole
@@ -103,17 +103,22 @@ class Positions:
 
         Args:
           scores: the losses of all stretches, nats [stretches, L], in a list.
+
+        Raises:
+          RunError: a loss is not finite.
         """
         (losses,) = scores
+        mean = Score(float(losses.sum(dtype=np.float64)), losses.size).mean
         bins = self.bins(losses)
         before, after = losses[:, : self.split].mean(1), losses[:, self.split :].mean(1)
         gain, error = mean_and_error(before - after)
+        plus_minus = "" if error is None else f", ± {error:.4f}"
         left_out = self.tokens - losses.size
         return [
-            Metric.number("loss", float(losses.mean(dtype=np.float64)), "nats per token, all positions"),
+            Metric.number("loss", mean, "nats per token, all positions"),
             Metric.number("loss_before", mean_and_error(before)[0], f"positions 1 to {self.split:,}"),
             Metric.number("loss_after", mean_and_error(after)[0], f"positions {self.split + 1:,} to {self.length:,}"),
-            Metric.number("gain", gain, f"of the later positions{_plus_minus(error)}; below 0 they are worse"),
+            Metric.number("gain", gain, f"of the later positions{plus_minus}; below 0 they are worse"),
             Metric("gain_error", error, "unknown" if error is None else f"{error:.4f}", "standard error of the gain"),
             Metric.count(
                 "documents",
@@ -130,14 +135,7 @@ class Positions:
 
         Args:
           losses: nats [stretches, L].
-
-        Raises:
-          RunError: a loss is not finite.
         """
-        if not np.isfinite(losses).all():
-            raise RunError(
-                "the model's loss on this text is not finite; try --precision.compute fp32, or an earlier --step"
-            )
         rows = []
         for first, end in pairwise(self.edges.tolist()):
             mean, error = mean_and_error(losses[:, first - 1 : end - 1].mean(1, dtype=np.float64))
@@ -171,19 +169,18 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return mean, float(values.std(ddof=1, dtype=np.float64) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
-def _plus_minus(error: float | None) -> str:
-    return "" if error is None else f", ± {error:.4f}"
-
-
 def _table(rows: list[dict[str, float | int | None]]) -> Table:
-    table = Table("positions", "loss", "±", "perplexity", "tokens", box=None, header_style="bold", pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    table = right_aligned("positions", "loss", "±", "perplexity", "tokens")
     for row in rows:
         span = f"{row['first']:,}" if row["first"] == row["last"] else f"{row['first']:,} – {row['last']:,}"
         error = "" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
         table.add_row(span, f"{row['loss']:.4f}", error, f"{row['perplexity']:,.2f}", f"{row['tokens']:,}")
     return table
+
+
+def right_aligned(*header: str) -> Table:
+    """An empty table without lines."""
+    return Table(*(Column(name, justify="right") for name in header), box=None, header_style="bold", pad_edge=False)
 
 
 # --- The needle in a haystack: does a model find a sentence in a long text, wherever it is? ---------------------------
@@ -289,16 +286,22 @@ class Needle:
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The share of numbers that were found, and of every cell."""
-        found, asked = sum(score.right for score in scores), sum(score.windows for score in scores)
-        correct, labels = sum(score.correct for score in scores), sum(score.labels for score in scores)
+        total = sum(scores, Score())
         rows = [
             {"depth": float(depth), "length": length, "found": score.right, "samples": score.windows}
-            for (depth, length), score in zip(self._cells(), scores, strict=True)
+            for (depth, length), score in zip(product(self.depths, self.lengths), scores, strict=True)
         ]
         return [
-            Metric.share("found", found, asked, f"{found:,} of {asked:,} numbers are written by greedy decoding"),
-            Metric.share("correct_tokens", correct, labels, "of the numbers' tokens, each given the true ones before"),
-            Metric.number("loss", sum(scores, Score()).mean, "nats per token of the numbers"),
+            Metric.share(
+                "found",
+                total.right,
+                total.windows,
+                f"{total.right:,} of {total.windows:,} numbers are written by greedy decoding",
+            ),
+            Metric.share(
+                "correct_tokens", total.correct, total.labels, "of the numbers' tokens, each given the true ones before"
+            ),
+            Metric.number("loss", total.mean, "nats per token of the numbers"),
             Metric.count("samples", self.options.samples, f"in each cell, from seed {self.options.seed}"),
             Metric("cells", rows, self._table(self._shares(scores))),
         ]
@@ -310,19 +313,13 @@ class Needle:
         about = f"{source}\n{self.options.samples} numbers in each cell, seed {self.options.seed}"
         draw_needle(self._shares(scores), self.lengths, self.depths, file, about, self.unscaled)
 
-    def _cells(self) -> list[tuple[float, int]]:
-        return [(depth, length) for depth in self.depths for length in self.lengths]
-
     def _shares(self, scores: Sequence[Score]) -> np.ndarray:
         """The share that was found, [depths, lengths]."""
         shares = [score.right / score.windows for score in scores]
         return np.array(shares).reshape(len(self.depths), len(self.lengths))
 
     def _table(self, shares: np.ndarray) -> Table:
-        columns = (f"{length:,}" for length in self.lengths)
-        table = Table("depth", *columns, box=None, header_style="bold", pad_edge=False)
-        for column in table.columns:
-            column.justify = "right"
+        table = right_aligned("depth", *(f"{length:,}" for length in self.lengths))
         for depth, row in zip(self.depths, shares, strict=True):
             table.add_row(f"{depth:.0%}", *(f"{share:.0%}" for share in row))
         return table
@@ -361,16 +358,10 @@ def _lengths(given: tuple[int, ...], sequence: int, shortest: int) -> tuple[int,
     return lengths
 
 
-def _filler(data: str, tokenizer: Tokenizer, enough: int) -> np.ndarray:
-    """The documents of a file one after the other, int32, those that bring the number of tokens to `enough`."""
-    found, size = [np.zeros(0, np.int32)], 0
+def _filler(data: str, tokenizer: Tokenizer, most: int) -> np.ndarray:
+    """The documents of a file one after the other, int32, at most `most` tokens."""
     documents, _ = open_text(data, tokenizer)
-    for tokens in documents:
-        found.append(np.asarray(tokens, np.int32))
-        size += len(tokens)
-        if size >= enough:
-            break
-    return np.concatenate(found)
+    return np.fromiter(islice(chain.from_iterable(documents), most), np.int32)
 
 
 def _sentence_ends(filler: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
@@ -385,11 +376,12 @@ def _window(
     """A text of exactly `length` tokens, of which those of the answer count."""
     size = length - sample.size
     begin = int(sample.begin * (len(filler) - size + 1))
-    place = round(depth * size)
-    if place < size:  # at 100% the fact is the last thing before the question
-        index = np.searchsorted(ends, begin + place, side="right") - 1
-        moved = int(ends[index]) - begin if index >= 0 else 0
-        place = moved if moved >= 0 and place - moved <= size / (2 * (depths - 1)) else place
+    begin_of_fact = round(depth * size)
+    if begin_of_fact < size:  # at 100% the fact is the last thing before the question
+        index = np.searchsorted(ends, begin + begin_of_fact, side="right") - 1
+        moved = int(ends[index]) - begin if index >= 0 else -1
+        if moved >= 0 and begin_of_fact - moved <= size / (2 * (depths - 1)):
+            begin_of_fact = moved
     text = filler[begin : begin + size]
-    parts = [[start], text[:place], sample.fact, text[place:], sample.question, sample.answer]
+    parts = [[start], text[:begin_of_fact], sample.fact, text[begin_of_fact:], sample.question, sample.answer]
     return Window(np.concatenate(parts).astype(np.int32), len(sample.answer))

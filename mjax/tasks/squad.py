@@ -28,8 +28,8 @@ import numpy as np
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks import squad_scores
-from mjax.tasks.interface import Metric
-from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object, must_exist
+from mjax.tasks.interface import Metric, read_text
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object
 
 STRIDE = 128  # tokens by which a window advances
 LONGEST_QUESTION = 64  # tokens
@@ -184,11 +184,7 @@ def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
     Raises:
       UsageError: the file is missing or not JSON, or does not have the format.
     """
-    try:
-        text = must_exist(file).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); give the published file") from None
-    for article, values in _objects(json_object(text, str(file), EXPECTED), "data", str(file), ", "):
+    for article, values in _objects(json_object(read_text(file), str(file), EXPECTED), "data", str(file), ", "):
         for place, paragraph in _objects(values, "paragraphs", article, "."):
             context, asked = paragraph.get("context"), paragraph.get("qas")
             if not isinstance(context, str) or not isinstance(asked, list):

@@ -1,15 +1,15 @@
 """Zero-shot tasks: perplexity and bits per byte of any text, WikiText103, LAMBADA.
 
-Perplexity reads every document from its beginning, after the end-of-document token that precedes it in training. So each of its
-tokens is predicted, including the first, and the loss is that of the whole text. Divided by bytes rather than tokens,
-it is comparable across tokenizers:
+Perplexity reads every document from its beginning, after the end-of-document token that precedes it in training. So
+each of its tokens is predicted, including the first, and the loss is that of the whole text. Divided by bytes rather
+than tokens, it is comparable across tokenizers:
 
     perplexity     exp(nats / tokens)
     bits per byte  nats / ln 2 / bytes of UTF-8
 
-A document longer than the model's sequence is split into windows (`interface.overlapping_windows`): adjacent, or overlapping on request,
-which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains them or
-not, so a text gives the same metrics as the dataset prepared from it.
+A document longer than the model's sequence is split into windows (`overlapping_windows`): adjacent, or overlapping
+on request, which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains
+them or not, so a text gives the same metrics as the dataset prepared from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from mjax.data.corpus import Document
 from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.tasks.interface import Metric, Score, Window, check_overlap, overlapping_windows, perplexity, read_documents
+from mjax.tasks.interface import (
+    Metric,
+    Score,
+    Window,
+    check_overlap,
+    overlapping_windows,
+    perplexity,
+    read_documents,
+    read_text,
+)
 
 
 class Perplexity:
@@ -100,9 +109,14 @@ def open_text(data: str, tokenizer: Tokenizer) -> tuple[Iterator[Sequence[int]],
 
 
 def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The documents of a dataset, without what begins and ends them."""
-    data = IndexedDataset(prefix)
-    _check_tokenizer(prefix, tokenizer)
+    """Yield the documents of a dataset, without the ids that begin and end them."""
+    data, folder = IndexedDataset(prefix), tokenizer_folder(prefix)
+    # Megatron's datasets have no tokenizer.
+    if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
+        raise UsageError(
+            f"{prefix} was prepared with another tokenizer than the run's, so the same id means different text; "
+            "prepare it again with the tokenizer of the run, or give the text itself"
+        )
     for first, last in pairwise(data.document_indices.tolist()):
         tokens = np.concatenate([np.zeros(0, np.int32), *(data.get(sequence) for sequence in range(first, last))])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
@@ -113,16 +127,6 @@ def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         if len(tokens) and tokens[0] == tokenizer.bos:
             tokens = tokens[1:]
         yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
-
-
-def _check_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
-    """Refuse a dataset that has another tokenizer than the run; Megatron's datasets have none."""
-    folder = tokenizer_folder(prefix)
-    if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
-        raise UsageError(
-            f"{prefix} was prepared with another tokenizer than the run's, so the same id means different text; "
-            "prepare it again with the tokenizer of the run, or give the text itself"
-        )
 
 
 def _identity(tokenizer: Tokenizer) -> tuple:
@@ -197,11 +201,6 @@ def _stripped_inside(text: str, left: str, right: str) -> str:
     return "".join([*parts, text[done:]])
 
 
-def count_words(text: str) -> int:
-    """T_o: words of the original file, separated by single spaces, as counted in v1.0."""
-    return len(text.strip().split(" "))
-
-
 def token_ratio(tokens: int, words: int) -> float:
     """(T − 1) / (T_o − 1), by which v1.0 multiplies the loss."""
     return (tokens - 1) / (words - 1)
@@ -227,9 +226,9 @@ class WikiText103:
           UsageError: the file is missing, is not UTF-8, or has fewer than two words; the overlap does not fit.
         """
         self.overlap = check_overlap(OVERLAP if overlap is None else overlap, positions)
-        original = _read(Path(data))
+        original = read_text(Path(data), "WikiText103's wiki.test.tokens, or text like it")
         tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
-        self.tokens, self.words = len(tokens), count_words(original)
+        self.tokens, self.words = len(tokens), len(original.strip().split(" "))  # as v1.0 counts
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
         self.passes = [overlapping_windows(tokens, positions, self.overlap)]
@@ -248,15 +247,6 @@ class WikiText103:
             Metric.count("words", self.words, "T_o, in the original file"),
             Metric.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
         ]
-
-
-def _read(file: Path) -> str:
-    if not file.is_file():
-        raise UsageError(f"there is no file {file}; give WikiText103's wiki.test.tokens, or text like it")
-    try:
-        return file.read_bytes().decode("utf-8")  # not read_text: line ends are kept, as in v1.0
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 (byte {error.start}); give wiki.test.tokens as published") from None
 
 
 # --- LAMBADA: the last word of a passage, which people guess only after reading all of it (arXiv 1606.06031) ----------
@@ -294,10 +284,12 @@ class Lambada:
         documents = read_documents(data)
         if not documents:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')
-        self.passes: list[Sequence[Window]] = [
-            [_window(document, cut(tokenizer, document), positions) for document in documents]
-            for cut in (_last_word, _last_token)
-        ]
+        strict, last = [], []
+        for document in documents:
+            tokens = tokenizer.prompt(document.text)
+            strict.append(_window(document, *_last_word(tokenizer, document), positions))
+            last.append(_window(document, tokens[:-1], tokens[-1:], positions))
+        self.passes: list[Sequence[Window]] = [strict, last]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Both accuracies, and the likelihood of the last words."""
@@ -317,22 +309,14 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
     """Tokens of the passage without its last word, and of that word with a leading space."""
     words = document.text.split()
     if document.fields is None or len(words) < 2:
-        what = "has fewer than two words" if document.fields is not None else "is not a .jsonl file"
-        raise UsageError(
-            f'{document.source} {what}; lambada needs one passage per line, {{"text": "The cat sat down"}}'
-        )
+        what = "is not a .jsonl file" if document.fields is None else "has fewer than two words"
+        needs = 'lambada needs one passage per line, {"text": "The cat sat down"}'
+        raise UsageError(f"{document.source} {what}; {needs}")
     before = document.text[: document.text.rfind(words[-1])].strip()
     return tokenizer.prompt(before), tokenizer.encode(" " + words[-1])
 
 
-def _last_token(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[int]]:
-    """Tokens of the whole passage, the last one separately."""
-    tokens = tokenizer.prompt(document.text)
-    return tokens[:-1], tokens[-1:]
-
-
-def _window(document: Document, cut: tuple[list[int], list[int]], positions: int) -> Window:
-    context, labels = cut
+def _window(document: Document, context: list[int], labels: list[int], positions: int) -> Window:
     if len(context) + len(labels) > positions + 1:
         raise UsageError(
             f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "

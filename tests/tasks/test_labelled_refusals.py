@@ -58,7 +58,7 @@ FOLDERS = [  # the same, of folders of texts
     ("race", [race(), race()], "the id a is twice in {}; leave one out"),
 ]
 OBJECTS = [  # the same, of .json files
-    ("squad1.1", b"\xff", "{} is not UTF-8 (byte 0); give"),
+    ("squad1.1", b"\xff", "{}:1 is not UTF-8 (byte 0); give"),
     ("squad1.1", "[" * 100_000, "{} is not JSON ("),
     ("squad1.1", "[1]", "{} is '[1]', not a JSON object"),
     ("squad1.1", paragraphs({"qas": []}), "{}, data[0].paragraphs[0] lacks 'context' or 'qas'"),
