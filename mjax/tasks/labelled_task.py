@@ -359,3 +359,15 @@ def json_object(text: str, source: str, expected: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"{source} is {text.strip()!r:.40}, not a JSON object; {expected} is expected")
     return values
+
+
+def entry(values: Any, key: str, kind: type, source: str, expected: str) -> Any:
+    """The value of `key` in `values`, which should be a JSON object.
+
+    Raises:
+      UsageError: `values` has no such key, or its value has another type; `expected` shows the format.
+    """
+    value = values.get(key) if isinstance(values, dict) else None
+    if type(value) is not kind:
+        raise UsageError(f"{source} has no {key!r} of type {kind.__name__}; {expected} is expected")
+    return value

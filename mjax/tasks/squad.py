@@ -29,7 +29,7 @@ from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks import squad_scores
 from mjax.tasks.interface import Metric, read_text
-from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, finite, json_object
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, entry, finite, json_object
 
 STRIDE = 128  # tokens by which a window advances
 LONGEST_QUESTION = 64  # tokens
@@ -89,28 +89,28 @@ class Squad(LabelledTask):
 
     def read(self, file: Path) -> list[Question]:
         """The questions of a file, each with its context."""
-        found: list[Question] = []
+        questions: list[Question] = []
         paragraphs = list(_paragraphs(file))
         encoded = self.tokenizer.encode_with_characters([text for _, text, _ in paragraphs])
-        for (place, text, asked), of_text in zip(paragraphs, encoded, strict=True):
-            context = Context(text, *of_text)
-            places = (f"{place}.qas[{number}]" for number in range(len(asked)))
-            found += (_question(*of_one, context, self.version) for of_one in zip(asked, places, strict=True))
+        for (source, text, asked), ids_and_characters in zip(paragraphs, encoded, strict=True):
+            context = Context(text, *ids_and_characters)
+            for number, values in enumerate(asked):
+                questions.append(_question(values, f"{source}.qas[{number}]", context, self.version))
             if asked and not context.ids:
-                raise UsageError(f"{file}, question {found[-1].name} is about a context without text; leave it out")
-        return found
+                raise UsageError(f"{file}, question {questions[-1].name} is about a context without text; leave it out")
+        return questions
 
     def encode(self, file: Path, items: list[Question], role: Role):
         """One row per window; in training, questions whose answer is not where the file says are skipped."""
-        found = [q for q in items if role == "validation" or not q.truth or q.span is not None]
-        if lost := len(items) - len(found):
+        questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
+        if lost := len(items) - len(questions):
             self.notes.append(
                 f"{file}: {lost:,} of {len(items):,} questions were skipped: the context does not contain their answer "
                 "at its answer_start"
             )
-        encoded = self.tokenizer.encode_batch([question.text for question in found])
+        encoded = self.tokenizer.encode_batch([question.text for question in questions])
         self.note_long_questions(encoded, LONGEST_QUESTION, file)
-        for question, ids in zip(found, encoded, strict=True):
+        for question, ids in zip(questions, encoded, strict=True):
             ids, tokens, span = ids[:LONGEST_QUESTION], question.context.ids, question.span
             if (room := self.positions - len(ids) - 3) < 1:
                 raise UsageError(
@@ -128,34 +128,34 @@ class Squad(LabelledTask):
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
         """The metrics of the version's official script, over all sets with answers."""
-        found = self._answers(outputs)
+        asked = [question for questions in self._asked.values() for question in questions]
         truths = {
-            question.name: [text for text, _ in question.truth]
-            for of_set in self._asked.values()
-            for question in of_set
-            if question.truth is not None
+            question.name: [text for text, _ in question.truth] for question in asked if question.truth is not None
         }
         if not truths:
             return []
-        best = {name: found[name].best[0].text for name in truths}
+        answers = self._answers(outputs)
+        best = {name: answers[name].best[0].text for name in truths}
         scored = squad_scores.score(best, truths, self.version)
         if self.version == "1.1":
             return squad_scores.metrics_1(scored)
-        return squad_scores.metrics_2(best, {name: found[name].null_odds for name in truths}, scored)
+        return squad_scores.metrics_2(best, {name: answers[name].null_odds for name in truths}, scored)
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """The prediction files of the module docstring; with several sets their names begin with the name of the
         set."""
         files = {}
         for name, logits in outputs.items():
-            found = self._answers({name: logits})
-            best = {question: answers.best[0].text for question, answers in found.items()}
+            answers = self._answers({name: logits})
+            best = {question: of_question.best[0].text for question, of_question in answers.items()}
             contents: dict[str, dict[str, Any]] = {"predictions": best}
             if self.version == "2.0":
-                null_odds = {question: answers.null_odds for question, answers in found.items()}
+                null_odds = {question: of_question.null_odds for question, of_question in answers.items()}
                 given = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
                 contents = {"predictions": given, "null_odds": null_odds, "best_answers": best}
-            contents["nbest_predictions"] = {question: answers.listed() for question, answers in found.items()}
+            contents["nbest_predictions"] = {
+                question: of_question.listed() for question, of_question in answers.items()
+            }
             before = f"{name}_" if len(self._asked) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
@@ -163,16 +163,14 @@ class Squad(LabelledTask):
 
     def _answers(self, outputs: Outputs) -> dict[str, Answers]:
         """The possible answers to all questions of these sets, by name."""
-        found = {}
+        answers = {}
         for name, logits in finite(outputs).items():
-            row = 0
+            rows = iter(logits)
             for question in self._asked[name]:
-                of_question = logits[row : row + len(question.windows)]
+                of_question = np.stack([next(rows) for _ in question.windows])
                 none = no_answer(of_question) if self.version == "2.0" else None
-                best = best_answers(question.context, question.windows, of_question)
-                found[question.name] = Answers(best, none)
-                row += len(question.windows)
-        return found
+                answers[question.name] = Answers(best_answers(question.context, question.windows, of_question), none)
+        return answers
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------
@@ -184,41 +182,27 @@ def _paragraphs(file: Path) -> Iterator[tuple[str, str, list]]:
     Raises:
       UsageError: the file is missing or not JSON, or does not have the format.
     """
-    for article, values in _objects(json_object(read_text(file), str(file), EXPECTED), "data", str(file), ", "):
-        for place, paragraph in _objects(values, "paragraphs", article, "."):
-            context, asked = paragraph.get("context"), paragraph.get("qas")
-            if not isinstance(context, str) or not isinstance(asked, list):
-                raise UsageError(f"{place} lacks 'context' or 'qas'; {EXPECTED} is expected")
-            yield place, context, asked
+    for a, article in enumerate(
+        entry(json_object(read_text(file), str(file), EXPECTED), "data", list, str(file), EXPECTED)
+    ):
+        for p, paragraph in enumerate(entry(article, "paragraphs", list, f"{file}, data[{a}]", EXPECTED)):
+            source = f"{file}, data[{a}].paragraphs[{p}]"
+            context = entry(paragraph, "context", str, source, EXPECTED)
+            yield source, context, entry(paragraph, "qas", list, source, EXPECTED)
 
 
-def _objects(values: dict[str, Any], key: str, source: str, between: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and value of each object in the list `key`."""
-    if not isinstance(found := values.get(key), list):
-        raise UsageError(f"{source} has no list {key!r}; {EXPECTED} is expected")
-    for number, value in enumerate(found):
-        place = f"{source}{between}{key}[{number}]"
-        if not isinstance(value, dict):
-            raise UsageError(f"{place} is not an object; {EXPECTED} is expected")
-        yield place, value
-
-
-def _question(values: Any, place: str, context: Context, version: Version) -> Question:
-    values = values if isinstance(values, dict) else {}
-    name, text, answers = values.get("id"), values.get("question"), values.get("answers")
-    if not isinstance(name, str) or not isinstance(text, str):
-        raise UsageError(f"{place} lacks 'id' or 'question'; {OF_QUESTION} is expected")
-    if answers is None:
+def _question(values: Any, source: str, context: Context, version: Version) -> Question:
+    name, text = (entry(values, key, str, source, OF_QUESTION) for key in ("id", "question"))
+    if values.get("answers") is None:
         return Question(name, text, context, None)
-    found = []
-    for answer in answers if isinstance(answers, list) else [answers]:
-        of_answer = (answer.get("text"), answer.get("answer_start")) if isinstance(answer, dict) else (None, None)
-        if not isinstance(of_answer[0], str) or type(of_answer[1]) is not int:
-            raise UsageError(f"{place} has an answer without 'text' or 'answer_start'; {OF_QUESTION} is expected")
-        found.append(of_answer)
-    if not found and version == "1.1":
-        raise UsageError(f"{place} has no answer, which SQuAD 1.1 does not allow; use the task squad2.0 for this file")
-    return Question(name, text, context, found)
+    answers = entry(values, "answers", list, source, OF_QUESTION)
+    truth = [
+        (entry(answer, "text", str, source, OF_QUESTION), entry(answer, "answer_start", int, source, OF_QUESTION))
+        for answer in answers
+    ]
+    if not truth and version == "1.1":
+        raise UsageError(f"{source} has no answer, which SQuAD 1.1 does not allow; use the task squad2.0 for this file")
+    return Question(name, text, context, truth)
 
 
 # --- The answer to a question from the logits of its windows, as in Google's run_squad.py -----------------------------
@@ -254,7 +238,7 @@ def best_answers(
       windows: those of one question.
       logits: float32 [windows, 2, s], of starts and of ends.
     """
-    found = []  # for each window: first tokens, last tokens, their logits as start and as end
+    of_windows = []  # first tokens, last tokens, their logits as start and as end
     for window, (start, end) in zip(windows, logits.astype(np.float64), strict=True):
         count = len(window.deciding)
         inside = slice(window.offset, window.offset + count)
@@ -264,8 +248,10 @@ def best_answers(
         # Few spans have the same text: ten times as many as are kept nearly always contain enough different ones.
         highest = np.argpartition(-score, 10 * best)[: 10 * best] if score.size > 10 * best else np.arange(score.size)
         first, after = np.divmod(np.sort(highest[score[highest] > -np.inf]), longest)
-        found.append(np.stack([window.first + first, window.first + first + after, start[first], end[first + after]]))
-    spans = np.concatenate(found, axis=1)  # [4, spans]
+        of_windows.append(
+            np.stack([window.first + first, window.first + first + after, start[first], end[first + after]])
+        )
+    spans = np.concatenate(of_windows, axis=1)  # [4, spans]
 
     answers: dict[str, Answer] = {}
     for first, last, start, end in spans.T[np.argsort(-(spans[2] + spans[3]), kind="stable")].tolist():
@@ -386,8 +372,8 @@ def deciding_windows(windows: Sequence[range], tokens: int) -> np.ndarray:
     """
     deciding, best = np.zeros(tokens, np.int64), np.full(tokens, -1.0)
     for number, window in enumerate(windows):
-        inside, place = slice(window.start, window.stop), np.arange(len(window))
-        shown = np.minimum(place, place[::-1]) + 0.01 * len(window)
+        inside, index = slice(window.start, window.stop), np.arange(len(window))
+        shown = np.minimum(index, index[::-1]) + 0.01 * len(window)
         better = shown > best[inside]
         deciding[inside][better], best[inside][better] = number, shown[better]
     return deciding
