@@ -112,8 +112,8 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
             f"--sequence {arguments.sequence} is longer than the {positions} positions of the model in "
             f"{arguments.checkpoint}; use at most {positions}"
         )
-    given = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
-    recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in given.items() if value is not None})
+    flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
+    recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
     if data > 0 and recipe.batch % data:
         raise UsageError(
@@ -210,9 +210,9 @@ class Request:
     @classmethod
     def of(cls, arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> Request:
         """Build the request from the flags."""
-        train, validation = list(arguments.train), list(arguments.validation)
-        checkpoint, step, task = str(arguments.checkpoint), arguments.step, arguments.task
-        return cls(checkpoint, step, task, train, validation, examples, recipe, compute)
+        names = {name: getattr(arguments, name) for name in ("step", "task")}
+        files = {name: list(getattr(arguments, name)) for name in ("train", "validation")}
+        return cls(str(arguments.checkpoint), **names, **files, examples=examples, recipe=recipe, compute=compute)
 
     def continuing(self, output: Path) -> Request:
         """This request, with the step that the fine-tuning in the folder `output` started from.

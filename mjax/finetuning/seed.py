@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from mjax.checkpoint.arrays import named
 from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
 from mjax.cluster.processes import is_first
 from mjax.config import Config
 from mjax.errors import UnhealthyError, UsageError
 from mjax.models.build import build_model
 from mjax.models.heads import TaskBERT
-from mjax.models.protocol import Model
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.loop import Run
 from mjax.step.layout import lay_out
@@ -42,7 +41,6 @@ from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import Examples, LabelledTask, write_predictions
 from mjax.tasks.scoring import TaskScorer
 from mjax.utils.files import read_json, write_whole
-from mjax.utils.names import leaf_name
 
 
 class SeedRun(Run):
@@ -75,11 +73,12 @@ class SeedRun(Run):
         loss = mean_loss(scores, validation)
         epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
         self.epochs.append(epoch)
-        if best_of(self.epochs, self.task.metric) is epoch:
+        is_best = best_of(self.epochs, self.task.metric) is epoch
+        if is_best:
             self.best.save(step, {"model": model})
             self.best.wait()
         if is_first():
-            if best_of(self.epochs, self.task.metric) is epoch:
+            if is_best:
                 write_predictions(self.folder / "best" / "predictions", self.task, scores)
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
         return loss, {name: value for name, value in metrics.items() if isinstance(value, float)}
@@ -87,8 +86,8 @@ class SeedRun(Run):
     def give_up(self, problem: str) -> None:
         """End an unhealthy seed.
 
-        UnhealthyError: always; the earlier seeds are intact.
-          UnhealthyError: always; the seeds before it are intact.
+        Raises:
+          UnhealthyError: always; the earlier seeds are intact.
         """
         raise UnhealthyError(f"{problem}; fine-tune with a lower --learning-rate, into another --output")
 
@@ -130,8 +129,8 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
             labels = np.stack(list(examples.labels.values()), axis=1)  # [N, 1], of a span [N, 2]
             logits = scores[name].reshape(*labels.shape, -1).astype(np.float64)
             of_labels = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-            losses.append(np.logaddexp.reduce(logits, axis=-1) - of_labels)
-    return float(np.concatenate([loss.mean(1) for loss in losses]).mean())
+            losses += (np.logaddexp.reduce(logits, axis=-1) - of_labels).mean(1).tolist()
+    return float(np.mean(losses))
 
 
 # --- The initial state of fine-tuning: the trunk of a checkpoint, and a head initialised by the seed ------------------
@@ -159,11 +158,19 @@ class Start:
         self.run, self.config = run, config
         source = replace(config, model=replace(saved.model, attention=config.model.attention))
         self._source = lay_out(source, mesh).abstract_model
-        self._kept = _named(program.abstract_state.model).keys() & _named(self._source).keys()
-        self._kept = {name for name in self._kept if not name.startswith(HEAD)}
-        self.new = sorted(_named(program.abstract_state.model).keys() - self._kept)
+        names = named(program.abstract_state.model).keys()
+        self._trunk = {name for name in names & named(self._source).keys() if not name.startswith(HEAD)}
+        self.new = sorted(names - self._trunk)
+
+        def first(seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
+            drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
+            weights = named(cut_into_chunks(drawn, config.mesh))
+            chosen = [trunk[name][: len(weight)] if name in trunk else weight for name, weight in weights.items()]
+            model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
+            return first_state(config, adamw(config.optimizer), model, first_step)
+
         shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
-        self._begin = jax.jit(partial(_first_state, config), out_shardings=shardings)
+        self._first = jax.jit(first, out_shardings=shardings)
 
     def state(self, seed: int, step: int | None, on_notice: Callable[[str], None]) -> tuple[int, TrainState]:
         """The initial state for `seed`, and the step of the checkpoint of its trunk.
@@ -178,21 +185,6 @@ class Start:
           RunError: it is damaged.
         """
         step, model = restore_weights(self.run, self._source, step, on_notice)
-        trunk = {name: weight for name, weight in _named(model).items() if name in self._kept}
+        trunk = {name: weight for name, weight in named(model).items() if name in self._trunk}
         del model  # frees memory
-        return step, self._begin(np.uint32(seed), np.int32(seed * self.config.train.steps % 2**31), trunk)
-
-
-def _first_state(config: Config, seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
-    drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
-
-    def chosen(path: tuple, new: Array) -> Array:
-        name = leaf_name(path)
-        return trunk[name][: len(new)] if name in trunk else new
-
-    model = jax.tree_util.tree_map_with_path(chosen, cut_into_chunks(drawn, config.mesh))
-    return first_state(config, adamw(config.optimizer), model, first_step)
-
-
-def _named(model: Model) -> dict[str, Array]:
-    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+        return step, self._first(np.uint32(seed), np.int32(seed * self.config.train.steps % 2**31), trunk)

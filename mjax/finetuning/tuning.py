@@ -95,13 +95,14 @@ class Finetuning:
         """Train one seed to its end, or continue it. Returns the exit code, 75 if it was stopped."""
         folder, last = self.output / f"seed-{seed}", self.config.train.steps
         self._say(f"seed    {seed}")
-        if (found := read_epochs(folder)) and found[-1]["step"] == last:
-            self.epochs[seed] = found
-            return self._conclude()
+        if (epochs := read_epochs(folder)) and epochs[-1]["step"] == last:
+            self.epochs[seed] = epochs
+            self._conclude()
+            return 0
         with contextlib.ExitStack() as stack:
             checkpoints, best = (
-                stack.enter_context(Checkpoints(place / "checkpoints", keep_last=2, on_notice=notice))
-                for place, notice in ((folder, self._say), (folder / "best", lambda line: self._say(f"best: {line}")))
+                stack.enter_context(Checkpoints(run / "checkpoints", keep_last=2, on_notice=notice))
+                for run, notice in ((folder, self._say), (folder / "best", lambda line: self._say(f"best: {line}")))
             )
             start, state = self._state(seed, checkpoints)
             log = None
@@ -128,7 +129,8 @@ class Finetuning:
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._say("stopped; run the same command again to continue")
                     return PREEMPTED
-        return self._conclude()
+        self._conclude()
+        return 0
 
     def report(self) -> dict[str, Any]:
         """The request and the results of all seeds."""
@@ -139,9 +141,8 @@ class Finetuning:
         task, checkpoint = self.request.task, self.request.checkpoint
         print_table(self.report(), f"{task}, fine-tuned from {checkpoint}, step {self.request.step}")
         best = self.report()["best"]
-        self._say(
-            f"\nbest    {self.output / 'best'}: seed {best['seed']}, epoch {best['epoch']}, its predictions beside it"
-        )
+        chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
+        self._say(f"\nbest    {self.output / 'best'}: {chosen}")
         self._say(f"report  {self.output / 'report.json'}, {self.output / 'report.png'}")
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
@@ -163,25 +164,27 @@ class Finetuning:
         best = folder / "best"
         best.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, train=replace(self.config.train, seed=seed))
-        for place in (folder, best):
-            save_config(config, place / "config.json")
+        for run in (folder, best):
+            save_config(config, run / "config.json")
         shutil.copytree(Path(self.request.checkpoint) / "tokenizer", best / "tokenizer", dirs_exist_ok=True)
 
     def _redraw(self) -> None:
-        measured = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
-        if not measured:
+        drawn = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
+        if not drawn:
             return
         title, metric = f"{self.request.task} from {self.request.checkpoint}", self.task.metric
         with self._announced("report.png"):
             from mjax.pictures.tasks import draw_seeds  # matplotlib takes a second to import
 
-            curves = {seed: {one["epoch"]: one["figures"][metric] for one in each} for seed, each in measured.items()}
-            best = {one["seed"]: one["epoch"] for one in summary(metric, measured)["seeds"]}
+            curves = {
+                seed: {epoch["epoch"]: epoch["figures"][metric] for epoch in epochs} for seed, epochs in drawn.items()
+            }
+            best = {seed["seed"]: seed["epoch"] for seed in summary(metric, drawn)["seeds"]}
             draw_seeds(metric, curves, best, self.output / "report.png", title)
 
-    def _conclude(self) -> int:
+    def _conclude(self) -> None:
         if not is_first():
-            return 0
+            return
         report = self.report()
         write_whole(self.output / "report.json", json.dumps(report, indent=1) + "\n")
         link = self.output / "best.tmp"
@@ -189,7 +192,6 @@ class Finetuning:
         link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
         rename(link, self.output / "best")
         self._redraw()
-        return 0
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False)
@@ -260,25 +262,25 @@ def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
     return {
         "metric": metric,
         "seeds": [{"seed": seed, **epoch} for seed, epoch in best.items()],
-        "median": {name: statistics.median(found) for name, found in values.items() if None not in found},
+        "median": {name: statistics.median(numbers) for name, numbers in values.items() if None not in numbers},
         "best": {"seed": chosen, **best[chosen]},
     }
 
 
 def print_table(report: dict[str, Any], title: str) -> None:
     """Print a `summary` on stdout: one column per seed, then the median of several."""
-    seeds, several = report["seeds"], len(report["seeds"]) > 1
-    names = [name for name, value in report["best"]["figures"].items() if isinstance(value, float)]
+    seeds, median = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
-    for _ in range(len(seeds) + several):
+    for _ in [*seeds, *median]:
         table.add_column(justify="right", no_wrap=True)
-    table.add_row("seed", *(str(seed["seed"]) for seed in seeds), *(["median"] if several else []), style="dim")
+    table.add_row("seed", *(str(seed["seed"]) for seed in seeds), *["median" for _ in median], style="dim")
     table.add_row("best epoch", *(str(seed["epoch"]) for seed in seeds))
     table.add_row("loss", *(f"{seed['loss']:.4f}" for seed in seeds))
-    for name in names:
-        values = [seed["figures"][name] for seed in seeds] + ([report["median"][name]] if several else [])
-        table.add_row(name.replace("_", " "), *(f"{value:.4f}" for value in values))
+    for name, best in report["best"]["figures"].items():
+        if isinstance(best, float):
+            values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *median)]
+            table.add_row(name.replace("_", " "), *(f"{value:.4f}" for value in values))
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{title}\n", markup=False)
     console.print(table)

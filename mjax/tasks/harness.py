@@ -17,15 +17,14 @@ This module needs the package lm-eval; `mjax lm-eval` says so if it is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -42,6 +41,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 
+SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 MOST_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (key of the harness's cache), context, continuation
 
@@ -142,7 +142,12 @@ class HarnessModel(TemplateLM):
         """
         if chat_template in (False, None):
             return None
-        self._chat = chat_of(self.run, chat_template, self.text.eod)
+        if isinstance(chat_template, str):
+            raise UsageError(
+                f"--apply_chat_template {chat_template}: {self.run} has one template, without a name; leave "
+                f"{chat_template} out"
+            )
+        self._chat = Chat(self.run, self.text.eod, "--apply_chat_template")
         return self._chat.file.read_text(encoding="utf-8")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -170,44 +175,35 @@ class HarnessModel(TemplateLM):
         windows, owners = [], []
         for owner, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
-            cut = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
-            found = [(None, *make_disjoint_window(window)) for window in cut]
-            windows += found
-            owners += [owner] * len(found)
+            for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(owner)
         answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        nats = np.zeros(len(requests))
-        np.add.at(nats, owners, [loglikelihood for loglikelihood, _ in answers])
-        for request, found in zip(requests, nats.tolist(), strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found)
-        return nats.tolist()
+        nats = np.bincount(owners, [loglikelihood for loglikelihood, _ in answers], len(requests)).tolist()
+        for request, of_text in zip(requests, nats, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, of_text)
+        return nats
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to its first stop sequence, the end of the document or the token limit."""
-        found: list[str] = [""] * len(requests)
         # Requests with the same settings together, longest prompts first, so that prompts in a batch have similar
         # lengths.
-        order = sorted(range(len(requests)), key=lambda i: (repr(requests[i].args[1]), -len(requests[i].args[0])))
+        arguments = [request.args for request in requests]
+        collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
+        texts, size = [], self.config.train.global_batch
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
-            for _, group in groupby(order, key=lambda i: repr(requests[i].args[1])):
-                self._generate(requests, list(group), found, bar.update)
-        return found
-
-    def _generate(
-        self, requests: list[Instance], group: list[int], found: list[str], on_progress: Callable[[int], None]
-    ) -> None:
-        """`generate_until` for the requests with indices in `group`, which share their settings."""
-        sampling, until = self._settings(requests[group[0]].args[1])
-        room = self.max_length - sampling.tokens
-        size = self.config.train.global_batch
-        for chunk in (group[first : first + size] for first in range(0, len(group), size)):
-            prompts = [(self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:] for i in chunk]
-            filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
-            written = self.generator.generate(self.weights, filled, sampling, self.ends)
-            for i, prompt, continuation in zip(chunk, prompts, written, strict=False):
-                text = written_after(self.text.decode, prompt, continuation.tokens)
-                found[i] = postprocess_generated_text(text, until, None)
-                self.cache_hook.add_partial("generate_until", requests[i].args, found[i])
-            on_progress(len(chunk))
+            for batch in collator.get_batched(n=size):
+                sampling, until = self._settings(batch[0][1])
+                room = self.max_length - sampling.tokens
+                prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text, _ in batch]
+                filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
+                written = self.generator.generate(self.weights, filled, sampling, self.ends)
+                for args, prompt, continuation in zip(batch, prompts, written, strict=False):
+                    text = written_after(self.text.decode, prompt, continuation.tokens)
+                    texts.append(postprocess_generated_text(text, until, None))
+                    self.cache_hook.add_partial("generate_until", args, texts[-1])
+                bar.update(len(batch))
+        return collator.get_original(texts)
 
     def _settings(self, given: dict[str, Any]) -> tuple[Sampling, list[str]]:
         """Sampling and stop sequences from a task's generation_kwargs."""
@@ -238,17 +234,3 @@ class HarnessModel(TemplateLM):
             )
         tokens = [*context, *continuation][-(self.max_length + 1) :]
         return Window(np.array(tokens, np.int32), len(continuation))
-
-
-def chat_of(run: Path, name: bool | str, eod: int) -> Chat:
-    """The chat template of a run, for `--apply_chat_template` or one with a name.
-
-    Raises:
-      UsageError: there is none, or it has no names.
-    """
-    if isinstance(name, str):
-        raise UsageError(f"--apply_chat_template {name}: {run} has one template, without a name; leave {name} out")
-    return Chat(run, eod, "--apply_chat_template")
-
-
-SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
