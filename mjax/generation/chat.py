@@ -17,8 +17,8 @@ from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError, lines_of
 from mjax.generation.chat_template import Template, TemplateError
-from mjax.generation.inference import ends_of_text
-from mjax.utils.files import parse_json, read_json
+from mjax.generation.inference import ends_of_text, optional_object
+from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,27 +51,27 @@ class Chat:
             raise UsageError(
                 f"{flag}: {run} has no chat template; leave it out, or put the model's {TEMPLATE} into {folder}"
             )
-        if not (folder / "tokenizer.json").is_file():
+        file = folder / "tokenizer.json"
+        if not file.is_file():
             raise UsageError(
-                f"{flag} needs the tokens that a template spells, from {folder / 'tokenizer.json'}; "
+                f"{flag} needs the tokens that a template spells, from {file}; "
                 "convert the model again from a folder that has its tokenizer.json"
             )
-        content = (folder / "tokenizer.json").read_bytes()
-        check_sizes(content, str(folder / "tokenizer.json"))
-        with library_errors(f"{folder / 'tokenizer.json'} is not a tokenizer.json", "restore it"):
+        content = file.read_bytes()
+        check_sizes(content, str(file))
+        with library_errors(f"{file} is not a tokenizer.json", "restore it"):
             self._library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._library.no_truncation()
         self._library.no_padding()
-        settings = _object(folder / "tokenizer_config.json")
-        named = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        file = folder / "tokenizer_config.json"
+        settings = optional_object(file)
+        tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
         self._special = {
-            name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()
+            name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         for name, token in self._special.items():
             if not isinstance(token, str):
-                raise UsageError(
-                    f"{folder / 'tokenizer_config.json'}: {name} is {named[name]!r}, not a token; restore the file"
-                )
+                raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
         end = self._library.token_to_id(self._special.get("eos_token", ""))
         self.stops = sorted({*ends_of_text(run, eod), *([] if end is None else [end])})
         with self._errors():
@@ -136,29 +136,17 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
     except (ValueError, RecursionError):
         lines = [line for line in lines_of(text) if line.strip()]
         values = [parse_json(line, f"line {number} of stdin", fix) for number, line in enumerate(lines, start=1)]
-    found = []
+    conversations = []
     for value in values:
-        given = value if isinstance(value, dict) else {"messages": value}
-        messages, tools = given.get("messages"), given.get("tools")
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages)
-            or not isinstance(tools, list | None)
-        ):
+        conversation = value if isinstance(value, dict) else {"messages": value}
+        messages, tools = conversation.get("messages"), conversation.get("tools")
+        are_messages = isinstance(messages, list) and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+        )
+        if not messages or not are_messages or not isinstance(tools, list | None):
             raise UsageError(f"stdin has JSON that is not a conversation; {fix}")
-        found.append((messages, tools))
-    return found
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
-    if not file.is_file():
-        return {}
-    value = read_json(file, "restore it")
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} is not an object of JSON; restore it")
-    return value
+        conversations.append((messages, tools))
+    return conversations
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -7,7 +7,6 @@ is ended when it takes too long. The child runs this file alone, which imports n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import resource
 import select
@@ -55,13 +54,16 @@ class Template:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._say(self.source)
             self._child.stdout.readline()  # it is ready
-        with self._or_end():
+        try:
             self._say(values)
             if not select.select([self._child.stdout], [], [], SECONDS)[0]:
                 raise TemplateError(f"it is not done after {SECONDS:.0f} s")
             line = self._child.stdout.readline()
             if not line:
                 raise TemplateError(f"it takes more than {MEMORY >> 20} MiB")
+        except BaseException:
+            self.close()
+            raise
         answer = json.loads(line)
         if "error" in answer:
             raise TemplateError(answer["error"])
@@ -79,14 +81,6 @@ class Template:
     def _say(self, value: Any) -> None:
         self._child.stdin.write(json.dumps(value).encode() + b"\n")
         self._child.stdin.flush()
-
-    @contextlib.contextmanager
-    def _or_end(self):
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
 
 def serve() -> None:

@@ -177,8 +177,8 @@ def _generate(
 
     logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
-    nobody = jnp.zeros(lengths.shape, bool)
-    state = _State(tokens, lengths, nobody, nobody, logits, cached)
+    none_ended = jnp.zeros(lengths.shape, bool)
+    state = _State(tokens, lengths, none_ended, none_ended, logits, cached)
     state = jax.lax.while_loop(lambda state: ~state.ended.all(), step, state)
     return state.tokens, state.lengths, state.at_eod
 
@@ -218,23 +218,18 @@ class Generator:
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
 
+        on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)
+
         def program(slots: int, model: CausalModel, request: dict[str, Array], listens: bool):
-            on_device = partial(_generate, config, layout.plan, slots, hear=self._hear if listens else None)
-            return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
-                model, request
-            )
+            hear = self._hear if listens else None
+            return on_mesh(partial(_generate, config, layout.plan, slots, hear=hear))(model, request)
 
         def all_logits(model: CausalModel, ids: Array):
-            def on_device(model, ids):
-                weights, decode = _decoder(config, layout.plan, model)
-                return weights.all_logits(ids, decode, config.across)
-
-            return jax.shard_map(on_device, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)(
-                model, ids
-            )
+            weights, decode = _decoder(config, layout.plan, model)
+            return weights.all_logits(ids, decode, config.across)
 
         self._program = jax.jit(program, static_argnums=(0, 3))
-        self._all_logits = jax.jit(all_logits)
+        self._all_logits = jax.jit(on_mesh(all_logits))
         self._listener: Listener | None = None
 
     def generate(
@@ -275,11 +270,11 @@ class Generator:
             "seed": np.uint32(sampling.seed),
         }
         self._listener = listener
-        found = self._program(self._width(limits.max()), model, request, listener is not None)
+        texts = self._program(self._width(limits.max()), model, request, listener is not None)
         if listener is not None:
             jax.effects_barrier()
         continuations = []
-        for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, found), strict=True):
+        for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, texts), strict=True):
             written = tokens[start:length].tolist()
             complete = "tokens" if len(written) == sampling.tokens else "positions"
             continuations.append(Continuation(written, "eod" if at_eod else complete))
@@ -296,8 +291,8 @@ class Generator:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        found = np.asarray(self._all_logits(model, self._padded(texts))).astype(np.float32)
-        return [each[: len(text), : self.config.model.vocabulary] for each, text in zip(found, texts, strict=True)]
+        logits = np.asarray(self._all_logits(model, self._padded(texts)))[..., : self.config.model.vocabulary]
+        return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
 
     def _hear(self, positions: Array, tokens: Array, grows: Array) -> None:
         for index, (position, token, more) in enumerate(zip(positions, tokens, grows, strict=True)):
@@ -319,7 +314,7 @@ class Generator:
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
         model = self.config.model
-        most = model.sequence - 1 if most is None else most
+        most = most or model.sequence - 1
         if not prompts:
             raise UsageError("there is no prompt; add --prompt TEXT")
         for number, prompt in enumerate(prompts, start=1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -181,10 +182,21 @@ def ends_of_text(run: Path, eod: int, given: str | None = None) -> list[int]:
       UsageError: the file is damaged.
     """
     file = run / "tokenizer" / "generation_config.json"
-    values = read_json(file, "restore it") if file.is_file() and given is None else {}
-    named = values.get("eos_token_id") if isinstance(values, dict) else None
-    ids = named if isinstance(named, list) else [named]
-    return sorted({eod, *(one for one in ids if type(one) is int and 0 <= one < 2**31)})
+    ids = optional_object(file).get("eos_token_id") if given is None else None
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})
+
+
+def optional_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    value = read_json(file, "restore it") if file.is_file() else {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} is not an object of JSON; restore it")
+    return value
 
 
 def run_tokenizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -46,25 +47,21 @@ class Streamed:
     def __init__(self, decode: Decode, prompt: Sequence[int]):
         """`decode` gives the text of ids; `prompt` is what the continuation follows."""
         self._decode, self._prompt = decode, list(prompt)
-        self._early: dict[int, int | None] = {}
-        self._tokens: list[int] = []
+        self._drawn: dict[int, int | None] = {}
         self.text, self.ended = "", False
 
     def hear(self, position: int, token: int | None) -> None:
         """Take the token drawn for a position; None: the text ends before it."""
-        if self.ended:
+        index = position - len(self._prompt)
+        if self.ended or index in self._drawn:
             return
-        self._early.setdefault(position - len(self._prompt), token)
-        before = len(self._tokens)
-        while not self.ended and len(self._tokens) in self._early:
-            token = self._early.pop(len(self._tokens))
-            self.ended = token is None
-            self._tokens += [] if token is None else [token]
-        if self.ended or len(self._tokens) > before:
-            text = written_after(self._decode, self._prompt, self._tokens)
-            text = text if self.ended else text.rstrip("\ufffd")
-            if text.startswith(self.text):
-                self.text = text
+        self._drawn[index] = token
+        tokens = [self._drawn[index] for index in takewhile(self._drawn.__contains__, count())]
+        self.ended = None in tokens
+        text = written_after(self._decode, self._prompt, tokens[:-1] if self.ended else tokens)
+        text = text if self.ended else text.rstrip("\ufffd")
+        if text.startswith(self.text):
+            self.text = text
 
 
 class Live:
@@ -72,29 +69,21 @@ class Live:
 
     def __init__(self, console: Console, titles: Sequence[str]):
         """`titles` are printed before the texts, dim on a terminal, and an empty line between two texts."""
-        self._console, self._titles = console, titles
-        self._current, self._shown = 0, -1
+        self._file, self._printed = console.file, 0
+        self._titles = [f"\x1b[2m{title}\x1b[0m" if console.is_terminal and title else title for title in titles]
 
     def show(self, texts: Sequence[Streamed]) -> None:
         """Print what is new."""
-        while self._current < len(texts):
-            streamed = texts[self._current]
-            if self._shown < 0:
-                title = self._titles[self._current]
-                self._write(f"\x1b[2m{title}\x1b[0m" if self._console.is_terminal and title else title)
-                self._shown = 0
-            if len(streamed.text) > self._shown:
-                self._write(streamed.text[self._shown :])
-                self._shown = len(streamed.text)
+        whole = ""
+        for number, (title, streamed) in enumerate(zip(self._titles, texts, strict=True), start=1):
+            whole += title + streamed.text
             if not streamed.ended:
-                return
-            last = self._current == len(texts) - 1
-            self._write("\n" if last else "\n\n")
-            self._current, self._shown = self._current + 1, -1
-
-    def _write(self, text: str) -> None:  # not by rich, which ends the process where the output is not read
-        self._console.file.write(text)
-        self._console.file.flush()
+                break
+            whole += "\n" if number == len(texts) else "\n\n"
+        # Not by rich, which ends the process where the output is not read.
+        self._file.write(whole[self._printed :])
+        self._file.flush()
+        self._printed = len(whole)
 
 
 # --- As text ----------------------------------------------------------------------------------------------------------
@@ -152,14 +141,13 @@ def continue_ids(
             except BaseException as error:  # such as a closed pipe: it would end the program on the device
                 problems.append(error)
 
-    found = generator.generate(model, encoded, sampling, eod, listen if watch else None)
+    continuations = generator.generate(model, encoded, sampling, eod, listen if watch else None)
     if problems:
         raise problems[0]
     samples = []
-    for prompt, ids, continuation, streamed in zip(prompts, encoded, found, texts, strict=True):
-        text = written_after(decode, ids, continuation.tokens)
-        samples.append(Sample(prompt, text, len(ids), len(continuation.tokens), continuation.ended))
-        streamed.text, streamed.ended = text, True
+    for prompt, ids, continuation, streamed in zip(prompts, encoded, continuations, texts, strict=True):
+        streamed.text, streamed.ended = written_after(decode, ids, continuation.tokens), True
+        samples.append(Sample(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
     if watch:
         watch(texts)  # a text that ended last was not heard to end
     return samples
@@ -202,9 +190,9 @@ def continuations_of(
     """
     if (prompts is None) == (ids is None):
         raise UsageError("give generate either prompts or ids")
-    if unknown := sampling.keys() - {field.name for field in fields(Sampling)}:
-        known = ", ".join(field.name for field in fields(Sampling))
-        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {known}")
+    known = [field.name for field in fields(Sampling)]
+    if unknown := sampling.keys() - known:
+        raise UsageError(f"generate has no option {min(unknown)!r}; of sampling it has {', '.join(known)}")
     chosen = Sampling(**sampling)
     opened, generator, weights = _opened(run, step, mesh, compute)
     if ids is not None:
@@ -257,14 +245,6 @@ def _opened(
     return opened, generator, opened.weights_for(generator.abstract_model)
 
 
-def print_samples(samples: Sequence[Sample], console: Console) -> None:
-    """Prompts (dim on a terminal), each followed by its continuation, with an empty line between samples."""
-    for number, sample in enumerate(samples):
-        if number:
-            console.print()
-        console.print(Text(sample.prompt, style="dim") + Text(sample.continuation), soft_wrap=True, highlight=False)
-
-
 def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
 
@@ -283,6 +263,7 @@ def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
     display.say("")
     generator = Generator(run.config, run.mesh)
-    samples = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
-    print_samples(samples, display.console)
+    (sample,) = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
+    text = Text(prompt, style="dim") + Text(sample.continuation)
+    display.console.print(text, soft_wrap=True, highlight=False)
     display.say("")
