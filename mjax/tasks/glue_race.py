@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,6 +47,8 @@ class SentencePairs(LabelledTask):
     """A task on pairs of sentences."""
 
     head = "classification"
+    columns: ClassVar[tuple[str, ...]]
+    """Columns of every file."""
     names: ClassVar[tuple[str, ...]]
     """Labels by number, as in the files."""
     submissions: ClassVar[dict[str, str]]
@@ -59,19 +60,25 @@ class SentencePairs(LabelledTask):
         return len(self.names)
 
     @abstractmethod
-    def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
-        """FILE:LINE and the pair of each line of a file, or why the line is not used."""
+    def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
+        """The pair of a line, or why the line is skipped.
+
+        Raises:
+          UsageError: it is malformed.
+        """
 
     def read(self, file: Path) -> list[Sentences]:
         """The pairs of a file; those that are skipped are counted."""
-        found = list(self.pairs(file))
-        if left_out := [(source, reason) for source, reason in found if isinstance(reason, str)]:
-            source, reason = left_out[0]
-            self.notes.append(
-                f"{file}: {len(left_out):,} of {len(found):,} pairs were skipped, such as that of {source}, which "
-                f"{reason}"
-            )
-        return [pair for _, pair in found if isinstance(pair, Sentences)]
+        if file.suffix == ".jsonl":
+            rows = ((source, json_object(text, source, EXPECTED_LINE)) for source, text in lines(file))
+        else:
+            rows = table(file, *self.columns)
+        read = [(source, self.pair(source, fields)) for source, fields in rows]
+        if skipped := [(source, reason) for source, reason in read if isinstance(reason, str)]:
+            source, reason = skipped[0]
+            count = f"{len(skipped):,} of {len(read):,} pairs were skipped"
+            self.notes.append(f"{file}: {count}, such as that of {source}, which {reason}")
+        return [pair for _, pair in read if isinstance(pair, Sentences)]
 
     def encode(self, file: Path, items: list[Sentences], role: Role):
         """A row and a label for each pair."""
@@ -84,17 +91,18 @@ class SentencePairs(LabelledTask):
 
     def predictions(self, outputs: Outputs) -> dict[str, str]:
         """GLUE's submissions; one for a test set has GLUE's name."""
-        found = {}
+        files = {}
         for name, chosen in self.chosen(outputs).items():
             file = self.submissions.get(self._files[name].stem, name) + ".tsv"
-            pairs = zip(self._asked[name], chosen, strict=True)
-            found[file] = "index\tprediction\n" + "".join(f"{pair.name}\t{self.names[n]}\n" for pair, n in pairs)
-        return found
+            pairs = zip(self._items[name], chosen, strict=True)
+            files[file] = "index\tprediction\n" + "".join(f"{pair.name}\t{self.names[n]}\n" for pair, n in pairs)
+        return files
 
 
 class Mnli(SentencePairs):
     """Entailment, contradiction or neither; see the module."""
 
+    columns = ("sentence1", "sentence2")
     names = ("contradiction", "entailment", "neutral")  # v1.0's order
     submissions: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
 
@@ -102,25 +110,25 @@ class Mnli(SentencePairs):
         """The name of the file without GLUE's "dev_"."""
         return file.stem.removeprefix("dev_")
 
-    def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
-        """All pairs except those on whose label the annotators did not agree."""
-        for source, fields in _objects(file) if file.suffix == ".jsonl" else _rows(file):
-            sentences = [fields.get(key) for key in ("sentence1", "sentence2")]
-            if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
-                raise UsageError(f"{source} lacks a sentence; {FIX}")
-            label = fields.get("gold_label")
-            if label not in (None, "-", *self.names):
-                raise UsageError(f"{source} has the gold label {label!r:.40}; it may be {', '.join(self.names)} or -")
-            if label == "-":
-                yield source, "has the gold label -"
-            else:
-                index = next((fields[key] for key in ("index", "pairID") if key in fields), source)
-                yield source, Sentences(str(index), *sentences, None if label is None else self.names.index(label))
+    def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
+        """The pair, unless the annotators did not agree on its label."""
+        sentences, label = [fields.get(column) for column in self.columns], fields.get("gold_label")
+        if _is_broken(fields):
+            raise UsageError(f"{source} {BROKEN}; {FIX}")
+        if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
+            raise UsageError(f"{source} lacks a sentence; {FIX}")
+        if label == "-":
+            return "has the gold label -"
+        if label not in (None, *self.names):
+            raise UsageError(f"{source} has the gold label {label!r:.40}; it may be {', '.join(self.names)} or -")
+        index = fields.get("index", fields.get("pairID", source))
+        return Sentences(str(index), *sentences, None if label is None else self.names.index(label))
 
 
 class Qqp(SentencePairs):
     """Duplicate questions; see the module."""
 
+    columns = ("id", "question1", "question2")
     names = ("0", "1")
     submissions: ClassVar[dict[str, str]] = {"test": "QQP"}
 
@@ -134,43 +142,31 @@ class Qqp(SentencePairs):
             metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
         return metrics
 
-    def pairs(self, file: Path) -> Iterator[tuple[str, Sentences | str]]:
-        """All pairs except broken ones, which a file without labels may not have."""
-        columns, rows = table(file, "id", "question1", "question2")
-        labelled = "is_duplicate" in columns
-        used = ["id", "question1", "question2", *(["is_duplicate"] if labelled else [])]
-        for source, row in rows:
-            fields = dict(zip(columns, row, strict=False))
-            if len(row) != len(columns):
-                found = f"has {len(row)} fields, not {len(columns)}"
-            elif empty := [name for name in used if not fields[name].strip()]:
-                found = f"has an empty {empty[0]}"
-            elif labelled and fields["is_duplicate"] not in self.names:
-                raise UsageError(f"{source} has {fields['is_duplicate']!r:.40} for is_duplicate; it may be 0 or 1")
-            else:
-                name, first, second, *label = (fields[name] for name in used)
-                found = Sentences(name, first, second, self.names.index(*label) if labelled else None)
-            if isinstance(found, str) and not labelled:
-                raise UsageError(f"{source} {found}, and each pair needs a prediction; {FIX}")
-            yield source, found
+    def pair(self, source: str, fields: dict[str, str]) -> Sentences | str:
+        """The pair, unless the line is broken, which a line without a label may not be."""
+        label = fields.get("is_duplicate")
+        if _is_broken(fields):
+            problem = BROKEN
+        elif empty := [name for name in (*self.columns, "is_duplicate") if name in fields and not fields[name].strip()]:
+            problem = f"has an empty {empty[0]}"
+        elif label not in (None, *self.names):
+            raise UsageError(f"{source} has {label!r:.40} for is_duplicate; it may be 0 or 1")
+        else:
+            texts = (fields[column] for column in self.columns)
+            return Sentences(*texts, None if label is None else self.names.index(label))
+        if "is_duplicate" not in fields:
+            raise UsageError(f"{source} {problem}, and each pair needs a prediction; {FIX}")
+        return problem
 
 
+EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
 FIX = "fix it, or give the published file"
+BROKEN = "has too few or too many fields"
 
 
-def _rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """FILE:LINE and fields by column, from MNLI's tables."""
-    columns, rows = table(file, "sentence1", "sentence2")
-    for source, row in rows:
-        if len(row) != len(columns):
-            raise UsageError(f"{source} has {len(row)} fields, not {len(columns)}; {FIX}")
-        yield source, dict(zip(columns, row, strict=True))
-
-
-def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """FILE:LINE and fields, from MNLI's .jsonl files."""
-    for source, text in lines(file):
-        yield source, json_object(text, source, '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}')
+def _is_broken(fields: dict[str, Any]) -> bool:
+    """True if a line of a `table` has too few or too many fields."""
+    return None in fields.values() or None in fields
 
 
 # --- RACE: questions on a passage, from English exams for middle and high school in China (arXiv 1704.04683) ----------
@@ -188,6 +184,7 @@ def _objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 OPTIONS = "ABCD"
 LONGEST_QUESTION = 128  # tokens of question and option
 LEVELS = ("middle", "high")
+A_FOLDER = "one of RACE's, such as RACE/dev or RACE/dev/high"
 EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
 
 
@@ -210,12 +207,12 @@ class Race(LabelledTask):
 
     def files_of(self, given) -> list[Path]:
         """The folders, or the levels in them."""
-        found = []
+        folders = []
         for folder in map(Path, given):
             if not folder.is_dir():
-                raise UsageError(f"there is no folder {folder}; give one of RACE's, such as RACE/dev or RACE/dev/high")
-            found += [folder / level for level in LEVELS if (folder / level).is_dir()] or [folder]
-        return found
+                raise UsageError(f"there is no folder {folder}; give {A_FOLDER}")
+            folders += [folder / level for level in LEVELS if (folder / level).is_dir()] or [folder]
+        return folders
 
     def set_name(self, file: Path, alone: bool) -> str:
         """The level."""
@@ -225,9 +222,7 @@ class Race(LabelledTask):
         """The passages of all files of a folder."""
         files = sorted(inside for inside in file.glob("*.txt") if inside.is_file())
         if not files:
-            raise UsageError(
-                f"the folder {file} has no .txt file; give one of RACE's, such as RACE/dev or RACE/dev/high"
-            )
+            raise UsageError(f"the folder {file} has no .txt file; give {A_FOLDER}")
         read = ((source, json_object(text, source, EXPECTED)) for inside in files for source, text in lines(inside))
         return [_passage(values, source) for source, values in read]
 
@@ -241,7 +236,7 @@ class Race(LabelledTask):
             for option in options
         ]
         questions = self.tokenizer.encode_batch(texts)
-        self.note_long_questions(questions, LONGEST_QUESTION, file)
+        self.note_truncated(file, "questions", map(len, questions), LONGEST_QUESTION)
         rest = iter(questions)
         for passage, article in zip(items, articles, strict=True):
             count = len(OPTIONS) * len(passage.questions)
@@ -253,7 +248,7 @@ class Race(LabelledTask):
         answers: dict[str, list[str]] = {}
         for name, chosen in self.chosen(outputs).items():
             letters = iter(OPTIONS[number] for number in chosen)
-            for passage in self._asked[name]:
+            for passage in self._items[name]:
                 answers[passage.name] = [next(letters) for _ in passage.questions]
         return {"predictions.json": json.dumps(answers, ensure_ascii=False, indent=2) + "\n"}
 
@@ -264,20 +259,17 @@ def _passage(values: dict[str, Any], source: str) -> Passage:
     Raises:
       UsageError: a key is missing or invalid, or the numbers of options or answers and of questions differ.
     """
-    name, article, questions, options = (values.get(key) for key in ("id", "article", "questions", "options"))
-    answers = values.get("answers")
+    name, article, questions, options, answers = map(values.get, ("id", "article", "questions", "options", "answers"))
     if not (isinstance(name, str) and isinstance(article, str) and article.strip() and _texts(questions) and questions):
         raise UsageError(f"{source} lacks an id, an article or questions; {EXPECTED} is expected")
     if not (isinstance(options, list) and all(_texts(of_one) and len(of_one) == len(OPTIONS) for of_one in options)):
         raise UsageError(f"{source} has a question without four options; {EXPECTED} is expected")
     if answers is not None and not (_texts(answers) and all(len(a) == 1 and a in OPTIONS for a in answers)):
         raise UsageError(f"{source} has an answer that is not A, B, C or D; {EXPECTED} is expected")
-    counts = [len(questions), len(options), *([] if answers is None else [len(answers)])]
-    if len(set(counts)) > 1:
-        of_answers = "" if answers is None else f" and {len(answers)} answers"
-        raise UsageError(
-            f"{source} has {len(questions)} questions, options for {len(options)}{of_answers}; give as many of each"
-        )
+    counts = {key: len(values[key]) for key in ("questions", "options", "answers") if values.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{count} {key}" for key, count in counts.items())
+        raise UsageError(f"{source} has {listed}; give as many of each")
     return Passage(name, article, questions, options, answers)
 
 

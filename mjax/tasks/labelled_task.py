@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -71,7 +72,7 @@ class LabelledTask(ABC):
         self.notes: list[str] = []
         self.validation: dict[str, Examples] = {}
         self._files: dict[str, Path] = {}
-        self._asked: dict[str, list[Any]] = {}  # the items of each validation set
+        self._items: dict[str, list[Any]] = {}  # the items of each validation set
         self.train, _ = self._examples("train", self.files_of(train))
         files = self.files_of(validation)
         for file in files:
@@ -81,8 +82,8 @@ class LabelledTask(ABC):
                     f"{self._files[name]} and {file} would both be called {name}; give one, or rename the other"
                 )
             self._files[name] = file
-            self.validation[name], self._asked[name] = self._examples("validation", [file])
-        times = Counter(item.name for items in self._asked.values() for item in items)
+            self.validation[name], self._items[name] = self._examples("validation", [file])
+        times = Counter(item.name for items in self._items.values() for item in items)
         if self.unique and (twice := [name for name, count in times.items() if count > 1]):
             raise UsageError(f"the {self.unique} {twice[0]} is twice in {', '.join(validation)}; leave one out")
 
@@ -153,32 +154,27 @@ class LabelledTask(ABC):
 
     def _examples(self, role: Role, files: Sequence[Path]) -> tuple[Examples, list]:
         """Rows of all `files`, and their items."""
-        asked: list[Any] = []
+        used: list[Any] = []
         pairs: list[Pair] = []
         labels: list[tuple[int, ...]] = []
-        known = True
+        labelled = True
         for file in files:
             items, before = self.read(file), len(pairs)
-            known = _has_labels(items, file, role)
+            labelled = _has_labels(items, file, role)
             for item, rows, of_rows in self.encode(file, items, role):
-                asked.append(item)
+                used.append(item)
                 pairs += rows
                 labels += of_rows
-            long, count = sum(pair.length > self.positions for pair in pairs[before:]), len(pairs) - before
-            if long:
-                self.notes.append(
-                    f"{file}: {long:,} of {count:,} rows ({long / count:.1%}) have more than {self.positions:,} tokens "
-                    "and are truncated at the end"
-                )
-        of_names = zip(*labels, strict=True) if labels else ([] for _ in self.label_names)
-        columns = dict(zip(self.label_names, of_names, strict=True)) if known else {}
-        return as_rows(pairs, self.choices, columns, self.tokenizer, self.positions), asked
+            self.note_truncated(file, "rows", (pair.length for pair in pairs[before:]), self.positions)
+        columns = {name: [label[i] for label in labels] for i, name in enumerate(self.label_names)} if labelled else {}
+        return as_rows(pairs, self.choices, columns, self.tokenizer, self.positions), used
 
-    def note_long_questions(self, questions: Sequence[Sequence[int]], longest: int, file: Path) -> None:
-        """Add a note if some questions of `file` have more than `longest` tokens."""
-        if long := sum(len(ids) > longest for ids in questions):
-            share = f"{long:,} of {len(questions):,} questions"
-            self.notes.append(f"{file}: {share} have more than {longest} tokens and are truncated")
+    def note_truncated(self, file: Path, what: str, lengths: Iterable[int], most: int) -> None:
+        """Add a note if some rows or questions of `file` have more than `most` tokens."""
+        are_long = [length > most for length in lengths]
+        if any(are_long):
+            share = f"{sum(are_long):,} of {len(are_long):,} {what} ({np.mean(are_long):.1%})"
+            self.notes.append(f"{file}: {share} have more than {most:,} tokens and are truncated at the end")
 
 
 def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
@@ -329,20 +325,22 @@ def lines(file: Path) -> Iterator[tuple[str, str]]:
             yield f"{file}:{number}", line.rstrip("\r")
 
 
-def table(file: Path, *needed: str) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
-    """Column names of a tab-separated file, and FILE:LINE and fields of each further line.
+def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str | None]]]:
+    """Yield FILE:LINE and fields by column of each line of a tab-separated file, whose first line names the columns.
+
+    A missing field is None; of fields without a column the last one is under the key None.
 
     Raises:
       UsageError: the file is missing or empty, or has no column of a name in `needed`.
     """
     rows = ((source, text.split("\t")) for source, text in lines(file))
-    source, columns = next(rows, (f"{file}:1", []))
-    columns = [name.strip() for name in columns]
+    source, header = next(rows, (f"{file}:1", []))
+    columns = [name.strip() for name in header]
     if missing := [name for name in needed if name not in columns]:
-        raise UsageError(
-            f"{source} names no column {' and no '.join(missing)}; give the published file, whose first line does"
-        )
-    return columns, rows
+        names = " and no ".join(missing)
+        raise UsageError(f"{source} names no column {names}; give the published file, whose first line does")
+    for source, fields in rows:
+        yield source, dict(zip_longest(columns, fields))
 
 
 def json_object(text: str, source: str, expected: str) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Squad(LabelledTask):
                 "at its answer_start"
             )
         encoded = self.tokenizer.encode_batch([question.text for question in questions])
-        self.note_long_questions(encoded, LONGEST_QUESTION, file)
+        self.note_truncated(file, "questions", map(len, encoded), LONGEST_QUESTION)
         for question, ids in zip(questions, encoded, strict=True):
             ids, tokens, span = ids[:LONGEST_QUESTION], question.context.ids, question.span
             if (room := self.positions - len(ids) - 3) < 1:
@@ -128,7 +128,7 @@ class Squad(LabelledTask):
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
         """The metrics of the version's official script, over all sets with answers."""
-        asked = [question for questions in self._asked.values() for question in questions]
+        asked = [question for questions in self._items.values() for question in questions]
         truths = {
             question.name: [text for text, _ in question.truth] for question in asked if question.truth is not None
         }
@@ -156,7 +156,7 @@ class Squad(LabelledTask):
             contents["nbest_predictions"] = {
                 question: of_question.listed() for question, of_question in answers.items()
             }
-            before = f"{name}_" if len(self._asked) > 1 else ""
+            before = f"{name}_" if len(self._items) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
         return files
@@ -166,7 +166,7 @@ class Squad(LabelledTask):
         answers = {}
         for name, logits in finite(outputs).items():
             rows = iter(logits)
-            for question in self._asked[name]:
+            for question in self._items[name]:
                 of_question = np.stack([next(rows) for _ in question.windows])
                 none = no_answer(of_question) if self.version == "2.0" else None
                 answers[question.name] = Answers(best_answers(question.context, question.windows, of_question), none)

@@ -244,7 +244,7 @@ def test_squad_answers_equal_google_code(official_2, vocab, tmp_path, version, s
     logits = logits.astype(np.float32)
 
     examples, features, results = [], [], []
-    for asked in task._asked["validation"]:
+    for asked in task._items["validation"]:
         for window in asked.windows:
             places = range(window.offset, window.offset + len(window.deciding))
             row = task.validation["validation"].tokens[len(features), 0]

@@ -32,12 +32,16 @@ def race(**changes):
 TABLES = [  # task, contents of a file, the sentence; {} is the file
     ("mnli", None, "there is no file {}; give"),
     ("mnli", MNLI + "0\ta\tb\t-\n", "{} has no example; give"),
-    ("mnli", MNLI + "0\ta\tb\n", "{}:2 has 3 fields, not 4; fix it"),
+    ("mnli", MNLI + "0\ta\tb\n", "{}:2 has too few or too many fields; fix it"),
     ("mnli", MNLI + "0\ta\tb\tneutral\n1\t \tb\tneutral\n", "{}:3 lacks a sentence; fix it"),
     ("mnli", MNLI + "0\ta\tb\tmaybe\n", "{}:2 has the gold label 'maybe'; it may be contradiction,"),
     ("mnli", MNLI.encode() + b"0\ta\t\xff\tneutral\n", "{}:2 is not UTF-8 (byte 4); give"),
     ("qqp", QQP + "0\ta\tb\tyes\n", "{}:2 has 'yes' for is_duplicate; it may be 0 or 1"),
-    ("qqp", TEST + "0\ta\n", "{}:2 has 2 fields, not 3, and each pair needs a prediction; fix it"),
+    (
+        "qqp",
+        TEST + "0\ta\n",
+        "{}:2 has too few or too many fields, and each pair needs a prediction; fix it",
+    ),
 ]
 LINES = [  # the same, of .jsonl files
     ("mnli", '{"sentence1": "a"\n', "{}:1 is not JSON (Expecting ',' delimiter"),
@@ -54,7 +58,7 @@ FOLDERS = [  # the same, of folders of texts
     ("race", [race(questions=["who ?", 5])], "{}/0.txt:1 lacks an id, an article or questions;"),
     ("race", [race(options=[["a", "b", "c"]])], "{}/0.txt:1 has a question without four options;"),
     ("race", [race(answers=["E"])], "{}/0.txt:1 has an answer that is not A, B, C or D;"),
-    ("race", [race(answers=["A", "B"])], "{}/0.txt:1 has 1 questions, options for 1 and 2 answers;"),
+    ("race", [race(answers=["A", "B"])], "{}/0.txt:1 has 1 questions, 1 options, 2 answers;"),
     ("race", [race(), race()], "the id a is twice in {}; leave one out"),
 ]
 OBJECTS = [  # the same, of .json files

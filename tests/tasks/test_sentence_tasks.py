@@ -153,7 +153,9 @@ def test_qqp_skips_and_counts_broken_lines(tokenizer, tmp_path):
     task = open_task("qqp", [str(file)], [], tokenizer, 16)
     assert task.train.labels["label"].tolist() == [1, 0]
     assert words(tokenizer, task.train.tokens[0, 0, :11]) == "[CLS] what is [UNK] red [UNK] ? [SEP] who came ?"
-    assert task.notes == [f"{file}: 4 of 6 pairs were skipped, such as that of {file}:4, which has 4 fields, not 6"]
+    assert task.notes == [
+        f"{file}: 4 of 6 pairs were skipped, such as that of {file}:4, which has too few or too many fields"
+    ]
 
 
 def test_qqp_has_accuracy_and_f1_of_duplicates(tokenizer, tmp_path):

@@ -146,7 +146,7 @@ def test_long_context_is_read_in_windows(tokenizer, tmp_path):
     file = squad_file(tmp_path / "long.json", "red tree", ("q", "who " * 80, [("tree", 4)]), ("r", "who", [("red", 0)]))
     task = open_task("squad1.1", [file], [], tokenizer, 80)
     assert task.train.labels["start"].tolist() == [67, 3]
-    assert task.notes == [f"{file}: 1 of 2 questions have more than 64 tokens and are truncated"]
+    assert task.notes == [f"{file}: 1 of 2 questions (50.0%) have more than 64 tokens and are truncated at the end"]
 
 
 def test_training_skips_and_counts_misplaced_answers(tokenizer, tmp_path):
