@@ -83,14 +83,14 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     config = with_kernel(config, say)
 
     # --- Seeds --------------------------------------------------------------------------------------------------------
-    request = recipes.Request.of(arguments, recipe, len(task.train), config.precision.compute)
+    request = recipes.request_of(arguments, recipe, len(task.train), config.precision.compute)
     if watchdog.count > 1:
         agree(watchdog, {**facts_of(config), **_task_facts(arguments, task)})
         check_shared(watchdog, output)
     with contextlib.ExitStack() as stack:
         if processes.is_first():
             stack.enter_context(locked(output, say))
-        request = request.continuing(output)
+        request = recipes.continued(request, output)
         tuning = Finetuning(config, saved, task, request, output, console, watchdog)
         for number in range(arguments.seeds):
             exit_code = tuning.train(arguments.seed + number)

@@ -6,11 +6,10 @@ warm-up over a share of the steps, then linear decay to 0, gradients clipped at 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,7 +27,7 @@ from mjax.config import (
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.errors import UsageError
 from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
-from mjax.utils.files import read_json, write_whole
+from mjax.utils.files import read_json
 
 
 @dataclass(frozen=True)
@@ -184,68 +183,50 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
 # --- Whether an output folder can be continued ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Request:
-    """Settings that affect the results, stored in request.json: a folder is continued only with the same.
+def request_of(arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> dict[str, Any]:
+    """The settings that affect the results, for request.json: a folder is continued only with the same.
 
     Mesh, micro-batch and number of seeds may change between two starts.
 
-    Attributes:
-      checkpoint, step: initial weights; no step: the newest.
-      task, train, validation: the task and its files.
+    Args:
       examples: number of training examples.
-      recipe: hyperparameters.
-      compute: dtype of activations and matrix products.
+      compute: dtype of activations and matmuls.
     """
+    return {
+        "checkpoint": str(arguments.checkpoint),
+        "step": arguments.step,
+        "task": arguments.task,
+        "train": list(arguments.train),
+        "validation": list(arguments.validation),
+        "examples": examples,
+        "compute": compute,
+        **asdict(recipe),
+    }
 
-    checkpoint: str
-    step: int | None
-    task: str
-    train: list[str]
-    validation: list[str]
-    examples: int
-    recipe: Recipe
-    compute: str
 
-    @classmethod
-    def of(cls, arguments: FinetuneArguments, recipe: Recipe, examples: int, compute: str) -> Request:
-        """Build the request from the flags."""
-        names = {name: getattr(arguments, name) for name in ("step", "task")}
-        files = {name: list(getattr(arguments, name)) for name in ("train", "validation")}
-        return cls(str(arguments.checkpoint), **names, **files, examples=examples, recipe=recipe, compute=compute)
+def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
+    """The `request`, with the step that the fine-tuning in the folder `output` started from.
 
-    def continuing(self, output: Path) -> Request:
-        """This request, with the step that the fine-tuning in the folder `output` started from.
-
-        Raises:
-          UsageError: the folder has another request, or is damaged.
-        """
-        file = output / "request.json"
-        if not file.exists():
-            return self
-        before = read_json(file, "choose another --output")
-        if not isinstance(before, dict) or type(before.get("step")) is not int:
-            raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
-        if self.step is None:
-            return replace(self, step=before["step"]).continuing(output)
-        for name, now in self.as_dict().items():
-            if before.get(name) != now:
-                flag = "precision.compute" if name == "compute" else name.replace("_", "-")
-                what = "number of examples" if name == "examples" else f"--{flag}"
-                raise UsageError(
-                    f"{output} was fine-tuned with {what} {_words(before.get(name))}, now {_words(now)}; "
-                    "choose another --output, or use the former value"
-                )
-        return self
-
-    def as_dict(self) -> dict:
-        """Plain values, with those of the recipe on the same level."""
-        values = asdict(self)
-        return values | values.pop("recipe")
-
-    def save(self, output: Path) -> None:
-        """Write request.json."""
-        write_whole(output / "request.json", json.dumps(self.as_dict(), indent=1) + "\n")
+    Raises:
+      UsageError: the folder has another request, or is damaged.
+    """
+    file = output / "request.json"
+    if not file.exists():
+        return request
+    before = read_json(file, "choose another --output")
+    if not isinstance(before, dict) or type(before.get("step")) is not int:
+        raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
+    if request["step"] is None:
+        request = request | {"step": before["step"]}
+    for name, now in request.items():
+        if before.get(name) != now:
+            flag = "precision.compute" if name == "compute" else name.replace("_", "-")
+            what = "number of examples" if name == "examples" else f"--{flag}"
+            raise UsageError(
+                f"{output} was fine-tuned with {what} {_words(before.get(name))}, now {_words(now)}; "
+                "choose another --output, or use the former value"
+            )
+    return request
 
 
 def _words(value) -> str:

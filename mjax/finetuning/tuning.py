@@ -32,7 +32,6 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
-from mjax.finetuning.recipe import Request
 from mjax.finetuning.seed import SeedRun, Start, best_of, read_epochs
 from mjax.parallel.mesh import make_mesh
 from mjax.run.display import Display
@@ -59,7 +58,7 @@ class Finetuning:
         config: Config,
         saved: Config,
         task: LabelledTask,
-        request: Request,
+        request: dict[str, Any],
         output: Path,
         console: Console,
         watchdog: Watchdog,
@@ -70,7 +69,7 @@ class Finetuning:
           config: of `recipe.config_of`, with `model.attention` resolved to a kernel.
           saved: config of the pre-trained run.
           task: with its files read.
-          request: the settings.
+          request: of `recipe.request_of`.
           output: folder of the results.
           console: for progress and notices.
           watchdog: for the processes of this run.
@@ -80,16 +79,16 @@ class Finetuning:
         self.mesh = make_mesh(config.mesh)
         self.program = build_program(config, self.mesh)
         self.scorer = TaskScorer(config, self.mesh)
-        self.start = Start(Path(request.checkpoint), saved, config, self.mesh, self.program)
+        self.start = Start(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
         self._announced = Announced(self._say)
         if is_first():
             write_environment(config, output, self._say)
-        self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request.checkpoint}")
-        recipe, steps = request.recipe, config.train.eval_interval
-        epochs = f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)} of {steps:,} step{'s' * (steps > 1)}"
-        self._say(f"plan    {epochs} of {recipe.batch} examples")
+        self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
+        count, steps = request["epochs"], config.train.eval_interval
+        epochs = f"{count} epoch{'s' * (count > 1)} of {steps:,} step{'s' * (steps > 1)}"
+        self._say(f"plan    {epochs} of {request['batch']} examples")
 
     def train(self, seed: int) -> int:
         """Train one seed to its end, or continue it. Returns the exit code, 75 if it was stopped."""
@@ -134,13 +133,13 @@ class Finetuning:
 
     def report(self) -> dict[str, Any]:
         """The request and the results of all seeds."""
-        return self.request.as_dict() | summary(self.task.metric, self.epochs)
+        return self.request | summary(self.task.metric, self.epochs)
 
     def print_report(self) -> None:
         """Print the report as a table on stdout, and where the rest of it is."""
-        task, checkpoint = self.request.task, self.request.checkpoint
-        print_table(self.report(), f"{task}, fine-tuned from {checkpoint}, step {self.request.step}")
-        best = self.report()["best"]
+        report = self.report()
+        print_table(report, "{task}, fine-tuned from {checkpoint}, step {step}".format(**report))
+        best = report["best"]
         chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
         self._say(f"\nbest    {self.output / 'best'}: {chosen}")
         self._say(f"report  {self.output / 'report.json'}, {self.output / 'report.png'}")
@@ -153,10 +152,10 @@ class Finetuning:
             start, state = checkpoints.restore(self.program.abstract_state)
             self._say(f"        continued after step {start}")
             return start, state
-        step, state = self.start.state(seed, self.request.step, self._say)
-        self.request = replace(self.request, step=step)
+        step, state = self.start.state(seed, self.request["step"], self._say)
+        self.request["step"] = step
         if is_first():
-            self.request.save(self.output)
+            write_whole(self.output / "request.json", json.dumps(self.request, indent=1) + "\n")
         return 0, state
 
     def _lay_out(self, seed: int, folder: Path) -> None:
@@ -166,13 +165,13 @@ class Finetuning:
         config = replace(self.config, train=replace(self.config.train, seed=seed))
         for run in (folder, best):
             save_config(config, run / "config.json")
-        shutil.copytree(Path(self.request.checkpoint) / "tokenizer", best / "tokenizer", dirs_exist_ok=True)
+        shutil.copytree(Path(self.request["checkpoint"]) / "tokenizer", best / "tokenizer", dirs_exist_ok=True)
 
     def _redraw(self) -> None:
         drawn = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
         if not drawn:
             return
-        title, metric = f"{self.request.task} from {self.request.checkpoint}", self.task.metric
+        title, metric = "{task} from {checkpoint}".format(**self.request), self.task.metric
         with self._announced("report.png"):
             from mjax.pictures.tasks import draw_seeds  # matplotlib takes a second to import
 

@@ -120,11 +120,7 @@ class Positions:
             Metric.number("loss_after", mean_and_error(after)[0], f"positions {self.split + 1:,} to {self.length:,}"),
             Metric.number("gain", gain, f"of the later positions{plus_minus}; below 0 they are worse"),
             Metric("gain_error", error, "unknown" if error is None else f"{error:.4f}", "standard error of the gain"),
-            Metric.count(
-                "documents",
-                self.used,
-                f"of {self.documents:,}; those with fewer than {self.length:,} tokens are left out",
-            ),
+            Metric.count("documents", self.used, f"of {self.documents:,}; shorter ones are left out"),
             Metric.count("stretches", len(losses), f"of {self.length:,} tokens each"),
             Metric.count("tokens", losses.size, f"and {left_out:,} left out, of short documents and at the ends"),
             Metric("bins", bins, _table(bins)),
@@ -379,7 +375,7 @@ def _window(
     begin_of_fact = round(depth * size)
     if begin_of_fact < size:  # at 100% the fact is the last thing before the question
         index = np.searchsorted(ends, begin + begin_of_fact, side="right") - 1
-        moved = int(ends[index]) - begin if index >= 0 else -1
+        moved = int(ends[index]) - begin if index >= 0 else 0
         if moved >= 0 and begin_of_fact - moved <= size / (2 * (depths - 1)):
             begin_of_fact = moved
     text = filler[begin : begin + size]

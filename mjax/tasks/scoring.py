@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import jax
@@ -154,14 +154,13 @@ class Scorer(RowScorer):
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
         """Yield indices of windows of one width, the widest first: if memory is short, that shows immediately."""
-        by_width: dict[int, list[int]] = {}
-        for index, window in enumerate(windows):
-            by_width.setdefault(self._width(len(window.tokens) - 1), []).append(index)
+        widths = [self._width(len(window.tokens) - 1) for window in windows]
+        widest_first = sorted(range(len(windows)), key=lambda index: -widths[index])
         size = self.config.train.global_batch
-        for width in sorted(by_width, reverse=True):
-            group = by_width[width]
-            for first in range(0, len(group), size):
-                yield width, group[first : first + size]
+        for width, group in groupby(widest_first, widths.__getitem__):
+            indices = list(group)
+            for first in range(0, len(indices), size):
+                yield width, indices[first : first + size]
 
     def _width(self, needed: int) -> int:
         """Return `needed` rounded up to a power of two from 64 on, limited by the number of positions; all of them

@@ -35,7 +35,7 @@ from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
-from mjax.finetuning.recipe import Request
+from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
 from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
 from mjax.run.metrics import read_metrics
@@ -198,13 +198,17 @@ def _expected_run_config(files: Files) -> dict:
     return found
 
 
+def _settings(step: int | None) -> dict:
+    arguments = FinetuneArguments(Path("runs/a"), "mnli", ("a.tsv",), ("b.tsv",), step=step)
+    return request_of(arguments, DEFAULTS["mnli"], 10, "fp32")
+
+
 def _request(folder: Path) -> dict:
-    request = Request("runs/a", None, "mnli", ["a.tsv"], ["b.tsv"], 10, DEFAULTS["mnli"], "fp32")
-    return request.continuing(folder).as_dict()
+    return continued(_settings(None), folder)
 
 
 def _write_request(folder: Path) -> None:
-    Request("runs/a", 5, "mnli", ["a.tsv"], ["b.tsv"], 10, DEFAULTS["mnli"], "fp32").save(folder)
+    (folder / "request.json").write_text(json.dumps(_settings(5)))
 
 
 EPOCHS = [{"epoch": n, "step": 8 * n, "loss": 1.0 / n, "figures": {"accuracy": 0.5}} for n in (1, 2, 3)]

@@ -69,7 +69,7 @@ def test_positions_cut_documents_into_whole_stretches(tmp_path):
     metrics = task.metrics([np.arange(15, dtype=np.float32).reshape(3, 5)])
     values, remarks = values_of(metrics), {metric.name: metric.remark for metric in metrics}
     assert (values["documents"], values["stretches"], values["tokens"]) == (2, 3, 15)
-    assert remarks["documents"] == "of 3; those with fewer than 5 tokens are left out"
+    assert remarks["documents"] == "of 3; shorter ones are left out"
     assert remarks["tokens"].startswith("and 4 left out")
 
 
