@@ -71,7 +71,7 @@ class FinetuneArguments:
     )
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; by default as in pre-training."""
+    """Dtype of activations and matmuls; by default as in pre-training."""
     attention: Annotated[
         Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
     ] = "auto"

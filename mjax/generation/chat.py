@@ -48,9 +48,8 @@ class Chat:
         folder = run / "tokenizer"
         self.file = folder / TEMPLATE
         if not self.file.is_file():
-            raise UsageError(
-                f"{flag}: {run} has no chat template; leave it out, or put the model's {TEMPLATE} into {folder}"
-            )
+            fix = f"leave it out, or put the model's {TEMPLATE} into {folder}"
+            raise UsageError(f"{flag}: {run} has no chat template; {fix}")
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise UsageError(

@@ -28,7 +28,7 @@ MOST = 1 << 24
 
 
 class TemplateError(Exception):
-    """What a template says, or what is wrong with it."""
+    """Error that a template raises, or a problem of the template."""
 
 
 class Template:

@@ -115,11 +115,7 @@ def read_run(run: Path, causal: bool, reason: str) -> Config:
 
 
 def inference_config(
-    config: Config,
-    mesh: MeshConfig,
-    attention: str = "xla",
-    micro_batch: int | None = None,
-    compute: str | None = None,
+    config: Config, mesh: MeshConfig, attention: str = "xla", micro_batch: int | None = None, compute: str | None = None
 ) -> Config:
     """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
@@ -129,7 +125,7 @@ def inference_config(
       attention: the kernel, or `auto`; that of the run may need a device that is not available.
       micro_batch: sequences per forward pass of a data-parallel replica; by default as in training. A step runs one
         micro-batch per replica, or four times as many as there are stages.
-      compute: dtype of activations and matrix products; by default as in training.
+      compute: dtype of activations and matmuls; by default as in training.
 
     Raises:
       UsageError: the model cannot be split over the mesh, there are too few devices, or a micro-batch is below 1.
@@ -167,11 +163,11 @@ def check_enough_devices(mesh: MeshConfig) -> None:
     Raises:
       UsageError: it needs more.
     """
-    if (found := len(jax.devices())) < mesh.devices:
+    if (present := len(jax.devices())) < mesh.devices:
         flags = axes.as_typed(mesh)
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
-        raise UsageError(f"{given} needs {mesh.devices} devices; {found} found: use {fewer}")
+        raise UsageError(f"{given} needs {mesh.devices} devices; {present} found: use {fewer}")
 
 
 def ends_of_text(run: Path, eod: int, given: str | None = None) -> list[int]:
@@ -224,7 +220,6 @@ def run_tokenizer(
     else:
         raise UsageError(f"{run} has no tokenizer; {remedy}")
     if tokenizer.vocabulary > model.vocabulary:
-        raise UsageError(
-            f"{named} has {tokenizer.vocabulary:,} ids and the model of {run} {model.vocabulary:,}; {remedy}"
-        )
+        sizes = f"{tokenizer.vocabulary:,} ids and the model of {run} {model.vocabulary:,}"
+        raise UsageError(f"{named} has {sizes}; {remedy}")
     return tokenizer

@@ -179,7 +179,7 @@ def continuations_of(
       step: checkpoint of the folder; by default the newest intact one.
       mesh: for a folder; by default one device.
       tokenizer: KIND:FILES, if the run has none.
-      compute: dtype of activations and matrix products; by default as in training.
+      compute: dtype of activations and matmuls; by default as in training.
       sampling: fields of `Sampling`, such as `tokens` and `temperature`.
 
     Returns:

@@ -22,8 +22,6 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric
 from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, clean_text, json_object, lines, table
@@ -136,9 +134,9 @@ class Qqp(SentencePairs):
         """Accuracy, and F1 of label 1 over all sets: 2 true positives / (2 true positives + both kinds of error)."""
         metrics, chosen = super().metrics(outputs), self.chosen(outputs)
         if metrics:
-            answers = [(chosen[name], of.labels["label"]) for name, of in self.validation.items() if of.labels]
-            found, label = (np.concatenate(arrays) for arrays in zip(*answers, strict=True))
-            both, either = int((found & label).sum()), int((found + label).sum())
+            labels = {name: examples.labels["label"] for name, examples in self.validation.items() if examples.labels}
+            both = sum(int((chosen[name] & label).sum()) for name, label in labels.items())
+            either = sum(int((chosen[name] + label).sum()) for name, label in labels.items())
             metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
         return metrics
 

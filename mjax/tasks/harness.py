@@ -86,10 +86,7 @@ class HarnessModel(TemplateLM):
         if (folder := run or checkpoint) is None:
             raise UsageError("--model mjax needs a run; add --run runs/NAME, or run=runs/NAME to --model_args")
         if max_batch_size is not None:
-            raise UsageError(
-                f"--model mjax tries no batch sizes, so --max_batch_size {max_batch_size} is not supported; use "
-                "--batch_size instead"
-            )
+            raise UsageError(f"--max_batch_size {max_batch_size} is not supported by --model mjax; use --batch_size")
         run = Path(folder)
         load_own_model(config, run, tqdm.write)
         saved = read_run(run, *FOR_TEXT)
@@ -105,8 +102,7 @@ class HarnessModel(TemplateLM):
         self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
-    # --- Tokenizer interface of the harness
-    # -----------------------------------------------------------------------------
+    # --- Tokenizer interface of the harness ---------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -143,10 +139,8 @@ class HarnessModel(TemplateLM):
         if chat_template in (False, None):
             return None
         if isinstance(chat_template, str):
-            raise UsageError(
-                f"--apply_chat_template {chat_template}: {self.run} has one template, without a name; leave "
-                f"{chat_template} out"
-            )
+            problem = f"--apply_chat_template {chat_template}: {self.run} has one template, without a name"
+            raise UsageError(f"{problem}; leave {chat_template} out")
         self._chat = Chat(self.run, self.text.eod, "--apply_chat_template")
         return self._chat.file.read_text(encoding="utf-8")
 
@@ -154,12 +148,9 @@ class HarnessModel(TemplateLM):
         """The text of a conversation, up to where the answer begins, or goes on after its last message."""
         return self._chat.render(chat_history, goes_on=not add_generation_prompt)
 
-    # --- Model interface of the harness
-    # ---------------------------------------------------------------------------------
+    # --- Model interface of the harness -------------------------------------------------------------------------------
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **_
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         windows = [self._window(context, continuation) for _, context, continuation in requests]
         with tqdm(total=len(windows), disable=disable_tqdm, desc="loglikelihood", unit="window") as bar:
             scores = self.scorer.score_each(self.weights, windows, bar.update)

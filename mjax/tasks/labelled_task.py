@@ -78,9 +78,8 @@ class LabelledTask(ABC):
         for file in files:
             name = self.set_name(file, alone=len(files) == 1)
             if name in self._files:
-                raise UsageError(
-                    f"{self._files[name]} and {file} would both be called {name}; give one, or rename the other"
-                )
+                both = f"{self._files[name]} and {file}"
+                raise UsageError(f"{both} would both be called {name}; give one, or rename the other")
             self._files[name] = file
             self.validation[name], self._items[name] = self._examples("validation", [file])
         times = Counter(item.name for items in self._items.values() for item in items)
@@ -102,7 +101,7 @@ class LabelledTask(ABC):
 
     def files_of(self, given: Iterable[str]) -> list[Path]:
         """The files, or folders, to read one by one."""
-        return [Path(place) for place in given]
+        return list(map(Path, given))
 
     def set_name(self, file: Path, alone: bool) -> str:
         """The name of the validation set of `file`; `alone`: it is the only one."""
@@ -188,8 +187,7 @@ def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
         raise UsageError(f"{file} has no example; give the task's files as published")
     if 0 < labelled < len(items):
         raise UsageError(
-            f"{file} has labels for {labelled:,} of its {len(items):,} examples; give a file that has all of them, or "
-            "none"
+            f"{file} has labels for {labelled:,} of its {len(items):,} examples; give all of them, or none"
         )
     if role == "train" and not labelled:
         raise UsageError(f"{file} has no labels to train on; give the training file, and this one for validation")
@@ -276,10 +274,10 @@ def as_rows(
     pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
 ) -> Examples:
     """Rows of `positions` tokens, `choices` consecutive ones per example."""
-    place = np.arange(positions)
+    index = np.arange(positions)
     length = np.array([pair.length for pair in pairs], np.int32).clip(max=positions)[:, None]  # [N c, 1]
     second = np.array([len(pair.a) + 2 for pair in pairs], np.int32)[:, None]  # where b begins
-    text = place < length  # [N c, s]
+    text = index < length  # [N c, s]
     tokens = np.full((len(pairs), positions), tokenizer.pad, np.int32)
     for row, (a, b) in zip(tokens, pairs, strict=True):
         ids = [tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1]
@@ -287,7 +285,7 @@ def as_rows(
     shape = (-1, choices, positions)
     return Examples(
         tokens.reshape(shape),
-        (text & (place >= second)).astype(np.int32).reshape(shape),
+        (text & (index >= second)).astype(np.int32).reshape(shape),
         text.reshape(shape),
         {name: np.array(values, np.int32) for name, values in labels.items()},
     )

@@ -73,10 +73,8 @@ class Positions:
         """
         self.length = model.sequence if options.length is None else options.length
         if not 2 <= self.length <= model.sequence:
-            raise UsageError(
-                f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions; use 2 to "
-                f"{model.sequence}"
-            )
+            problem = f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions"
+            raise UsageError(f"{problem}; use 2 to {model.sequence}")
         documents, _ = open_text(data, tokenizer)
         stretches: list[Window] = []
         self.documents = self.used = self.tokens = longest = 0
@@ -88,10 +86,8 @@ class Positions:
             stretches += whole
         if not stretches:
             shorter = f", or use --positions.length {1 << longest.bit_length() - 1}" if longest > 1 else ""
-            raise UsageError(
-                f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}; give longer "
-                f"texts{shorter}"
-            )
+            needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
+            raise UsageError(f"{needs}; give longer texts{shorter}")
         self.passes: list[Sequence[Window]] = [stretches]
         self.edges = bin_edges(self.length, options.bins, options.spacing)
         self.spacing = options.spacing
@@ -283,19 +279,15 @@ class Needle:
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """The share of numbers that were found, and of every cell."""
         total = sum(scores, Score())
+        numbers = f"{total.right:,} of {total.windows:,} numbers"
         rows = [
             {"depth": float(depth), "length": length, "found": score.right, "samples": score.windows}
             for (depth, length), score in zip(product(self.depths, self.lengths), scores, strict=True)
         ]
         return [
+            Metric.share("found", total.right, total.windows, f"{numbers} are written by greedy decoding"),
             Metric.share(
-                "found",
-                total.right,
-                total.windows,
-                f"{total.right:,} of {total.windows:,} numbers are written by greedy decoding",
-            ),
-            Metric.share(
-                "correct_tokens", total.correct, total.labels, "of the numbers' tokens, each given the true ones before"
+                "correct_tokens", total.correct, total.labels, "of the numbers, each given the true ones before"
             ),
             Metric.number("loss", total.mean, "nats per token of the numbers"),
             Metric.count("samples", self.options.samples, f"in each cell, from seed {self.options.seed}"),

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks import squad_scores
 from mjax.tasks.interface import Metric, read_text
@@ -70,22 +69,14 @@ class Squad(LabelledTask):
     label_names = ("start", "end")
     unique = "question"
 
-    def __init__(
-        self,
-        version: Version,
-        train: Sequence[str],
-        validation: Sequence[str],
-        tokenizer: Tokenizer,
-        positions: int,
-        stride: int = STRIDE,
-    ):
+    def __init__(self, version: Version, *arguments, stride: int = STRIDE):
         """Read the files; `version` selects the rules, `stride` is the number of tokens by which windows advance.
 
         Other arguments and errors as in `open_task`.
         """
         self.version, self.stride = version, stride
         self.metric = "f1" if version == "1.1" else "best_f1"
-        super().__init__(train, validation, tokenizer, positions)
+        super().__init__(*arguments)
 
     def read(self, file: Path) -> list[Question]:
         """The questions of a file, each with its context."""

@@ -65,15 +65,14 @@ def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], versi
       answers: by question; "" for no answer.
       truths: by question; empty for a question without an answer.
     """
-    found = []
+    two, scored = version == "2.0", []
     for question, true in truths.items():
-        two = version == "2.0"
         # By 2.0's rules an answer without words is no answer, and a question that has no other has no answer.
         of_words = [text for text in true if normalize(text)] or [""] if two else true
         answer = answers[question]
         best = (max(exact(answer, text) for text in of_words), max(f1(answer, text, two) for text in of_words))
-        found.append(Scored(question, float(best[0]), best[1], bool(true)))
-    return found
+        scored.append(Scored(question, float(best[0]), best[1], bool(true)))
+    return scored
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_squad_windows_equal_transformers(vocab, tmp_path, positions, stride):
     draw = random.Random(positions)
     ours, theirs = load_tokenizer(f"bert-uncased:{vocab}"), transformers.BertTokenizer(vocab=str(vocab))
     file = squad_file(tmp_path / "train.json", long_contexts(draw), draw)
-    task = Squad("2.0", [], [file], ours, positions, stride)
+    task = Squad("2.0", [], [file], ours, positions, stride=stride)
     row = 0
     examples = task.validation["validation"]
     for paragraph in json.loads((tmp_path / "train.json").read_text())["data"][0]["paragraphs"]:

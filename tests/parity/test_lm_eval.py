@@ -217,7 +217,7 @@ def test_command_on_mesh_has_metrics_of_hf(folder, theirs):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"max_batch_size": 8}, "so --max_batch_size 8 is not supported"),
+        ({"max_batch_size": 8}, "--max_batch_size 8 is not supported"),
         ({"compute": "fp8"}, "compute=fp8 in --model_args is not a supported dtype"),
         ({"batch_size": 0}, "--train.micro-batch is 0"),
     ],

@@ -49,7 +49,7 @@ LINES = [  # the same, of .jsonl files
     (
         "mnli",
         f"{json.dumps(PAIR)}\n{json.dumps(PAIR | {'gold_label': 'neutral'})}",
-        "{} has labels for 1 of its 2 examples; give a file that has all",
+        "{} has labels for 1 of its 2 examples; give all of them, or none",
     ),
 ]
 FOLDERS = [  # the same, of folders of texts

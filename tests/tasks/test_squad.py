@@ -130,7 +130,7 @@ def test_long_context_is_read_in_windows(tokenizer, tmp_path):
     answers = [[("old red", CONTEXT.index("old"))], [("the old", CONTEXT.index("the old"))], []]
     questions = [(f"q{number}", "who came ?", of_one) for number, of_one in enumerate(answers)]
     file = squad_file(tmp_path / "train.json", CONTEXT, *questions)
-    task = Squad("2.0", [file], [], tokenizer, positions=12, stride=3)  # room for 12 - 3 - 3 tokens
+    task = Squad("2.0", [file], [], tokenizer, 12, stride=3)  # room for 12 - 3 - 3 tokens
     rows = [words(tokenizer, row) for row in task.train.tokens[:, 0]]
     assert rows[4:8] == rows[8:] == rows[:4]
     assert rows[:4] == [
@@ -201,7 +201,7 @@ def test_lowest_window_scores_no_answer():
 
 def test_answer_is_given_unless_none_is_likelier(tokenizer, tmp_path):
     questions = [("yes", "who ?", [("tree", 4)]), ("no", "who ?", []), ("equal", "who ?", [("red", 0)])]
-    task = Squad("2.0", [], [squad_file(tmp_path / "dev.json", "red tree", *questions)], tokenizer, positions=12)
+    task = Squad("2.0", [], [squad_file(tmp_path / "dev.json", "red tree", *questions)], tokenizer, 12)
     both = {(0, 5): 3, (0, 0): 2, (1, 5): 2, (1, 0): 3, (2, 4): 1, (2, 0): 1}
     outputs = {"validation": logits_of(3, both, both)}
     files = {name: json.loads(text) for name, text in task.predictions(outputs).items()}
