@@ -274,18 +274,17 @@ def as_rows(
     pairs: Sequence[Pair], choices: int, labels: dict[str, Sequence[int]], tokenizer: BertTokenizer, positions: int
 ) -> Examples:
     """Rows of `positions` tokens, `choices` consecutive ones per example."""
-    index = np.arange(positions)
-    length = np.array([pair.length for pair in pairs], np.int32).clip(max=positions)[:, None]  # [N c, 1]
-    second = np.array([len(pair.a) + 2 for pair in pairs], np.int32)[:, None]  # where b begins
-    text = index < length  # [N c, s]
     tokens = np.full((len(pairs), positions), tokenizer.pad, np.int32)
-    for row, (a, b) in zip(tokens, pairs, strict=True):
-        ids = [tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1]
-        row[: len(ids) + 1] = [*ids, tokenizer.sep]
+    token_types = np.zeros_like(tokens)
+    text = np.zeros(tokens.shape, bool)
+    for row, (a, b) in enumerate(pairs):
+        ids = [*[tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1], tokenizer.sep]
+        tokens[row, : len(ids)], text[row, : len(ids)] = ids, True
+        token_types[row, len(a) + 2 : len(ids)] = 1
     shape = (-1, choices, positions)
     return Examples(
         tokens.reshape(shape),
-        (text & (index >= second)).astype(np.int32).reshape(shape),
+        token_types.reshape(shape),
         text.reshape(shape),
         {name: np.array(values, np.int32) for name, values in labels.items()},
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -95,10 +96,8 @@ class Squad(LabelledTask):
         """One row per window; in training, questions whose answer is not where the file says are skipped."""
         questions = [q for q in items if role == "validation" or not q.truth or q.span is not None]
         if lost := len(items) - len(questions):
-            self.notes.append(
-                f"{file}: {lost:,} of {len(items):,} questions were skipped: the context does not contain their answer "
-                "at its answer_start"
-            )
+            skipped = f"{lost:,} of {len(items):,} questions were skipped"
+            self.notes.append(f"{file}: {skipped}: the context does not contain their answer at its answer_start")
         encoded = self.tokenizer.encode_batch([question.text for question in questions])
         self.note_truncated(file, "questions", map(len, encoded), LONGEST_QUESTION)
         for question, ids in zip(questions, encoded, strict=True):
@@ -119,10 +118,8 @@ class Squad(LabelledTask):
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
         """The metrics of the version's official script, over all sets with answers."""
-        asked = [question for questions in self._items.values() for question in questions]
-        truths = {
-            question.name: [text for text, _ in question.truth] for question in asked if question.truth is not None
-        }
+        asked = chain.from_iterable(self._items.values())
+        truths = {q.name: [text for text, _ in q.truth] for q in asked if q.truth is not None}
         if not truths:
             return []
         answers = self._answers(outputs)
@@ -138,15 +135,13 @@ class Squad(LabelledTask):
         files = {}
         for name, logits in outputs.items():
             answers = self._answers({name: logits})
-            best = {question: of_question.best[0].text for question, of_question in answers.items()}
+            best = {question: answer.best[0].text for question, answer in answers.items()}
             contents: dict[str, dict[str, Any]] = {"predictions": best}
             if self.version == "2.0":
-                null_odds = {question: of_question.null_odds for question, of_question in answers.items()}
+                null_odds = {question: answer.null_odds for question, answer in answers.items()}
                 given = {question: "" if null_odds[question] > 0 else text for question, text in best.items()}
                 contents = {"predictions": given, "null_odds": null_odds, "best_answers": best}
-            contents["nbest_predictions"] = {
-                question: of_question.listed() for question, of_question in answers.items()
-            }
+            contents["nbest_predictions"] = {question: answer.listed() for question, answer in answers.items()}
             before = f"{name}_" if len(self._items) > 1 else ""
             for file, values in contents.items():
                 files[f"{before}{file}.json"] = json.dumps(values, ensure_ascii=False, indent=2) + "\n"
