@@ -34,11 +34,12 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, check_bounds
+from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.parallel.pipeline import pipeline_decode
-from mjax.parallel.zero import gather_for_inference, gather_in_loop
+from mjax.parallel.zero import gather_for_inference, layer_gather
 from mjax.step.layout import lay_out
 from mjax.step.precision import COMPUTE_TYPES
 
