@@ -52,14 +52,14 @@ def attend(
     slopes: Array | None = None,
     window: int | None = None,
     first_head: Array | None = None,
-    places: Array | None = None,
+    position_ids: Array | None = None,
 ) -> Array:
     """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
     only the last `window`, and only those in its document, if given.
 
     Args:
       q, k, v: [b, s, n, d]; keys and values may have fewer heads, each shared by as many neighbouring query heads, and
-        with `places` more positions.
+        with `position_ids` more positions.
       kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
       documents: int [b, s], number of a token's document; None: a sample is one document.
@@ -68,7 +68,7 @@ def attend(
       window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
       first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
         parts over `model`.
-      places: int32 [s], positions of the queries among those of the keys, ascending in each half; None: the same.
+      position_ids: int32 [s], positions of the queries among those of the keys, ascending in each half; None: the same.
     """
     assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
     assert window is None or causal, "a window ends at a query's own position"
@@ -78,10 +78,12 @@ def attend(
         slopes = mappings.vary(slopes, mappings.varying_axes(q))
     if documents is not None:
         documents = mappings.vary(documents, mappings.varying_axes(q))
-    seen = _Seen(rate, key, documents, causal, slopes, window, first_head, places)
+    seen = _Seen(rate, key, documents, causal, slopes, window, first_head, position_ids)
     if kernel in ("cudnn", FLASH_STAND_IN):
         assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        assert places is None or kernel == FLASH_STAND_IN, "cuDNN attention has queries and keys of the same positions"
+        assert position_ids is None or kernel == FLASH_STAND_IN, (
+            "cuDNN attention has queries and keys of the same positions"
+        )
         return _attend_cudnn(q, k, v, kernel, seen)
     if kernel in ("flash", FLASH_INTERPRETED):
         return _attend_flash(q, k, v, kernel, seen)
@@ -91,9 +93,9 @@ def attend(
         # reads from memory what is free to compute.
         slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         seen = seen._replace(slopes=slopes)
-    return (
-        _attend_block(q, k, v, 0, seen) if kernel == "xla" or places is not None else _attend_in_blocks(q, k, v, seen)
-    )
+    if kernel == "xla" or position_ids is not None:
+        return _attend_block(q, k, v, 0, seen)
+    return _attend_in_blocks(q, k, v, seen)
 
 
 class _Seen(NamedTuple):
@@ -106,7 +108,7 @@ class _Seen(NamedTuple):
     slopes: Array | None
     window: int | None
     first_head: Array | None
-    places: Array | None
+    position_ids: Array | None
 
     def heads(self, count: int) -> Array:
         """The numbers of this rank's heads among those of all ranks: int32 [n]."""
@@ -138,20 +140,20 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Arr
 
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
-    rate, key, documents, causal, slopes, window, _, places = seen
+    rate, key, documents, causal, slopes, window, _, position_ids = seen
     positions, heads = q.shape[1:3]
-    cut = positions if places is None else positions // 2
+    cut = positions if position_ids is None else positions // 2
     assert not cut % BLOCK, "flash takes whole blocks of queries (position_unit)"
     assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
     first = second = None
     if key is not None and rate > 0.0:
         heads = seen.heads(heads)
         axes = mappings.varying_axes(q)
-        rows = jnp.arange(positions) if places is None else places
+        rows = jnp.arange(positions) if position_ids is None else position_ids
         first, second = (mappings.vary(words, axes) for words in key.rows(heads, rows))
     starts = None
-    if places is not None:
-        starts = jnp.stack([places[0], places[positions // 2]]) // BLOCK
+    if position_ids is not None:
+        starts = jnp.stack([position_ids[0], position_ids[positions // 2]]) // BLOCK
     beside = Beside(first, second, documents, slopes, starts)
     return flash_attention(q, k, v, beside, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
 
@@ -179,11 +181,11 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
 def _attend_block(
     q: Array, k: Array, v: Array, first: int, seen: _Seen, first_key: int = 0, heads_first: bool = False
 ) -> Array:
-    """Attention of the queries from position `first` on, or at `places`, to the keys from `first_key` on.
+    """Attention of the queries from position `first` on, or at `position_ids`, to the keys from `first_key` on.
 
     Shapes: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]; with `heads_first` all of them are [b, n, …, d].
     """
-    rate, key, documents, causal, slopes, window, _, places = seen
+    rate, key, documents, causal, slopes, window, _, position_ids = seen
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
@@ -192,7 +194,7 @@ def _attend_block(
         # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
         query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
         # Numbered from the first key, like the keys.
-        query = (first + query if places is None else places[:, None]) - first_key
+        query = (first + query if position_ids is None else position_ids[:, None]) - first_key
         visible = other <= query  # [q, k]
         if window is not None:
             visible = visible & (other > query - window)
@@ -200,7 +202,7 @@ def _attend_block(
             scores = scores + distance_penalty(slopes, other - query, wide)
     if documents is not None:
         end, read = first + scores.shape[2], first_key + scores.shape[3]
-        of_queries = documents[:, first:end] if places is None else documents[:, places]
+        of_queries = documents[:, first:end] if position_ids is None else documents[:, position_ids]
         same = _same_document(of_queries, documents[:, first_key:read])
         visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
@@ -208,7 +210,7 @@ def _attend_block(
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     if key is not None and rate > 0.0:
         heads = seen.heads(scores.shape[1])
-        rows = first + jnp.arange(scores.shape[2]) if places is None else places
+        rows = first + jnp.arange(scores.shape[2]) if position_ids is None else position_ids
         probabilities = dropout(probabilities, rate, key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
 
@@ -299,7 +301,7 @@ def attend_across(
         attended = attend(q, k, v, kernel, slopes=slopes, first_head=first, **seen)
         return mappings.exchange(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.across == "gather":
-        seen["places"] = tokens.places()
+        seen["position_ids"] = tokens.position_ids()
         k, v = tokens.all_positions(k), tokens.all_positions(v)
     return attend(q, k, v, kernel, slopes=slopes, **seen)
 

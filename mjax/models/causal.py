@@ -109,13 +109,13 @@ class CausalModel(LanguageModel):
         [b, s, v], replicated over `model` and `context`."""
         ranks = mappings.size(CONTEXT) if across else 1
         context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
-        x = self.embed({"tokens": ids[:, context.tokens.places()]}, context)
+        x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
         x, _ = decode(self.blocks, x, context, None, jnp.full(ids.shape[0], ids.shape[1]))
         logits = mappings.gather_whole(self.logits(x, context.tokens), MODEL, -1)
         logits = context.tokens.by_sequence(logits)
         if across:  # each rank has some of the positions
             whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, context.tokens.places()].set(logits)
+            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, context.tokens.position_ids()].set(logits)
             logits = mappings.sum_over(whole, frozenset({CONTEXT}))
         return logits
 
@@ -147,17 +147,19 @@ class CausalModel(LanguageModel):
         """
         width, ranks = prompts.shape[1], mappings.size(CONTEXT) if across else 1
         context = Context(Tokens(prompts.shape[0], width // ranks, across=across))
-        places, more = context.tokens.places(), (slots - width) // ranks
+        position_ids, more = context.tokens.position_ids(), (slots - width) // ranks
         first = width + more * mappings.rank(CONTEXT) if across else width
-        x = self.embed({"tokens": prompts[:, places]}, context)
+        x = self.embed({"tokens": prompts[:, position_ids]}, context)
         x, new = decode(self.blocks, x, context, None, lengths)
-        is_last = places == (lengths - 1)[:, None]
+        is_last = position_ids == (lengths - 1)[:, None]
         last = context.tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
         if across:
             last = mappings.sum_over(last, frozenset({CONTEXT}))
         room = [(0, 0), (0, 0), (0, more), (0, 0), (0, 0)]
         layers = jax.tree.map(lambda part: jnp.pad(part, room), new)
-        return self._row(last), Cache(layers, jnp.concatenate([places, first + jnp.arange(more, dtype=jnp.int32)]))
+        return self._row(last), Cache(
+            layers, jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
+        )
 
     def decode(
         self, tokens: Array, cached: Cache, lengths: Array, decode: DecodeBlocks = decode_blocks

@@ -17,7 +17,7 @@ class Context:
     Attributes:
       tokens: which tokens the rows are.
       key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
-      positions: int [b, s], position of each token; None: those of `tokens.places`.
+      positions: int [b, s], position of each token; None: those of `tokens.position_ids`.
       documents: int [b, s], number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
       layer_in_group: number of a layer in the group that the model repeats, from 0.

@@ -56,7 +56,7 @@ class Rotary(Positions):
         """Queries and keys [b, s, n, d], turned by the positions of their tokens within their documents."""
         positions = context.positions
         if positions is None:
-            positions = context.tokens.places()[None]
+            positions = context.tokens.position_ids()[None]
         return _rotate(q, positions, self), _rotate(k, positions, self)
 
     def frequencies(self) -> np.ndarray:

@@ -112,7 +112,7 @@ def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens
     """
     if key is None or rate == 0.0:
         return x
-    rows = key.rows(tokens.places())  # [b, s] each
+    rows = key.rows(tokens.position_ids())  # [b, s] each
     return _dropout(x, tuple(tokens.mine(words.reshape(-1)) for words in rows), rate)
 
 

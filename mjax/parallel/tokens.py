@@ -6,7 +6,7 @@ i · t to (i + 1) · t with t = b · s / p. Splitting the flat rows rather than 
 collectives move only whole, contiguous rows.
 
 With `--mesh.context` a rank has a part of the positions of every sequence, and everything above is about these: s is
-their number. `Tokens.places` says which they are. Arrays of a batch come cut into equal, contiguous parts. Where
+their number. `Tokens.position_ids` says which they are. Arrays of a batch come cut into equal, contiguous parts. Where
 attention gathers keys and values, a causal query needs the more of them the later it is, so ranks exchange half of
 their tokens first (`Tokens.cut`), numbers of four bytes:
 
@@ -58,7 +58,7 @@ class Tokens:
         """Positions of a whole sequence."""
         return self.positions * (mappings.size(CONTEXT) if self.across else 1)
 
-    def places(self) -> Array:
+    def position_ids(self) -> Array:
         """Which positions of its sequences this rank has: int32 [s]."""
         own = jnp.arange(self.positions, dtype=jnp.int32)
         if not self.across:
@@ -70,7 +70,7 @@ class Tokens:
         return jnp.where(own < half, rank * half + own, (last - rank) * half + own - half)
 
     def cut(self, x: Array) -> Array:
-        """The columns of an array of a batch for the positions `places`, from those that the mesh gives this rank:
+        """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank:
         [..., s] → the same."""
         with jax.named_scope(scopes.EMBEDDING):
             return mappings.balanced(x) if self.across == "gather" else x

@@ -401,7 +401,7 @@ def micro_batches_of(config: Config, batch: dict[str, Array]) -> dict[str, Array
     """This device's rows of the batch as [m, b, …], and each sequence's index in the global batch as [m, b].
 
     The rows of a sample of several sequences, [c, s], follow each other in the micro-batch. Of a sequence that is split
-    over `context` a rank has the positions that `Tokens.places` says.
+    over `context` a rank has the positions that `Tokens.position_ids` says.
     """
     rows = config.train.global_batch // axes.replicas(config.mesh)
     chex.assert_tree_shape_prefix(batch, (rows,))

@@ -42,7 +42,7 @@ def outputs(name, kernel, samples, documents, slopes, places, q, k, v, upstream)
         options["documents"] = documents
     if "slopes" in options:
         options["slopes"] = slopes
-    attended = partial(attend, kernel=kernel, places=places, **options)
+    attended = partial(attend, kernel=kernel, position_ids=places, **options)
     out, pullback = jax.vjp(lambda q, k, v: attended(q, k, v), q, k, v)
     return out, *pullback(upstream)
 

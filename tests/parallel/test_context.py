@@ -58,7 +58,7 @@ def test_labels_shifted_after_the_cut_are_found(monkeypatch):
 @pytest.mark.ci
 @pytest.mark.parametrize(("way", "positions"), [("heads", "alibi"), ("gather", "learned")])
 def test_positions_of_a_rank_are_found(way, positions, monkeypatch):
-    monkeypatch.setattr(Tokens, "places", lambda self: jnp.arange(self.positions))
+    monkeypatch.setattr(Tokens, "position_ids", lambda self: jnp.arange(self.positions))
     changes = BLOOM | {"heads": 8, "hidden": 64} if positions == "alibi" else {}
     if positions == "alibi" and way == "heads":  # it sees whole sequences: only dropout depends on the rank
         changes |= {"dropout": 0.1}
@@ -117,7 +117,7 @@ def test_positions_are_balanced_over_ranks(context):
 
     def on_rank(row):
         own = tokens.cut(row)
-        return own, tokens.places()[None], tokens.all_positions(own)[None]
+        return own, tokens.position_ids()[None], tokens.all_positions(own)[None]
 
     row = np.arange(4 * context, dtype=np.int32)[None]
     specs = P(None, "context"), P(None, "context"), P("context")
