@@ -86,7 +86,7 @@ class ColumnParallelLinear(nnx.Module):
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
     split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
-    one, the same as its neighbours. `apart` says that the parts along the first dim are separate outputs (`columns`):
+    one, the same as its neighbours. `unfused` says that the parts along the first dim are separate outputs (`columns`):
     each is computed by a product of its own, so that nothing has to be copied out of the whole.
     Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
@@ -100,10 +100,10 @@ class ColumnParallelLinear(nnx.Module):
         std: float,
         dtype,
         bias: bool = True,
-        apart: bool = False,
+        unfused: bool = False,
     ):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
-        self.columns, self.split, self.apart = out[split], split, apart
+        self.columns, self.split, self.unfused = out[split], split, unfused
         # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
         matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
         about = {"contracted": 1, "matrix": matrix, "float8": True}
@@ -111,7 +111,7 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(self, x: Array, tokens: Tokens) -> Array:
-        """The whole output, also of a layer whose parts are `apart`."""
+        """The whole output, also of a layer whose parts are `unfused`."""
         (y,) = columns(x, tokens, self, whole=True)
         return y
 
@@ -125,12 +125,12 @@ def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear, whole: bool
     """The outputs of column-parallel layers with the same input, in one region: f is applied once.
 
     Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
-    with `apart` each of its parts, unless it is wanted `whole`.
+    with `unfused` each of its parts, unless it is wanted `whole`.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
     axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    return into_columns(x, kernels, biases, tokens, tuple(layer.apart and not whole for layer in layers))
+    return into_columns(x, kernels, biases, tokens, tuple(layer.unfused and not whole for layer in layers))
 
 
 def local_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:

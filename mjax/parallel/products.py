@@ -111,22 +111,22 @@ def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tupl
 # f and the products behind it are differentiated as one, for their order (`summed_beside`).
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def into_columns(
-    x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, apart: tuple[bool, ...]
+    x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, unfused: tuple[bool, ...]
 ) -> tuple[Array, ...]:
-    """y = f(x) A + b for each kernel; for one that is `apart` each of the parts along its first dim of columns.
+    """y = f(x) A + b for each kernel; for one that is `unfused` each of the parts along its first dim of columns.
 
     Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out], which vary as the results do →
     [b · s, *out] each.
     """
-    return _columns_forward(x, kernels, biases, tokens, apart)[0]
+    return _columns_forward(x, kernels, biases, tokens, unfused)[0]
 
 
-def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, apart: tuple[bool, ...]):
+def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, unfused: tuple[bool, ...]):
     outputs = []
     entered, back = _entered(x, tokens)
     kept = entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
-    for operand, bias, cut in zip(operands, biases, apart, strict=True):
+    for operand, bias, cut in zip(operands, biases, unfused, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
             if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
                 entered = jax.lax.optimization_barrier(entered)
@@ -135,14 +135,14 @@ def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, token
     return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
-def _columns_backward(tokens: Tokens, apart: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
+def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
     x, back, kernels, scales, biases = residuals
     back = back or (lambda gradient: (tokens.leave(gradient),))
     parts = iter(gradients)
     operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
         _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
-        for operand, cut in zip(operands, apart, strict=True)
+        for operand, cut in zip(operands, unfused, strict=True)
     ]
     to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
     if tokens.float8:

@@ -188,7 +188,7 @@ class _Sizes:
         mesh, train = self.config.mesh, self.config.train
         if train.unroll != "on":
             return kind.sample.kept
-        kept = kind.sample.kept_apart
+        kept = kind.sample.kept_unrolled
         if mesh.splits_tokens and train.recompute != "none":
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
@@ -249,7 +249,7 @@ class _Sample(NamedTuple):
     stream: float
     kept: float
     offloaded: float
-    kept_apart: float
+    kept_unrolled: float
     factors: float
     work: float
     biases: float
@@ -268,7 +268,7 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         stream=backward.stream,
         kept=backward.kept,
         offloaded=backward.offloaded,
-        kept_apart=backward.kept_apart,
+        kept_unrolled=backward.kept_unrolled,
         factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_weights),
         work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
         biases=2 * work.biases,

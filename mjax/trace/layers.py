@@ -84,7 +84,7 @@ class Backward:
       weights: inputs that are weights; the others after the constants depend on the tokens.
       kept: bytes that the forward pass keeps for it on the device, without weights: of the stacks of a loop.
       offloaded: bytes that it keeps in host memory.
-      kept_apart: the same without a loop, where two views of one array are kept once.
+      kept_unrolled: the same without a loop, where two views of one array are kept once.
       stream: bytes of this rank's rows of the residual stream.
     """
 
@@ -94,7 +94,7 @@ class Backward:
     weights: frozenset[int]
     kept: int
     offloaded: int
-    kept_apart: int
+    kept_unrolled: int
     stream: int
 
 
@@ -359,7 +359,7 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
         weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
         kept=sum(map(layer.bytes, here)),
         offloaded=sum(layer.bytes(value) for value, aval in stacked if aval.memory_space == jax.memory.Space.Host),
-        kept_apart=sum(map(layer.bytes, set(here))),
+        kept_unrolled=sum(map(layer.bytes, set(here))),
         stream=bytes_of(x),
     )
 
