@@ -197,7 +197,7 @@ class BERT(Encoder):
         log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
         swapped = batch["sentence_order"]
         order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
-        found = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
-        sums = jnp.stack([order.sum(where=owned), found.sum(where=owned, dtype=order.dtype)])
+        correct = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
+        sums = jnp.stack([order.sum(where=owned), correct.sum(where=owned, dtype=order.dtype)])
         order_loss, order_found = mappings.leave(sums) if tokens.split else sums
         return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}

@@ -209,8 +209,8 @@ def run_blocks(
     for group, gathers, count in _with_weights(blocks, weights_of):
         layers = [_layer(context, recompute, gather, unroll) for gather in gathers]
         body, parts = _by_group(group, layers, first_layer + jnp.arange(count), partial(reduce, _added))
-        x, found = jax.lax.scan(body, x, parts, unroll=unroll)
-        sums = _added(sums, jax.tree.map(lambda each: each.sum(0), found))
+        x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
+        sums = _added(sums, jax.tree.map(lambda each: each.sum(0), layer_sums))
         first_layer = first_layer + count
     return x, sums
 
@@ -244,9 +244,9 @@ def _with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None
         yield group, gathers, len(jax.tree.leaves(group[0])[0]) * len(group)
 
 
-def _with_sums(found: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
+def _with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
     """The result of a layer as the stream and its sums."""
-    return found if isinstance(found, tuple) else (found, {})
+    return result if isinstance(result, tuple) else (result, {})
 
 
 def _policy(recompute: str) -> Callable:
@@ -305,7 +305,7 @@ def decode_blocks(
 
     `weights_of` is as in `run_blocks`.
     """
-    found, first = [], 0
+    caches, first = [], 0
 
     def layer(layer_in_group, x, block_and_cached, gather):
         block, cached = block_and_cached
@@ -321,6 +321,6 @@ def decode_blocks(
         x, new = jax.lax.scan(body, x, parts)
         if len(jax.tree.leaves(new)[0]) < count:
             new = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), new)
-        found.append(new)
+        caches.append(new)
         first += count
-    return x, found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+    return x, caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)

@@ -43,8 +43,8 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
-    found = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
-    return {name: matrix for name, matrix in found if matrix}
+    matrices = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
+    return {name: matrix for name, matrix in matrices if matrix}
 
 
 @lru_cache(maxsize=64)

@@ -246,12 +246,12 @@ def _queries_of(key, blocks: int, beside: Beside, how: How) -> list[tuple]:
     if beside.starts is None:
         return [(key, blocks if last is None else lax.min(blocks, last))]
     half = blocks // 2
-    found = []
+    ranges = []
     for i in (0, 1):
         ahead = i * half - beside.starts[i]  # of its number among this rank's blocks before that among all
         end = (i + 1) * half
-        found.append((lax.max(i * half, key + ahead), end if last is None else lax.min(end, last + ahead)))
-    return found
+        ranges.append((lax.max(i * half, key + ahead), end if last is None else lax.min(end, last + ahead)))
+    return ranges
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:

@@ -57,20 +57,20 @@ class TaskBERT(Encoder):
         """
         x, tokens = self.normed(x), context.tokens
         if self.config.head == "span":
-            found = self.head(x)
+            scores = self.head(x)
             if tokens.split:
-                found = mappings.gather_whole(found.T, MODEL, -1).T
-            found = tokens.all_positions(tokens.by_sequence(_wide(found))).swapaxes(1, 2)  # [b, 2, s]
-            return jnp.where(context.documents[:, None] == 0, found, MASKED)
+                scores = mappings.gather_whole(scores.T, MODEL, -1).T
+            scores = tokens.all_positions(tokens.by_sequence(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
+            return jnp.where(context.documents[:, None] == 0, scores, MASKED)
         pooled, owned = self.pooled(x, tokens)
         pooled = dropout(pooled, self.config.hidden_dropout, context.of_layer(0).key_of(random.HEAD))
-        found = _wide(self.head(pooled))
+        scores = _wide(self.head(pooled))
         axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
         if axes:
-            found = jnp.where(owned[:, None], found, 0)
+            scores = jnp.where(owned[:, None], scores, 0)
         for axis in axes:
-            found = mappings.leave(found, axis)
-        return found.reshape(-1, self.config.answers)
+            scores = mappings.leave(scores, axis)
+        return scores.reshape(-1, self.config.answers)
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         """The number of samples."""

@@ -125,16 +125,18 @@ def _grouped_refusal(kernel: str, compute: str) -> str | None:
         return jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(x, kernels)
 
     try:
-        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
+        results = jax.block_until_ready(output_and_gradients(kernel, dtype))
     except Exception as error:  # whatever the library reports is about this kernel
         return (str(error).strip() or type(error).__name__).splitlines()[0]
-    _compare(f"the kernel {kernel} of experts", found, output_and_gradients("xla", jnp.float32), "--model.grouped xla")
+    _compare(
+        f"the kernel {kernel} of experts", results, output_and_gradients("xla", jnp.float32), "--model.grouped xla"
+    )
     return None
 
 
-def _compare(kernel: str, found, expected, instead: str, tolerance: float = 5e-2) -> None:
+def _compare(kernel: str, results, expected, instead: str, tolerance: float = 5e-2) -> None:
     """Refuse a kernel that is off by more than `tolerance` of the largest value."""
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         difference = float(jnp.abs(a - b).max() / jnp.abs(b).max())
         if not difference < tolerance:
             raise UsageError(
@@ -187,10 +189,10 @@ def _self_test(kernel: str, model: ModelConfig, compute: str, documents: bool) -
         return jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
     try:
-        found = jax.block_until_ready(output_and_gradients(kernel, dtype))
+        results = jax.block_until_ready(output_and_gradients(kernel, dtype))
     except Exception as error:  # whatever the library reports is about this kernel
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     tolerance = 1e-4 if dtype == jnp.float32 else 5e-2
     expected = output_and_gradients("xla", jnp.float32)
-    _compare(f"the attention kernel {kernel}", found, expected, "--model.attention xla", tolerance)
+    _compare(f"the attention kernel {kernel}", results, expected, "--model.attention xla", tolerance)
     return None

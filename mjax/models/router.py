@@ -103,24 +103,24 @@ class Router(nnx.Module):
         config, scores = self.config, choice.scores
         chosen = jax.nn.one_hot(choice.experts, config.experts, dtype=scores.dtype).sum(1)  # [t, E]
         entropy = -(choice.probabilities * jnp.log(_at_least(choice.probabilities))).sum()
-        found = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
+        sums = {"router_entropy": jax.lax.stop_gradient(entropy), "expert_load": chosen.sum(0)}
         if config.z_loss:
-            found["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
+            sums["z_loss"] = jnp.square(jax.nn.logsumexp(scores, axis=-1)).sum()
         if config.balance_loss:
             of_compared = _by_sequence if config.balance_over == "sequence" else lambda rows, _: rows.sum(0)
-            found |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
-        return found
+            sums |= {"used": of_compared(chosen, tokens), "given": of_compared(choice.probabilities, tokens)}
+        return sums
 
     def sums(self, of_rows: Sums, context: Context) -> Sums:
         """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
-        config, found = self.config, _of_all(of_rows, context.tokens)
+        config, sums = self.config, _of_all(of_rows, context.tokens)
         own = (context.layer - config.dense_layers) // config.expert_interval - 1
         here = jnp.arange(config.expert_layers)[:, None] == own
-        found["expert_load"] = jnp.where(here, found["expert_load"], 0)
+        sums["expert_load"] = jnp.where(here, sums["expert_load"], 0)
         if self.config.balance_loss:
-            found |= self._balance(found.pop("used"), found.pop("given"), context.tokens)
-        return found
+            sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
+        return sums
 
     def _balance(self, used: Array, given: Array, tokens: Tokens) -> Sums:
         """The balance loss of the assignments and the probabilities of each expert: [b, E] or [E]."""

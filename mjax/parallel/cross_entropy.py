@@ -144,20 +144,20 @@ def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: A
 
 def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How):
     x, back = jax.vjp(how.tokens.enter, x)
-    kept, found = x, None
+    kept, running = x, None
     for rows in rows_of_chunks(table.shape[0], how.chunks):
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
         total = jnp.exp(logits - highest[:, None]).sum(-1)
         part = _Running(highest, total, jnp.where(is_label, logits, 0).sum(-1))
-        found = part if found is None else found.and_rows(part)
+        running = part if running is None else running.and_rows(part)
         # One after the other. The label's logit too: its gradient does not need it, and XLA would compute it later.
-        x, *found = jax.lax.optimization_barrier((x, *found))
-        found = _Running(*found)
-    highest = mappings.maximum(found.highest)
+        x, *running = jax.lax.optimization_barrier((x, *running))
+        running = _Running(*running)
+    highest = mappings.maximum(running.highest)
     _, owned = owned_rows(labels, table.shape[0])
-    label = jnp.where(owned, found.label - highest, 0.0)
-    exponentials, label = mappings.leave(jnp.stack([found.up_to(highest), label]))
+    label = jnp.where(owned, running.label - highest, 0.0)
+    exponentials, label = mappings.leave(jnp.stack([running.up_to(highest), label]))
     log_sum = jnp.log(exponentials)
     return log_sum - label, (kept, back, table, bias, labels, count, highest + log_sum)
 
@@ -176,10 +176,10 @@ def _of_chunk(
 
 def _chunked_backward(how: _How, residuals, gradient: Array):
     x, back, table, bias, labels, count, log_normalizer = residuals
-    found, to_table, to_bias = [], [], []
+    previous, to_table, to_bias = [], [], []
     for rows in rows_of_chunks(table.shape[0], how.chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
-        x, gradient, *found = jax.lax.optimization_barrier(vary_alike(x, gradient, *found))
+        x, gradient, *previous = jax.lax.optimization_barrier(vary_alike(x, gradient, *previous))
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         probabilities = jnp.exp(logits - log_normalizer[:, None])
         to_logits = ((probabilities - is_label) * gradient[:, None]).astype(x.dtype)
@@ -188,8 +188,8 @@ def _chunked_backward(how: _How, residuals, gradient: Array):
             to_bias.append(sum_rows(to_logits))
         part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
         to_table.append(to_logits.T @ x)
-        found = [found[0] + part if found else part, to_table[-1]]
-    to_x, to_table[-1] = jax.lax.optimization_barrier(found)
+        previous = [previous[0] + part if previous else part, to_table[-1]]
+    to_x, to_table[-1] = jax.lax.optimization_barrier(previous)
     products = jnp.concatenate(to_table), jnp.concatenate(to_bias) if to_bias else None
     to_x, (to_table, to_bias) = summed_beside(back, to_x.astype(x.dtype), products, how.tokens)
     return to_x, to_table, to_bias, None, None

@@ -284,8 +284,8 @@ class _Stage:
         def head(_, means, to_shared):
             y = outputs[slot["output"]]
             run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            found, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
-            return dy, add(means, found), add(to_shared, new)
+            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
+            return dy, add(means, metrics), add(to_shared, new)
 
         dy, means, to_shared = branch(
             scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.means, sums.shared
@@ -479,8 +479,8 @@ def pipeline_decode(
 
     def turn(carry, number):
         def mine(x, new):
-            y, found = run(number // stages, x)
-            return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, found)
+            y, cache = run(number // stages, x)
+            return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, cache)
 
         is_mine = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
         x, new = branch("turn", is_mine, mine, lambda *kept: kept, *carry)

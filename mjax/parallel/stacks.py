@@ -28,9 +28,9 @@ def numbers_of_layers(depths: Mapping[str, int]) -> dict[str, range]:
         turns[stack] = max(turns.get(stack, 1), turn + 1)
         of_stack[stack] = layers
     first = {stack: 1 + sum(of_stack[other] * turns[other] for other in of_stack if other < stack) for stack in turns}
-    found = {}
+    numbers = {}
     for name, layers in depths.items():
         stack, turn = stack_and_turn(name)
         start, step = first[stack] + turn, turns[stack]
-        found[name] = range(start, start + layers * step, step)
-    return found
+        numbers[name] = range(start, start + layers * step, step)
+    return numbers

@@ -56,8 +56,8 @@ class Forward:
         """The parts of the means by name, [] each; or the result of `head`."""
         x = self.embed(weights, micro_batch)
         x, beside = self.layers(weights.blocks, x, micro_batch)
-        found = self.loss(weights, x, micro_batch)
-        return found if self.head else found | beside
+        sums = self.loss(weights, x, micro_batch)
+        return sums if self.head else sums | beside
 
     @jax.named_scope(scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Array:

@@ -260,8 +260,8 @@ def _train_step(
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    found, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
-    means = state.model.summary(found)
+    sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
+    means = state.model.summary(sums)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
@@ -278,7 +278,7 @@ def _train_step(
         rate = rate_after(state.samples)
         updates, optimizer = transform.update(gradients, state.optimizer, state.model)
         model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
-        model = add_whole(model, state.model.adjustments(found), plan, config.mesh)
+        model = add_whole(model, state.model.adjustments(sums), plan, config.mesh)
         new_state = TrainState(
             model=keep_if_skipped(model, state.model),
             optimizer=keep_if_skipped(optimizer, state.optimizer),

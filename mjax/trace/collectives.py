@@ -160,14 +160,14 @@ class Ledger:
 
     def pieces(self) -> dict[str, dict[tuple[str, str], float]]:
         """Bytes by axes in words, and by part and phase, on the stage that sends most over these axes."""
-        found = {}
+        by_axes = {}
         for axes, those in self.grouped("axes").items():
             sent = {
                 key: sum(one.sent for one in group.records) for key, group in those.grouped("part", "phase").items()
             }
             stage = int(np.argmax(sum(sent.values())))
-            found[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
-        return found
+            by_axes[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
+        return by_axes
 
     def by_source(self) -> dict[str, float]:
         """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
@@ -213,17 +213,17 @@ def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collectiv
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     runs, stages = ({}, 1) if schedule is None else (schedule.runs(), schedule.stages)
-    found: dict[Collective, list[Collective]] = {}
+    alike: dict[Collective, list[Collective]] = {}
     for record in _read(used, runs, _Place("", {}, np.ones(stages, np.int64), 1)):
         if record.ranks > 1:
-            found.setdefault(replace(record, counts=(), calls=0), []).append(record)
+            alike.setdefault(replace(record, counts=(), calls=0), []).append(record)
     return tuple(
         replace(
             like,
             counts=tuple(sum(counts) for counts in zip(*(record.counts for record in same), strict=True)),
             calls=sum(record.calls for record in same),
         )
-        for like, same in found.items()
+        for like, same in alike.items()
     )
 
 
@@ -297,11 +297,11 @@ def _conditional(equation, branches: list, runs: dict[str, np.ndarray], place: _
     name = str(equation.source_info.name_stack).rsplit("/", 1)[-1]
     if name in runs:
         place = replace(place, counts=place.outside * runs[name])
-    found = [list(_read(branch, runs, place)) for branch in branches]
+    records = [list(_read(branch, runs, place)) for branch in branches]
     if name in runs:
-        yield from (record for branch in found for record in branch)
-    elif all(branch == found[0] for branch in found):
-        yield from found[0]
+        yield from (record for branch in records for record in branch)
+    elif all(branch == records[0] for branch in records):
+        yield from records[0]
     else:
         raise ValueError(f"a collective is in a conditional that runs an unknown number of times: {place.stack}")
 

@@ -113,8 +113,8 @@ def agreed(program: Program, depends: set[int]) -> tuple[tuple[str, ...], ...]:
       program, depends: as for `transposed`.
     """
     axes = {each.inputs[0]: axes_of(each.equation) for each in program.operations if each.name == "pmax"}
-    found = [each for each in roundings(program) if each.largest is not None]
-    of_tokens = [each for each in found if depends.intersection(each.sources)]
+    largest = [each for each in roundings(program) if each.largest is not None]
+    of_tokens = [each for each in largest if depends.intersection(each.sources)]
     gradients = [each for each in of_tokens if program.values[each.value].dtype == BACKWARD]
-    of_weights = {axes[each.largest] for each in found if depends.isdisjoint(each.sources)}
+    of_weights = {axes[each.largest] for each in largest if depends.isdisjoint(each.sources)}
     return (*(axes[each.largest] for each in gradients or of_tokens), *of_weights)

@@ -67,11 +67,11 @@ class ScheduledCollective:
 
 def counted(collectives: Iterable[ScheduledCollective]) -> dict[Key, tuple[int, int]]:
     """Calls of collectives in a step and bytes of a device's operands, by (axes, operation, dtype)."""
-    found: dict[Key, tuple[int, int]] = {}
+    totals: dict[Key, tuple[int, int]] = {}
     for c in collectives:
-        calls, size = found.get(c.key, (0, 0))
-        found[c.key] = calls + c.calls, size + c.count * c.bytes
-    return found
+        calls, size = totals.get(c.key, (0, 0))
+        totals[c.key] = calls + c.calls, size + c.count * c.bytes
+    return totals
 
 
 def read_collectives(text: str, mesh: Mapping[str, int]) -> list[ScheduledCollective]:
@@ -130,18 +130,18 @@ def _read_line(text: str) -> Line | None:
 
 def arrays_of(shape: str) -> list[tuple[str, int]]:
     """(dtype, bytes) of every array of a shape."""
-    found = []
+    arrays = []
     for dtype, dims in dims_of(shape):
         if dtype not in BITS:
             raise HloError(f"dtype {dtype} is not known: {shape[:100]}")
-        found.append((dtype, BITS[dtype] * math.prod(dims) // 8))
-    return found
+        arrays.append((dtype, BITS[dtype] * math.prod(dims) // 8))
+    return arrays
 
 
 def dims_of(shape: str) -> list[tuple[str, list[int]]]:
     """(dtype, dims) of every array of a shape."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
-    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in found]
+    arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    return [(dtype, [int(dim) for dim in dims.split(",") if dim]) for dtype, dims in arrays]
 
 
 class Module:

@@ -187,16 +187,16 @@ class Traced:
         )
 
 
-def of_micro_batch(of: Traced, samples: int, found: Callable[[Traced], tuple[float, ...]]) -> list[float]:
-    """What `found` reads from the trace of one sample, for the samples of a micro-batch: it is proportional to them.
+def of_micro_batch(of: Traced, samples: int, sizes_of: Callable[[Traced], tuple[float, ...]]) -> list[float]:
+    """What `sizes_of` reads from the trace of one sample, for the samples of a micro-batch: it is proportional to them.
 
     But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a layer with
     experts is traced for one sample and for two.
     """
-    one = found(of)
+    one = sizes_of(of)
     if samples == 1 or not any(each.grouped for each in layer_forward(of).of_weights):
         return [samples * first for first in one]
-    two = found(replace(of, samples=2))
+    two = sizes_of(replace(of, samples=2))
     return [first + (samples - 1) * (second - first) for first, second in zip(one, two, strict=True)]
 
 
@@ -255,7 +255,7 @@ def _head_of(of: Traced) -> Head:
 def _trace(of: Traced, config: Config, part: Callable) -> Any:
     """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
     stream; the blocks among the weights are those of the traced kind."""
-    mesh, arrays, found = abstract_mesh(config.mesh), config.batch_arrays(), []
+    mesh, arrays, results = abstract_mesh(config.mesh), config.batch_arrays(), []
     rows = config.train.global_batch
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), kind) for name, (shape, kind) in arrays.items()}
 
@@ -268,14 +268,14 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
             number, turn = of.kind
             weights.blocks = group_of(stacks_of(weights.blocks)[number])[turn]
             weights.blocks.period = 1  # a window's pattern changes no size
-        found.append(part(forward, weights, micro_batch, x))
+        results.append(part(forward, weights, micro_batch, x))
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
         layout = _layout(replace(config, train=replace(config.train, recompute="none")))
         specs = layout.specs, batch_specs(arrays, config.model.sequence)
         jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
-    return found[0]
+    return results[0]
 
 
 @lru_cache(maxsize=256)
@@ -298,9 +298,9 @@ def layer_collectives(of: Traced, axis: str) -> tuple[tuple[str, int], ...]:
     """The collectives over this axis alone in a layer's forward pass, in order: their names, and bytes of the larger of
     their input and output."""
     program = layer_program(of)[0]
-    found = [each for each in program.operations if each.is_collective and axes_of(each.equation) == (axis,)]
+    collectives = [each for each in program.operations if each.is_collective and axes_of(each.equation) == (axis,)]
     return tuple(
-        (each.name, max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))) for each in found
+        (each.name, max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))) for each in collectives
     )
 
 

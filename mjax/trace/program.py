@@ -96,7 +96,7 @@ class Program:
             value = self._views[value]
         return value
 
-    def _inline(self, jaxpr, arguments: Sequence[int | None], found: list[Operation]) -> list[int | None]:
+    def _inline(self, jaxpr, arguments: Sequence[int | None], operations: list[Operation]) -> list[int | None]:
         numbers = dict(zip(jaxpr.invars, arguments, strict=True))
         numbers |= dict.fromkeys(jaxpr.constvars)
 
@@ -107,7 +107,7 @@ class Program:
             name, inner = equation.primitive.name, list(inner_jaxprs(equation))
             inputs = [number(variable) for variable in equation.invars]
             if len(inner) == 1 and name not in KERNELS and len(inner[0].invars) == len(inputs):
-                results = self._inline(inner[0], inputs, found)
+                results = self._inline(inner[0], inputs, operations)
                 numbers |= dict(zip(equation.outvars, results, strict=True))
                 continue
             if name == "optimization_barrier":
@@ -118,7 +118,7 @@ class Program:
             if (name in VIEWS and inputs[0] is not None) or self._restores(name, inputs):
                 self._views[outputs[0]] = inputs[0]
             else:
-                found.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
+                operations.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
         return [number(variable) for variable in jaxpr.outvars]
 
     def _restores(self, name: str, inputs: Sequence[int | None]) -> bool:

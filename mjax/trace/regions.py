@@ -86,8 +86,8 @@ class Regions:
 
         A kernel that sums over tokens, or computes an activation function, finds it as it writes the array.
         """
-        found = next((each for each in self.roundings if each.largest in region.outputs), None)
-        if found is None:
+        rounding = next((each for each in self.roundings if each.largest in region.outputs), None)
+        if rounding is None:
             return None
 
         def writes_it(made: Region | None) -> bool:
@@ -95,9 +95,9 @@ class Regions:
                 return False
             if made.reduces:  # a norm: its backward pass has sums over tokens
                 return len(made.outputs) > 1
-            return not (made.has_function and self.program.values[found.value].dtype == BACKWARD)
+            return not (made.has_function and self.program.values[rounding.value].dtype == BACKWARD)
 
-        return {value for value in found.sources if not writes_it(self.of(value))}
+        return {value for value in rounding.sources if not writes_it(self.of(value))}
 
     def _cut(self) -> Iterator[Region]:
         leader: dict[int, int] = {}
@@ -239,15 +239,15 @@ def _as_late_as_possible(
     made = set(program.inputs)
 
     def sources(operation: Operation) -> set[int]:
-        found, seen, open_ = set(), set(), [operation]
+        values, seen, open_ = set(), set(), [operation]
         while open_:
             for value in set(_read(open_.pop())) - seen:
                 seen.add(value)
                 if value in regions.written or value in made or value not in regions.producer:
-                    found.add(value)
+                    values.add(value)
                 else:
                     open_.append(regions.producer[value])
-        return found
+        return values
 
     def make(value: int) -> Iterator[tuple[int, tuple[int, ...]]]:
         if value in made or value not in regions.producer:
