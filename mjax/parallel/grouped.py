@@ -112,7 +112,7 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None, rank
     first = ends - tiles_of
     of_tile = (jnp.arange(tiles)[:, None] >= ends).sum(1, dtype=jnp.int32)  # groups that end before the tile
     tiled = jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups]
-    groups = Groups(*tiled, rows, which.shape[0] // ranks)
+    grouping = Groups(*tiled, rows, which.shape[0] // ranks)
 
     order = jnp.argsort(which, stable=True).astype(jnp.int32)
     sorted_groups = which[order]
@@ -120,7 +120,7 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None, rank
     within = jnp.arange(which.shape[0], dtype=jnp.int32) - starts[sorted_groups]
     row = jnp.append(first, 0)[sorted_groups] * rows + within
     row = jnp.where(sorted_groups < groups, row, tiles * rows)
-    return groups, jnp.zeros_like(row).at[order].set(row, unique_indices=True)
+    return grouping, jnp.zeros_like(row).at[order].set(row, unique_indices=True)
 
 
 def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Array:

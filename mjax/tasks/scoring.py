@@ -107,7 +107,7 @@ class Scorer(RowScorer):
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
         numbers = tokens.by_sequence(jnp.stack([losses, correct.astype(losses.dtype)], -1))
         rows = jnp.zeros((tokens.sequences, tokens.whole, 2), losses.dtype)
-        return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.places()].set(numbers)
+        return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.position_ids()].set(numbers)
 
     def __call__(
         self, model: CausalModel, passes: Sequence[Sequence[Window]], on_progress: Progress = lambda windows: None
