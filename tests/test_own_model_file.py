@@ -15,9 +15,9 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
+from mjax.doctor import RED
 from mjax.doctor.child import run_in_child
 from mjax.doctor.driver import Driver
-from mjax.doctor.finding import RED
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.search_flags import write_config

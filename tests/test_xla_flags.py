@@ -7,7 +7,7 @@ import pytest
 from mjax.cluster import launch, xla_flags
 from mjax.cluster.xla_flags import FASTER, REPEATABLE, XlaFlag
 from mjax.commands import cli
-from mjax.doctor.flags import refusal
+from mjax.doctor.software import refusal
 from mjax.errors import UsageError
 from tests.conftest import ROOT
 

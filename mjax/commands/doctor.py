@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,17 +21,25 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
+from rich.text import Text
 
 from mjax import __version__
 from mjax.config import Config, load_config
 from mjax.config.bounds import Bounds, check_bounds
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Finding, host, software
 from mjax.doctor import driver as nvidia
-from mjax.doctor import flags, host, software
-from mjax.doctor.child import run_in_child
-from mjax.doctor.finding import RED, Finding, guarded
-from mjax.doctor.probe import ON_DEVICES, ON_DISK
-from mjax.doctor.report import Report
+from mjax.doctor.child import ON_DEVICES, ON_DISK, run_in_child
 from mjax.utils import packages
+
+# A word and a sign for each colour: not every terminal, log or reader sees colours.
+MARKS = {
+    GREEN: ("✓ ok", "green"),
+    YELLOW: ("! look", "yellow"),
+    RED: ("✗ fix", "bold red"),
+    FIGURE: ("· shown", "default"),
+}
+NAME_WIDTH = 14
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ def doctor(arguments: DoctorArguments) -> int:
         report.close(findings)
     fine = all(finding.status != RED for finding in findings)
     if arguments.json:
-        print(json.dumps({"mjax": __version__, "ok": fine, "findings": [_plain(each) for each in findings]}))
+        print(json.dumps({"mjax": __version__, "ok": fine, "findings": [_plain(finding) for finding in findings]}))
     return 0 if fine else 1
 
 
@@ -93,25 +102,19 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     """Run all checks and yield their findings."""
     limit = arguments.limit
     # --- Without JAX --------------------------------------------------------------------------------------------------
-    yield from guarded("python", software.check_python)
-    yield from guarded("packages", software.check_packages)
-    yield from guarded("jax", software.check_jax)
+    yield from software.check_python()
+    yield from software.check_packages()
+    yield from software.check_jax()
     cuda = _or(None, packages.cuda_build)
     report.begin("driver")
     driver = _or(nvidia.Driver(problem="the GPUs of this machine could not be listed"), nvidia.read_driver)
-    yield from guarded("driver", lambda: nvidia.check_driver(driver, cuda))
-    yield from guarded("libraries", lambda: nvidia.check_libraries(cuda=cuda))
-    yield from guarded("visible", lambda: nvidia.check_visible(driver))
+    yield from nvidia.check_driver(driver, cuda)
+    yield from nvidia.check_libraries(cuda=cuda)
+    yield from nvidia.check_visible(driver)
     report.begin("flags")
     environment = dict(os.environ)
-
-    def check_flags() -> list[Finding]:
-        findings, repaired = flags.check_flags(environment, limit)
-        environment.update(repaired)  # later checks run without the flags that crash a process
-        return findings
-
-    yield from guarded("flags", check_flags)
-    yield from guarded("processes", host.check_processes)
+    yield from software.check_flags(environment, limit)  # later checks run without the flags that crash a process
+    yield from host.check_processes()
 
     # --- On the devices -----------------------------------------------------------------------------------------------
     settings = {
@@ -124,10 +127,9 @@ def examine(config: Config | None, arguments: DoctorArguments, report: Report) -
     yield from run_in_child(ON_DEVICES, settings, environment, limit, report.begin, foundation="devices")
 
     # --- Around them --------------------------------------------------------------------------------------------------
-    yield from guarded("memory", lambda: host.check_memory(config))
-    gpus = nvidia.visible_gpus(driver)
-    yield from guarded("shared memory", lambda: host.check_shared_memory(gpus))
-    yield from guarded("open files", host.check_open_files)
+    yield from host.check_memory(config)
+    yield from host.check_shared_memory(nvidia.visible_gpus(driver))
+    yield from host.check_open_files()
     yield from run_in_child(ON_DISK, settings, environment, limit, report.begin)
 
 
@@ -137,3 +139,54 @@ def _or(otherwise, ask: Callable):
         return ask()
     except Exception:
         return otherwise
+
+
+class Report:
+    """Prints findings; on a terminal, also the current check below them.
+
+    With `shown` false it prints nothing, for --json.
+    """
+
+    def __init__(self, console: Console | None = None, shown: bool = True):
+        self.console = console or Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self._status = self.console.status("starting …") if self.console.is_terminal and shown else None
+
+    def __enter__(self) -> Report:
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._status:
+            self._status.stop()
+
+    def begin(self, check: str) -> None:
+        """Show the name of the current check."""
+        if self._status:
+            self._status.update(f"checking {check} …")
+
+    def show(self, finding: Finding) -> None:
+        """Print one finding, and below it what to do."""
+        mark, style = MARKS[finding.status]
+        line = Text(f"{mark:<8}", style=style)
+        line.append(f"{finding.check:<{NAME_WIDTH}}", style="bold")
+        indent = " " * (8 + NAME_WIDTH)
+        line.append(self._fold(finding.found, indent), style="default")
+        if finding.advice:
+            line.append(f"\n{indent}→ " + self._fold(finding.advice, indent + "  "), style="default")
+        self.console.print(line)
+
+    def close(self, findings: list[Finding]) -> None:
+        """Print the number of findings of each status."""
+        count = {status: sum(finding.status == status for finding in findings) for status in MARKS}
+        parts = [f"{count[GREEN]} ok", f"{count[YELLOW]} to look at", f"{count[RED]} to fix"]
+        style = MARKS[RED if count[RED] else YELLOW if count[YELLOW] else GREEN][1]
+        end = "fix what is marked ✗ before training" if count[RED] else "ready to train"
+        self.console.print(Text(f"\n{', '.join(parts)}: {end}", style=style))
+
+    def _fold(self, text: str, indent: str) -> str:
+        """Wrapped to the terminal's width; whole lines elsewhere, for grep."""
+        if not self.console.is_terminal:
+            return text
+        width = max(40, self.console.width - len(indent))
+        return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False).replace("\n", f"\n{indent}")

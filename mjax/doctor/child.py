@@ -1,13 +1,16 @@
 """Checks in a child process, so that a driver that hangs or aborts costs only its own line of the report.
 
-The child runs the given checks one after the other and writes one line of JSON for each. If it is silent for too long
-or ends early, its current check is red, and another child continues with the next one.
+The child, python -m mjax.doctor.child SETTINGS CHECK …, runs the given checks one after the other and writes one line
+of JSON for each. If it is silent for too long or ends early, its current check is red, and another child continues with
+the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import logging
 import os
 import queue
 import signal
@@ -16,11 +19,30 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from mjax.doctor.finding import RED, YELLOW, Finding, advice_on, listed
+from mjax.config import load_config
+from mjax.doctor import RED, YELLOW, Finding, advice_on, guarded, listed
+from mjax.doctor.driver import Driver
 
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
-PROBE = (sys.executable, "-m", "mjax.doctor.probe")
+COMMAND = (sys.executable, "-m", "mjax.doctor.child")
+CHECKS = {
+    "devices": ("devices:check_devices", "driver", "cuda", "complaints"),
+    "device memory": ("devices:check_device_memory", "driver"),
+    "attention": ("numerics:check_attention", "config"),
+    "numerics": ("numerics:check_numerics",),
+    "matmul": ("devices:check_matmul",),
+    "copy": ("devices:check_copy",),
+    "all-reduce": ("devices:check_all_reduce",),
+    "storage": ("host:check_storage", "runs", "config", "name"),
+    "programs": ("host:check_programs",),
+}
+"""By check: MODULE:FUNCTION in mjax/doctor, imported when it runs, and the settings it takes."""
+ON_DISK = ("storage", "programs")
+ON_DEVICES = tuple(name for name in CHECKS if name not in ON_DISK)
 LAST_WORDS = 2000  # lines kept of a child's stderr: XLA's stack traces are some hundred
 
 
@@ -30,7 +52,7 @@ def run_in_child(
     environment: Mapping[str, str],
     limit: float,
     begin: Callable[[str], None] = lambda name: None,
-    command: Sequence[str] = PROBE,
+    command: Sequence[str] = COMMAND,
     foundation: str | None = None,
 ) -> Iterator[Finding]:
     """Run the checks `names` and yield their findings.
@@ -126,3 +148,50 @@ def _end(child: subprocess.Popen) -> None:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, where no signal reaches it
             child.wait(timeout=5)
+
+
+# --- In the child -----------------------------------------------------------------------------------------------------
+
+
+class _Complaints(logging.Handler):
+    """Keeps the last line of each log record: of a stack trace, the exception."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record).strip().splitlines()[-1])
+
+
+def main(arguments: list[str]) -> None:
+    """Run the named checks and write their findings.
+
+    All that a library prints goes to stderr, so that stdout holds only the lines of JSON.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    complaints = _Complaints()
+    logging.getLogger("jax").addHandler(complaints)
+    given = json.loads(arguments[0])
+    lists = {name: tuple(value) for name, value in given["driver"].items() if isinstance(value, list)}
+    settings = given | {
+        "driver": Driver(**given["driver"] | lists),
+        "config": None if given["config"] is None else load_config(given["config"]),
+        "runs": Path(given["runs"]),
+        "complaints": complaints.lines,
+    }
+    for name in arguments[1:]:
+        findings = guarded(name, lambda name=name: _run(name, settings))
+        print(json.dumps([asdict(finding) for finding in findings]), file=answers, flush=True)
+
+
+def _run(name: str, settings: dict[str, Any]) -> list[Finding]:
+    place, *needed = CHECKS[name]
+    module, function = place.split(":")
+    run = getattr(importlib.import_module(f"mjax.doctor.{module}"), function)
+    return run(*(settings[each] for each in needed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

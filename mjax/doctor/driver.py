@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mjax.cluster.launch import nvidia_driver
-from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, gibibytes
+from mjax.doctor import GREEN, RED, YELLOW, Found, check, gibibytes
 
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).

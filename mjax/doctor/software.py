@@ -1,13 +1,19 @@
-"""Python and packages: the installed versions must work together, as their own metadata says.
+"""Python, packages and XLA_FLAGS: installed versions must work together, and XLA must know the flags.
 
-No package is imported, so broken ones can be examined too.
+No package is imported, so broken ones can be examined too. An unknown flag ends the process without a Python error, so
+a child process tries them; every version of XLA drops flags, and the usual cause is a line copied from an old recipe.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import mmap
 import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -17,13 +23,16 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import mjax
-from mjax.doctor.finding import GREEN, RED, YELLOW, Found, check, listed
+from mjax.doctor import GREEN, RED, YELLOW, Found, check, listed
+from mjax.doctor.child import SILENT
 from mjax.utils import packages
 
 PYTHON = SpecifierSet(">=3.11")
 TESTED_PYTHON = SpecifierSet("<3.14")
 SHOWN = ("flax", "optax", "orbax-checkpoint", "numpy")
 CUDA_BUILDS = re.compile(r"jax-cuda(\d+)-(?:plugin|pjrt)")
+# Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
+READ_FLAGS = "import jax; jax.devices()"
 
 
 @check("python")
@@ -109,3 +118,86 @@ def _requirements() -> list[str]:
         lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
         return [line for line in lines if line]
     return [line for line in metadata.requires("mjax") or [] if "extra ==" not in line]
+
+
+# --- XLA_FLAGS --------------------------------------------------------------------------------------------------------
+
+
+@check("flags")
+def check_flags(environment: dict[str, str], limit: float) -> Found:
+    """Try to start XLA with the flags that are set, and remove from `environment` those that end the process.
+
+    Args:
+      environment: of a process; one that starts with it afterwards has only flags that XLA accepts.
+      limit: seconds for a start.
+    """
+    flags = environment.get("XLA_FLAGS", "").strip()
+    if not flags:
+        return GREEN, "XLA_FLAGS is not set"
+    try:
+        said = refusal(flags, environment, limit)
+        return (GREEN, f"XLA accepts XLA_FLAGS={flags}") if said is None else _repair(flags, said, environment, limit)
+    except subprocess.TimeoutExpired:
+        return RED, f"JAX gave no answer in {limit:g} s", SILENT
+
+
+def _repair(flags: str, said: str, environment: dict[str, str], limit: float) -> Found:
+    """Remove the flags that XLA refuses with the message `said`, and explain them."""
+    words = shlex.split(flags)
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
+    value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
+    if unknown:
+        wrong = [word.split("=")[0] for word in shlex.split(unknown[1])]
+        advice = "; ".join(_instead(flag, environment, limit) for flag in wrong)
+        them = "it" if len(wrong) == 1 else "them"
+        what = f"XLA does not know {listed(wrong)}, and aborts every process that has {them} set"
+    elif value:
+        wrong = [f"--{value[2]}"]
+        advice = f"give --{value[2]} a valid value, or remove it from XLA_FLAGS"
+        what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and aborts every process that has it set"
+    elif not flags.startswith("--"):
+        wrong, advice = None, "begin each flag with --"
+        what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
+    elif refusal("", environment, limit) is not None:
+        found = f"not tried: JAX does not start without XLA_FLAGS either: {said.splitlines()[-1]}"
+        return YELLOW, found, "fix the line devices first"
+    else:
+        wrong, advice = None, "unset XLA_FLAGS"
+        what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
+    left = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
+    if left and refusal(left, environment, limit) is not None:
+        left = ""
+    environment["XLA_FLAGS"] = left
+    return RED, what, advice
+
+
+def known_flags() -> list[str]:
+    """Words in XLA's library that look like flags; some are not."""
+    spec = importlib.util.find_spec("jaxlib")
+    libraries = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.so")] if spec else []
+    found: set[bytes] = set()
+    for file in libraries:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
+    return sorted(name.decode() for name in found)
+
+
+def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
+    """Advice for an unknown flag: the nearest one that XLA accepts, if any."""
+    for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
+        said = refusal(f"--{name}=true", environment, limit)
+        if said is None or "Unknown flag" not in said:
+            return f"remove {flag} from XLA_FLAGS; the nearest known flag is --{name}"
+    return f"remove {flag} from XLA_FLAGS"
+
+
+def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
+    """The message of a process that these flags end; None if it starts.
+
+    Raises:
+      subprocess.TimeoutExpired: neither happens in `limit` seconds.
+    """
+    variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", READ_FLAGS]
+    child = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
+    return (child.stderr.strip() or f"it ended with {child.returncode}") if child.returncode else None

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from mjax.config import load_config
-from mjax.doctor.attention import check_attention
-from mjax.doctor.finding import GREEN, RED
+from mjax.doctor import GREEN, RED
+from mjax.doctor.numerics import check_attention
 from mjax.errors import UsageError
 from mjax.models import attention_kernels, kernel_trial
 

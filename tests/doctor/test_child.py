@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from mjax.doctor import GREEN, RED, YELLOW
 from mjax.doctor.child import run_in_child
-from mjax.doctor.finding import GREEN, RED, YELLOW
 
-# A child as probe.py is one, whose checks do what their names say.
+# A child like the one of doctor/child.py, whose checks do what their names say.
 CHILD = """
 import json, os, signal, sys, time
 for name in sys.argv[2:]:

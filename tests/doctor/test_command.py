@@ -11,8 +11,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.commands import doctor as command
-from mjax.doctor.finding import GREEN, RED, YELLOW, Finding
-from mjax.doctor.report import Report
+from mjax.doctor import GREEN, RED, YELLOW, Finding
 from tests.conftest import ROOT
 
 ONE_OF_EACH = [
@@ -76,9 +75,10 @@ def test_later_checks_run_without_wrong_flags(monkeypatch):
     """A wrong flag in XLA_FLAGS would end every child."""
     run_in_child = Mock(return_value=())
     monkeypatch.setenv("XLA_FLAGS", "--wrong")
-    monkeypatch.setattr(command.flags, "check_flags", lambda *_: ([], {"XLA_FLAGS": "repaired"}))
+    repair = lambda environment, limit: environment.update(XLA_FLAGS="repaired") or []  # noqa: E731
+    monkeypatch.setattr(command.software, "check_flags", repair)
     monkeypatch.setattr(command, "run_in_child", run_in_child)
-    list(command.examine(None, command.DoctorArguments(json=True), Report(shown=False)))
+    list(command.examine(None, command.DoctorArguments(json=True), command.Report(shown=False)))
     assert [call.args[2]["XLA_FLAGS"] for call in run_in_child.call_args_list] == ["repaired"] * 2
 
 

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mjax.doctor import devices
+from mjax.doctor import GREEN, RED, YELLOW, devices
 from mjax.doctor.devices import check_devices
 from mjax.doctor.driver import Driver
-from mjax.doctor.finding import GREEN, RED, YELLOW
 
 H100, T400, SLICE = "NVIDIA H100 80GB HBM3", "NVIDIA T400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 GIB = 2**30

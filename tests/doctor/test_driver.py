@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pynvml
 import pytest
 
+from mjax.doctor import GREEN, RED, YELLOW
 from mjax.doctor.driver import Driver, ask_nvml, check_driver, check_visible, read_driver
-from mjax.doctor.finding import GREEN, RED, YELLOW
 
 H100 = "NVIDIA H100 80GB HBM3"
 EIGHT = Driver("580.65.06", (H100,) * 8, (80 * 2**30,) * 8, (0.0,) * 8, on_bus=8)

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from mjax.doctor import flags
-from mjax.doctor.finding import RED
-from mjax.doctor.flags import check_flags
+from mjax.doctor import RED, software
+from mjax.doctor.software import check_flags
 
 UNKNOWN = "--xla_gpu_enable_latency_hiding_schedular=true"
 
@@ -15,11 +14,11 @@ UNKNOWN = "--xla_gpu_enable_latency_hiding_schedular=true"
 def test_unknown_flag_is_found_by_a_child():
     """The words are those of the installed XLA; it takes seconds to read them all."""
     environment = {**os.environ, "XLA_FLAGS": f"{UNKNOWN} --xla_gpu_autotune_level=3"}
-    (finding,), repaired = check_flags(environment, 120)
+    (finding,) = check_flags(environment, 120)
     assert finding.status == RED
     assert "does not know --xla_gpu_enable_latency_hiding_schedular," in finding.found
     assert "--xla_gpu_enable_latency_hiding_scheduler" in finding.advice
-    assert repaired["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
+    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,10 @@ def test_unknown_flag_is_found_by_a_child():
     ],
 )  # fmt: skip
 def test_each_refusal_of_xla_gets_a_sentence(monkeypatch, value, said, words, left):
-    monkeypatch.setattr(flags, "refusal", lambda given, *_: said if given == value else None)
-    monkeypatch.setattr(flags, "known_flags", lambda: ["xla_gpu_autotune_level"])
-    (finding,), repaired = check_flags({"XLA_FLAGS": value}, 60)
+    monkeypatch.setattr(software, "refusal", lambda given, *_: said if given == value else None)
+    monkeypatch.setattr(software, "known_flags", lambda: ["xla_gpu_autotune_level"])
+    environment = {"XLA_FLAGS": value}
+    (finding,) = check_flags(environment, 60)
     assert finding.status == RED
     assert words in finding.found
-    assert repaired["XLA_FLAGS"] == left
+    assert environment["XLA_FLAGS"] == left

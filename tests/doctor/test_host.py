@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mjax.config import load_config
-from mjax.doctor.finding import GREEN, YELLOW
+from mjax.doctor import GREEN, YELLOW
 from mjax.doctor.host import check_memory, state_bytes
 from mjax.models.build import count_parameters
 

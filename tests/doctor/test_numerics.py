@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.doctor import numerics
-from mjax.doctor.finding import GREEN, RED
+from mjax.doctor import GREEN, RED, numerics
 from mjax.doctor.numerics import check_numerics, standard_operations
 
 

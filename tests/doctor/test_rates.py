@@ -3,10 +3,8 @@
 import jax
 import pytest
 
-from mjax.doctor import rates
-from mjax.doctor.devices import called
-from mjax.doctor.finding import FIGURE, GREEN, RED, YELLOW
-from mjax.doctor.rates import check_all_reduce, check_matmul, judge_all_reduce, judge_copy, judge_matmul
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, devices
+from mjax.doctor.devices import called, check_all_reduce, check_matmul, judge_all_reduce, judge_copy, judge_matmul
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -38,8 +36,8 @@ def test_slow_memory_and_links_are_yellow():
 def test_slowest_of_each_kind_is_judged(monkeypatch):
     first, second, *_ = jax.local_devices()
     seconds = {first.id: 1e-3, second.id: 2e-3}
-    monkeypatch.setattr(rates, "by_kind", lambda: {H100: [first, second], "NVIDIA Z9": [first]})
-    monkeypatch.setattr(rates, "seconds_of", lambda step, x: seconds[x.device.id])
+    monkeypatch.setattr(devices, "by_kind", lambda: {H100: [first, second], "NVIDIA Z9": [first]})
+    monkeypatch.setattr(devices, "seconds_of", lambda step, x: seconds[x.device.id])
     of_two, alone = check_matmul()
     assert f"on {called(second)}, the slowest of 2, " in of_two.found
     assert of_two.figures["matmul_tflops"] == alone.figures["matmul_tflops"] / 2
@@ -48,18 +46,18 @@ def test_slowest_of_each_kind_is_judged(monkeypatch):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 def test_wrong_sum_is_red(monkeypatch):
-    monkeypatch.setattr(rates, "MEASURED_SECONDS", 0.01)
-    monkeypatch.setattr(rates, "SIMULATED_COUNT", 2**10)
+    monkeypatch.setattr(devices, "MEASURED_SECONDS", 0.01)
+    monkeypatch.setattr(devices, "SIMULATED_COUNT", 2**10)
     (finding,) = check_all_reduce()
     assert finding.status == FIGURE
     assert ("simulated" in finding.found) == (jax.default_backend() == "cpu")
 
-    right = rates.mappings.leave
-    monkeypatch.setattr(rates.mappings, "leave", lambda x: right(x) + 1)
+    right = devices.mappings.leave
+    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x) + 1)
     (finding,) = check_all_reduce()
     assert finding.status == RED
     total = jax.device_count() * (jax.device_count() + 1) // 2
     assert f"is {total + 1} to {total + 1}, not {total}" in finding.found
     # In a few places only.
-    monkeypatch.setattr(rates.mappings, "leave", lambda x: right(x).at[0].add(1))
+    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x).at[0].add(1))
     assert check_all_reduce()[0].status == RED

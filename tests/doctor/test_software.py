@@ -2,7 +2,7 @@
 
 import pytest
 
-from mjax.doctor.finding import GREEN, RED, YELLOW
+from mjax.doctor import GREEN, RED, YELLOW
 from mjax.doctor.software import check_jax, check_packages, check_python
 from mjax.utils import packages
 

@@ -8,15 +8,14 @@ from unittest.mock import Mock
 import pytest
 
 from mjax.config import load_config
-from mjax.doctor import storage
-from mjax.doctor.finding import GREEN, RED, YELLOW
-from mjax.doctor.storage import check_storage, judge_storage
+from mjax.doctor import GREEN, RED, YELLOW, host
+from mjax.doctor.host import check_storage, judge_storage
 
 
 @pytest.fixture(autouse=True)
 def small_file(monkeypatch):
-    monkeypatch.setattr(storage, "FILE_BYTES", 2**20)
-    monkeypatch.setattr(storage, "SLOW", 1.0)  # this machine's disk is not what is tested here
+    monkeypatch.setattr(host, "FILE_BYTES", 2**20)
+    monkeypatch.setattr(host, "SLOW", 1.0)  # this machine's disk is not what is tested here
 
 
 def test_absent_folder_is_not_made(tmp_path):
@@ -29,7 +28,7 @@ def test_absent_folder_is_not_made(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "name", "code", "advice"),
-    [(storage.tempfile, "mkstemp", errno.EROFS, "make it writable"), (os, "fsync", errno.ENOSPC, "free some space")],
+    [(host.tempfile, "mkstemp", errno.EROFS, "make it writable"), (os, "fsync", errno.ENOSPC, "free some space")],
     ids=["read-only", "full"],
 )
 def test_failing_disk_is_red(tmp_path, monkeypatch, module, name, code, advice):
@@ -60,7 +59,7 @@ def test_room_and_speed_are_judged(monkeypatch):
 
 def test_written_checkpoints_need_no_room_again(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: usage(400 * 2**30, 300 * 2**30, 100 * 2**30))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: usage(400 * 2**30, 300 * 2**30, 100 * 2**30))
     config = load_config("gpt_8b")
     for name, status in (("200", RED), ("300.writing", RED), ("300", GREEN), ("400", GREEN)):
         (tmp_path / "gpt_8b/checkpoints" / name).mkdir(parents=True)
@@ -75,11 +74,11 @@ def test_written_checkpoints_need_no_room_again(tmp_path, monkeypatch):
 def test_compiled_programs_have_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    (finding,) = storage.check_programs()
+    (finding,) = host.check_programs()
     assert finding.status == GREEN
     assert finding.found.startswith(f"compiled ones are kept in {tmp_path}/mjax/programs/")
 
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
-    (finding,) = storage.check_programs()
+    (finding,) = host.check_programs()
     assert finding.status == YELLOW
     assert finding.advice == "name a folder: export JAX_COMPILATION_CACHE_DIR=/path/to/folder"
