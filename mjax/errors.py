@@ -6,15 +6,17 @@ And helpers for composing such sentences.
 import contextlib
 import difflib
 import errno
+import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mjax.commands.pipes import UNREAD, output_is_unread
-
 LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
+UNREAD = 141
+"""Exit code of a command whose reader is gone: 128 + SIGPIPE, as in shells for `yes | head`."""
 
 
 def one_sentence(message: str) -> str:
@@ -95,6 +97,28 @@ def explain(error: BaseException) -> int:
     else:
         traceback.print_exception(error)
     return exit_code(error)
+
+
+def output_is_unread() -> bool:
+    """True if stdout or stderr is no longer read. They are then closed off, so that Python does not complain at
+    exit."""
+    broken = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_broken(stream)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in broken:
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    return bool(broken)
+
+
+def _is_broken(stream) -> bool:
+    """True if `stream` writes into a pipe or socket without a reader."""
+    try:
+        file = stream.fileno()
+    except (OSError, ValueError):  # not a real file, or a closed one
+        return False
+    poll = select.poll()
+    poll.register(file, 0)  # errors are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def check_folder(flag: str, file: Path) -> None:

@@ -18,7 +18,6 @@ import pytest
 import tyro
 
 from mjax.commands import cli
-from mjax.commands import lm_eval as harness_command
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
 from mjax.config.checks import validate
@@ -110,7 +109,7 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
     command, argv = words[0], [word.replace("$I", "0") for word in words[1:]]
     assert command in cli.COMMANDS
     if command == "lm-eval":  # its flags are the harness's
-        assert "--run" in argv or argv[argv.index("--model") + 1] == harness_command.NAME
+        assert "--run" in argv or argv[argv.index("--model") + 1] == "mjax"
     elif command == "train" and "--run" not in argv:
         arguments = tyro.cli(TrainArguments, args=argv, default=choose_config(argv))
         validate(replace(arguments.settings, data=DataConfig(mock=True)), page)

@@ -11,13 +11,12 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse
-from mjax.commands.pipes import flushed_output
 from mjax.config import available_configs
 from mjax.errors import RunError, UsageError, explain, suggestion
 
@@ -40,18 +39,14 @@ class Command(NamedTuple):
 Commands = dict[str, Command]
 
 DATA_COMMANDS: Commands = {
-    "inspect": Command("inspect:inspect", "show a dataset: documents, tokens, lengths, a sample"),
-    "merge": Command("merge:merge", "merge several datasets into one"),
+    "inspect": Command("data:inspect", "show a dataset: documents, tokens, lengths, a sample"),
+    "merge": Command("data:merge", "merge several datasets into one"),
 }
 
 CONVERT_COMMANDS: Commands = {
-    "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", on_cpu=True),
-    "from-megatron": Command(
-        "convert_megatron:from_megatron", "convert a Megatron-LM checkpoint into a run folder", on_cpu=True
-    ),
-    "to-hf": Command(
-        "convert:to_hf_command", "export a run's checkpoint as a model folder for transformers", on_cpu=True
-    ),
+    "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", True),
+    "from-megatron": Command("convert:from_megatron", "convert a Megatron-LM checkpoint into a run folder", True),
+    "to-hf": Command("convert:to_hf_command", "export a run's checkpoint as a model folder for transformers", True),
 }
 
 RUNS_COMMANDS: Commands = {
@@ -70,7 +65,7 @@ COMMANDS: Commands = {
     "evaluate": Command(
         "evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for"
     ),
-    "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
+    "lm-eval": Command("evaluate:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
     "generate": Command("generate:generate", "generate text with a trained model"),
@@ -86,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
-        with flushed_output():
+        with _flushed_output():
             if argv and argv[0] in ("-V", "--version"):
                 print(f"mjax {__version__}")
                 return 0
@@ -102,6 +97,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             return result if isinstance(result, int) else 0
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
         return explain(error)
+
+
+@contextlib.contextmanager
+def _flushed_output() -> Iterator[None]:
+    """Flush stdout after the block, so that a closed pipe is noticed by `main` and not while Python exits.
+
+    After an error nothing is flushed: the error has to be reported.
+    """
+    try:
+        yield
+    except SystemExit:  # after --help
+        _flush()
+        raise
+    _flush()
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
+        sys.stdout.flush()
 
 
 def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command, str, list[str]] | None:

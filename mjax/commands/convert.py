@@ -1,14 +1,16 @@
-"""`mjax convert`: import a Hugging Face model folder as a run folder, and export a run's checkpoint as a model folder.
+"""`mjax convert`: import a model as a run folder, and export a run's checkpoint as a model folder.
 
-    from-hf DIR OUT   OUT/config.json, OUT/tokenizer, OUT/checkpoints/0
-    to-hf RUN DIR     DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
+    from-hf DIR OUT         a Hugging Face folder → OUT/config.json, OUT/tokenizer, OUT/checkpoints/0
+    from-megatron DIR OUT   the same for a Megatron-LM checkpoint
+    to-hf RUN DIR           DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
-Both run on the CPU, with one layer of one weight in memory, whatever the size of the model.
+All run on the CPU, with one layer of one weight in memory, whatever the size of the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -27,49 +29,21 @@ from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
 from mjax.config.bounds import Count
+from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
-from mjax.interop.convert import (
-    TYPES,
-    abstract_weights,
-    check_vocabulary,
-    class_settings,
-    draw_weights,
-    extended,
-    family_of,
-    find_family,
-    import_config,
-    rope_line,
-    write_run,
-)
+from mjax.interop import convert as models
+from mjax.interop import model_folder, tokenizer_files, weights
+from mjax.interop.convert import check_vocabulary, write_run
 from mjax.interop.family import Family, config_values, model_config
 from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.model_folder import (
-    CARD,
-    check_output,
-    description,
-    history,
-    imported_card,
-    new_folder,
-    read_card,
-    read_object,
-    with_block,
-    write_object,
-)
-from mjax.interop.tensor_files import open_tensors, parse_size, write_tensors
-from mjax.interop.tokenizer_files import (
-    GENERATION,
-    IDS,
-    SETTINGS,
-    TEMPLATE,
-    carried_files,
-    find_tokenizer,
-    restored_files,
-    write_tokenizer,
-)
-from mjax.interop.weights import absent_heads, as_stored, block_reader, find_tensors, places, tensor_parts
+from mjax.interop.megatron import arguments as megatron
+from mjax.interop.megatron import names
+from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
+from mjax.interop.megatron.tensors import DecoderTensors
+from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
 from mjax.models.build import count_parameters
 from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
@@ -77,26 +51,51 @@ from mjax.utils.progress import progress
 
 
 @dataclass(frozen=True)
-class FromHfArguments:
+class _ImportArguments:
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Run folder to create, such as runs/gpt2; must not exist or be empty."""
+    vocabulary_multiple: Count = 128
+    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
+    predicted."""
+    rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
+    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
+    65,536 or 32,768. By default positions stay as they are."""
+
+
+@dataclass(frozen=True)
+class FromHfArguments(_ImportArguments):
     """Convert a Hugging Face model (GPT-2, BLOOM, Llama, Mistral, Mixtral, Qwen, OLMo, BERT) into a run folder, to
     generate, evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained."""
-    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Run folder to create, such as runs/gpt2; must not exist or be empty."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`; by default the tokenizer in the source folder."""
-    vocabulary_multiple: Count = 128
-    """Pad the embedding with zero rows to a multiple of this, so that --mesh.model divides it; padding is never
-    predicted."""
     allow_pickle: bool = False
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
     draw_heads: bool = False
     """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
-    rope: Annotated[str | None, tyro.conf.arg(metavar="KIND:FACTOR")] = None
-    """Lower the rotary frequencies for longer sequences: yarn:8, llama3:8 or linear:4, for a model of 8,192 positions
-    65,536 or 32,768. By default positions stay as they are."""
+
+
+@dataclass(frozen=True)
+class FromMegatronArguments(_ImportArguments):
+    """Convert a Megatron-LM checkpoint (a GPT, BERT, Llama or mixture of experts; formats torch and torch_dist) into a
+    run folder."""
+
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder of Megatron's --save, or of one checkpoint in it, such as release or iter_0300000."""
+    step: int | None = None
+    """Checkpoint to convert; by default the one in latest_checkpointed_iteration.txt."""
+    tokenizer: str | None = None
+    """KIND:FILES as in `mjax prepare`, such as gpt2:vocab.json,merges.txt: Megatron stores none."""
+    vocabulary: int | None = None
+    """Number of embedding rows that are tokens; the others are padding. By default the size of the tokenizer, or all
+    rows without one."""
+    heads: int | None = None
+    """Attention heads; required if the checkpoint does not say."""
+    activation: megatron.Activation | None = None
+    """GELU, if the checkpoint does not say; by default gelu_tanh for a GPT and gelu_erf for a BERT."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +118,7 @@ class ToHfArguments:
     """Replace an existing model folder."""
 
 
-def to_hf_command(argv: Sequence[str]) -> int:
-    """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--run", "--checkpoint", nargs="?")
-    own.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
-    named, rest = own.parse_known_args(argv)
-    return to_hf(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
+# --- Import from Hugging Face -----------------------------------------------------------------------------------------
 
 
 def from_hf(arguments: FromHfArguments) -> int:
@@ -138,7 +131,7 @@ def from_hf(arguments: FromHfArguments) -> int:
     source, output = arguments.source, arguments.output
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     check_run_folder(output)
-    check_output(output)
+    model_folder.check_output(output)
     if not source.is_dir():
         download = f"hf download {source} --local-dir {source.name}"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not source.parent.exists():
@@ -146,33 +139,28 @@ def from_hf(arguments: FromHfArguments) -> int:
                 f"there is no folder {source}; for a model of Hugging Face type {download}, and convert {source.name}"
             )
         raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
-    values = read_object(source / "config.json")
-    family = find_family(values, source / "config.json")
-    model = model_config(family, values, str(source / "config.json"), arguments.vocabulary_multiple)
-    model = extended(model, arguments.rope, str(source))
-    rope = rope_line(model, arguments.rope)
-    tokenizer = find_tokenizer(source, arguments.tokenizer)
+    file = source / "config.json"
+    values = model_folder.read_object(file)
+    family = models.find_family(values, file)
+    model = model_config(family, values, str(file), arguments.vocabulary_multiple)
+    model = models.extended(model, arguments.rope, str(source))
+    rope = models.rope_line(model, arguments.rope)
+    tokenizer, carried = _find_tokenizer(arguments, values, model)
     left_out = check_vocabulary(tokenizer, model)
-    card = imported_card(source, f"a {family.model}", rope)
-    carries = tokenizer is not None and arguments.tokenizer is None and model.causal
-    carried = carried_files(source, values, model.sequence if rope else None) if carries else {}
-    for name in tokenizer.stored if carried else ():
-        carried.pop(name, None)  # which the tokenizer writes
+    card = model_folder.imported_card(source, f"a {family.model}", rope)
     tensors = open_tensors(source, arguments.allow_pickle)
-    config = import_config(model, str(source), tensors)
-    family = as_stored(family, tensors)
-    found = find_tensors(family, tensors, model, str(source), arguments.draw_heads)
-    absent = absent_heads(family, model, found)
+    config = models.import_config(model, str(source), tensors)
+    family = weights.as_stored(family, tensors)
+    tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.draw_heads)
+    absent = weights.absent_heads(family, model, tensor_names)
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
-        drawn = draw_weights(config, tuple(absent))
-        blocks = block_reader(family, tensors, found, model, read, drawn)
+        drawn = models.draw_weights(config, tuple(absent))
+        blocks = weights.block_reader(family, tensors, tensor_names, model, read, drawn)
         write_run(output, config, tokenizer, blocks, carried, card)
 
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
-    if rope:
-        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
         loss = coefficient * model.experts_per_token / model.expert_layers
@@ -187,13 +175,154 @@ def from_hf(arguments: FromHfArguments) -> int:
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
     if tokenizer is not None and not carried:
-        for name in (GENERATION, TEMPLATE):
+        for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
             if (source / name).is_file():
-                print(f"{source / name} is not carried; it goes with a {SETTINGS} and the tokenizer beside it")
+                settings = tokenizer_files.SETTINGS
+                print(f"{source / name} is not carried; it goes with a {settings} and the tokenizer beside it")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
-    print_next_steps(source, output, config, tokenizer)
+    _print_next_steps(arguments, rope, config, tokenizer)
     return 0
+
+
+# --- Import from Megatron-LM ------------------------------------------------------------------------------------------
+
+
+def from_megatron(arguments: FromMegatronArguments) -> int:
+    """`mjax convert from-megatron`. Returns the exit code.
+
+    Raises:
+      UsageError: something in the source is missing, damaged or not supported, torch is not installed, or the output
+        exists; nothing was written.
+    """
+    source, output = arguments.source, arguments.output
+    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
+    check_run_folder(output)
+    model_folder.check_output(output)
+    checkpoint = open_checkpoint(source, arguments.step)
+    folder = str(checkpoint.folder)
+    model, tensors = _model(checkpoint, arguments)
+    model = models.extended(model, arguments.rope, folder)
+    rope = models.rope_line(model, arguments.rope)
+    layernorm = getattr(model, "layernorm", "pre")
+    if layernorm == "post" and not checkpoint.old_names:
+        raise UsageError(
+            f"{folder}: apply_residual_connection_post_layernorm is set, which mjax supports for old BERT models only: "
+            "megatron-core ignores it; convert another model"
+        )
+    tokenizer, carried = _find_tokenizer(arguments, {}, model)
+    rows = model.vocabulary
+    vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
+    model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
+    check_vocabulary(tokenizer, model)
+    config = models.import_config(model, folder, tensors)
+    family = names.MIXTURE if isinstance(model, MixtureConfig) else names.DECODER
+    if checkpoint.architecture != "decoder":
+        family = names.family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
+    tensor_names = weights.find_tensors(family, tensors, model, folder)
+    card = model_folder.imported_card(source, family.model, rope)
+
+    # --- Weights, then the folder -------------------------------------------------------------------------------------
+    with progress("reading", 4 * count_parameters(model)) as read:
+        blocks = weights.block_reader(family, tensors, tensor_names, model, read)
+        write_run(output, config, tokenizer, blocks, carried, card)
+
+    print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {folder}")
+    padding = f"{rows - model.vocabulary} of padding left out" if rows > model.vocabulary else "none of them padding"
+    print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
+    if checkpoint.arguments is None:
+        print(f"no arguments in it: {model.heads} heads, {model.activation}, epsilon {model.layernorm_epsilon:g}")
+    if family is names.MIXTURE and (left_out := megatron.balance_left_out(checkpoint.arguments, folder)):
+        print(left_out)
+    _print_next_steps(arguments, rope, config, tokenizer)
+    return 0
+
+
+def _model(checkpoint: Checkpoint, given: FromMegatronArguments) -> tuple[ModelConfig, Tensors]:
+    """The model, and its tensors by the names of its family."""
+    folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
+    if checkpoint.architecture != "decoder":
+        kind = checkpoint.architecture
+        return megatron.model_config(settings, tensors, kind, folder, given.heads, given.activation), tensors
+    if flags := [name for name in ("heads", "activation") if getattr(given, name) is not None]:
+        raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
+    model = megatron.decoder_config(settings, tensors, folder, checkpoint.version)
+    return model, DecoderTensors(tensors, model, folder)
+
+
+def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
+    """The number of embedding rows that are tokens.
+
+    Megatron pads the tokens of its tokenizer to a multiple of 128 for each tensor rank. A tokenizer that leaves more
+    rows than that is probably the wrong one.
+    """
+    if given is not None:
+        if not 1 <= given <= rows:
+            raise UsageError(f"--vocabulary is {given}; the embedding has {rows:,} rows; use 1 to {rows}")
+        return given
+    if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
+        return rows
+    settings = checkpoint.arguments or {}
+    ranks = checkpoint.tensor_ranks or settings.get("tensor_model_parallel_size") or 1
+    multiple = (settings.get("make_vocab_size_divisible_by") or 128) * ranks
+    if rows - tokenizer.vocabulary >= multiple:
+        raise UsageError(
+            f"the tokenizer has {tokenizer.vocabulary:,} ids and the embedding {rows:,} rows, more than padding to a "
+            f"multiple of {multiple} explains; give the model's tokenizer, or add --vocabulary {tokenizer.vocabulary}"
+        )
+    return tokenizer.vocabulary
+
+
+# --- Both imports -----------------------------------------------------------------------------------------------------
+
+
+def _find_tokenizer(
+    arguments: FromHfArguments | FromMegatronArguments, values: dict, model: ModelConfig
+) -> tuple[Tokenizer | None, dict[str, bytes]]:
+    """The tokenizer of an import, and the files next to it that the run carries until `to-hf` (not those it writes)."""
+    tokenizer = tokenizer_files.find_tokenizer(arguments.source, arguments.tokenizer)
+    if tokenizer is None or arguments.tokenizer is not None or not model.causal:
+        return tokenizer, {}
+    positions = None if arguments.rope is None else model.sequence
+    carried = tokenizer_files.carried_files(arguments.source, values, positions)
+    return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.stored}
+
+
+def _print_next_steps(
+    arguments: FromHfArguments | FromMegatronArguments, rope: str, config: Config, tokenizer: Tokenizer | None
+) -> None:
+    """Print what to type after an import."""
+    run = shlex.quote(str(arguments.output))
+    if rope:
+        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
+    if tokenizer is None:
+        print(
+            f"no tokenizer found in {arguments.source}; convert again with --tokenizer KIND:FILES to store one in the "
+            "run, or pass it to generate and evaluate each time"
+        )
+    else:
+        sentences = "" if config.model.causal else " --split-sentences --no-append-eod"
+        if config.model.causal:
+            print(f'generate     python -m mjax generate --run {run} --prompt "…"')
+        flag = f"--tokenizer {shlex.quote(f'run:{arguments.output}')}"
+        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus {flag}{sentences}")
+    faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
+    config_file = shlex.quote(f"{arguments.output}/config.json")
+    print(
+        f"train on     python train.py --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}"
+    )
+
+
+# --- Export to Hugging Face -------------------------------------------------------------------------------------------
+
+
+def to_hf_command(argv: Sequence[str]) -> int:
+    """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--run", "--checkpoint", nargs="?")
+    own.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
+    named, rest = own.parse_known_args(argv)
+    return to_hf(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
 
 
 def to_hf(arguments: ToHfArguments) -> int:
@@ -207,46 +336,50 @@ def to_hf(arguments: ToHfArguments) -> int:
     run, output = arguments.run, arguments.output
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
-    check_output(output, arguments.overwrite)
+    model_folder.check_output(output, arguments.overwrite)
     config = read_settings(run / "config.json")
-    family = family_of(config.model)
+    family = models.family_of(config.model)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
-    carried = restored_files(run / "tokenizer") if arguments.tokenizer is None and family.generates else {}
+    carries = arguments.tokenizer is None and family.generates
+    carried = tokenizer_files.restored_files(run / "tokenizer") if carries else {}
     library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        step = checkpoints.find(abstract_weights(config), arguments.step, field="model")
-    torch_name, dtype = TYPES[arguments.dtype]
-    shapes = {name: place.shape for name, place in places(family, config.model).items()}
+        step = checkpoints.find(models.abstract_weights(config), arguments.step, field="model")
+    torch_name, dtype = models.TYPES[arguments.dtype]
+    shapes = {name: place.shape for name, place in weights.places(family, config.model).items()}
     eod = None if tokenizer is None else tokenizer.eod
-    generation = json.loads(carried.get(GENERATION, b"{}")) or dict.fromkeys(IDS, eod)
+    stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
+    generation = stored or dict.fromkeys(tokenizer_files.IDS, eod)
     ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
-    with new_folder(output) as folder:
+    with model_folder.new_folder(output) as folder:
         values = {
             "architectures": [family.model],
             "model_type": family.model_type,
             **config_values(family, config.model),
             **(ids if family.generates else {"pad_token_id": getattr(tokenizer, "pad", None)}),
-            **class_settings(config.model),
+            **models.class_settings(config.model),
             "torch_dtype": torch_name,
         }
-        write_object(folder / "config.json", values)
+        model_folder.write_object(folder / "config.json", values)
         if family.generates:
-            write_object(folder / GENERATION, generation)
+            model_folder.write_object(folder / tokenizer_files.GENERATION, generation)
         if library is not None:
-            write_tokenizer(tokenizer, library, folder, config.model)
+            tokenizer_files.write_tokenizer(tokenizer, library, folder, config.model)
         elif carried:
             tokenizer.save(folder)
-            for name in carried.keys() - {GENERATION}:
+            for name in carried.keys() - {tokenizer_files.GENERATION}:
                 (folder / name).write_bytes(carried[name])
         parameters = sum(math.prod(shape) for shape in shapes.values())
         card = _card(arguments, family, config.model, parameters, step, tokenizer is not None)
-        (folder / CARD).write_text(card, encoding="utf-8")
-        held = run / "checkpoints" / str(step)
-        parts = tensor_parts(family, config.model, lambda name, rank: read_in_blocks(held, f"model.{name}", rank))
+        (folder / model_folder.CARD).write_text(card, encoding="utf-8")
+        saved = run / "checkpoints" / str(step)
+        parts = weights.tensor_parts(
+            family, config.model, lambda name, rank: read_in_blocks(saved, f"model.{name}", rank)
+        )
         total = parameters * dtype.itemsize
         with progress("writing", total) as wrote:
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
@@ -262,12 +395,13 @@ def _card(
     arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
 ) -> str:
     """README.md of an export: that of the export of this run which it replaces, or of the run, with a block of ours."""
-    kept, name = read_card(arguments.run), arguments.output.resolve().name
-    replaced = read_card(arguments.output)
-    of_this_run = any(f"`{arguments.run.resolve().name}`" in line for line in history(replaced))
-    lines = [*history(kept), _line(arguments.run, step)]
-    block = description(name, family, model, parameters, TYPES[arguments.dtype][0], lines, tokenizer)
-    return with_block(replaced if of_this_run else kept, block)
+    card, name = model_folder.read_card(arguments.run), arguments.output.resolve().name
+    replaced = model_folder.read_card(arguments.output)
+    of_this_run = any(f"`{arguments.run.resolve().name}`" in line for line in model_folder.history(replaced))
+    lines = [*model_folder.history(card), _line(arguments.run, step)]
+    torch_name, _ = models.TYPES[arguments.dtype]
+    block = model_folder.description(name, family, model, parameters, torch_name, lines, tokenizer)
+    return model_folder.with_block(replaced if of_this_run else card, block)
 
 
 def _line(run: Path, step: int) -> str:
@@ -283,24 +417,6 @@ def _line(run: Path, step: int) -> str:
         + (f" and {tokens:,} tokens" if tokens else "")
         + (f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else "")
     )
-
-
-def print_next_steps(source: Path, output: Path, config: Config, tokenizer: Tokenizer | None) -> None:
-    """Print what to type after an import."""
-    if tokenizer is None:
-        print(
-            f"no tokenizer found in {source}; convert again with --tokenizer KIND:FILES to store one in the run, or "
-            "pass it to generate and evaluate each time"
-        )
-    else:
-        sentences = "" if config.model.causal else " --split-sentences --no-append-eod"
-        if config.model.causal:
-            print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-        its = shlex.quote(f"run:{output}")
-        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus --tokenizer {its}{sentences}")
-    faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
-    there = f"--config {shlex.quote(f'{output}/config.json')} --init {shlex.quote(str(output))}"
-    print(f"train on     python train.py {there} --name NEW --data.path data/corpus{faster}")
 
 
 def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:

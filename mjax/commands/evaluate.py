@@ -1,4 +1,4 @@
-"""`mjax evaluate`: evaluates a run on a task and a file.
+"""`mjax evaluate`: evaluate a run on a task and a file; `mjax lm-eval`: the harness's tasks.
 
     config and tokenizer of the run → windows of the file → weights, on the requested mesh → scores → metrics
 
@@ -8,8 +8,11 @@ devices have to be simulated before that.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,3 +260,80 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
         if metric not in lines:
             console.print()
             console.print(metric.shown)
+
+
+# --- The harness ------------------------------------------------------------------------------------------------------
+
+NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
+
+HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [flags of lm-eval run]
+       mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
+
+  --run RUN         run folder to evaluate; short for: run --model mjax --model_args run=RUN
+  --config FILE.py  with --run: the file that defines a model of your own; any other --config is the harness's
+  --simulate N      number of CPU devices to simulate
+
+Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
+are run, config, step, pipe, data, context, model, compute, attention and tokenizer.
+"""
+
+
+def lm_eval(argv: Sequence[str]) -> int:
+    """Run the harness's own command line, with the model `mjax` registered. Returns the exit code.
+
+        mjax lm-eval --run runs/x --tasks hellaswag
+        mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
+
+    The harness finds models only in a registry of its process, so it has to run in a process that has registered ours.
+    Everything after `lm-eval` belongs to the harness: `run`, `ls`, `validate` and all their flags.
+
+    Raises:
+      UsageError: the package lm-eval is missing, or an argument of ours is invalid.
+      RunError: the checkpoint is damaged.
+    """
+    own = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
+    own.add_argument("--simulate", type=int)
+    own.add_argument("--run", "--checkpoint")
+    arguments, rest = own.parse_known_args(argv)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(HELP)
+        if importlib.util.find_spec("lm_eval") is None:
+            return 0
+    if arguments.run is not None:
+        rest = _with_run(arguments.run, rest)
+        if "--apply_chat_template" in rest:  # before weights are read
+            from mjax.generation.chat import Chat
+
+            Chat(Path(arguments.run), 0, "--apply_chat_template")
+    if arguments.simulate is not None:
+        launch.simulate_devices(arguments.simulate)
+    keep_programs()
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ImportError as error:
+        raise UsageError(
+            f"mjax lm-eval needs the package lm-eval ({error}): pip install lm-eval, or use mjax evaluate, which needs "
+            "nothing"
+        ) from None
+    model_registry.register(NAME, target=TARGET)  # imported on use, and JAX with it
+    before, sys.argv = sys.argv, ["lm-eval", *rest]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
+    """The harness's arguments for the run in `folder`, keeping other --model_args."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model_args", "-a", nargs="+", default=[])
+    parser.add_argument("--config")
+    given, rest = parser.parse_known_args([word for word in rest if word != "run"])
+    ours = [f"run={folder}", *given.model_args]
+    if given.config is not None and given.config.endswith(".py"):
+        ours.append(f"config={given.config}")
+    elif given.config is not None:
+        rest += ["--config", given.config]
+    return ["run", "--model", NAME, "--model_args", ",".join(ours), *rest]

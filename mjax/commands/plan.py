@@ -1,14 +1,14 @@
 """`mjax plan`: predict what a run of a config will do, before it starts and without using a device.
 
-A plan is a list of sections in a fixed order. Each is made by a function, which returns None if the config has no such
-part (no schedule without a pipeline) or if it was not requested.
+A plan is a list of sections in a fixed order. A section is None if the config has no such part (no schedule without a
+pipeline) or if it was not requested.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -125,23 +125,8 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
 
 
 OWN = "this config"  # of a caller from Python
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """The arguments, the config to plan, the GPU with its server, its rates, and the result of the search."""
-
-    arguments: PlanArguments
-    config: Config
-    gpu: Gpu | None
-    calibration: Calibration | None
-    budget: Section | None = None
-    searched: Section | None = None
-
-    @property
-    def per_server(self) -> int:
-        """GPUs per server; 8 if no GPU is given, which is refused elsewhere."""
-        return 8 if self.gpu is None else self.gpu.gpus_per_node
+KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
+"""Keys of the sections in --json, in printing order."""
 
 
 def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
@@ -156,50 +141,69 @@ def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
       UsageError: as on the command line.
     """
     sections = sections_of(PlanArguments(config=OWN, settings=config, gpu=gpu, **options))
-    return json.loads(json.dumps({key: section and section.values for key, section in sections.items()}))
+    return json.loads(_as_json(sections))
 
 
 def run_plan(arguments: PlanArguments) -> int:
     """Print the plan of a config; returns the exit code."""
     sections = sections_of(arguments)
     if arguments.json:
-        print(json.dumps({key: section and section.values for key, section in sections.items()}, allow_nan=False))
+        print(_as_json(sections, allow_nan=False))
     else:
         print("\n\n".join(section.text for section in sections.values() if section is not None))
     return 0
 
 
+def _as_json(sections: dict[str, Section | None], **options) -> str:
+    return json.dumps({key: section and section.values for key, section in sections.items()}, **options)
+
+
 def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
-    """The sections of a plan by name.
+    """The sections of a plan by their key in --json, in printing order; None for a part that the plan does not have.
 
     Raises:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
-    planned = _Planned(arguments, arguments.settings, *_hardware(arguments))
-    if arguments.search.days is not None:
-        planned = _with_the_largest(planned)
-        arguments = planned.arguments
+    config, name, search = arguments.settings, arguments.config, arguments.search
+    gpu, calibration = _hardware(arguments)
+    per_server = 8 if gpu is None else gpu.gpus_per_node
+    sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     about = ""
-    if arguments.search.devices is not None:
-        planned, about = _with_the_fastest(planned)
-    config, gpu = planned.config, planned.gpu
-    # A plan needs no data.
-    validate(replace(config, data=replace(config.data, mock=True)), arguments.config)
-    if arguments.schedule_figure is not None:
-        _check_pipeline(planned)
-    if arguments.compile:
-        from mjax.planner.compile import check_compile
+    if search.days is not None:
+        from mjax.planner.budget import run_budget
 
-        check_compile(config, gpu and gpu.name, planned.per_server)
-    attention_on_gpu(config) if gpu is None else attention_on_gpu(config, gpu.compute_capability)
+        Rates(gpu, calibration, config.precision.compute)  # refuses a dtype without known rates
+        source = name if arguments.run is None else f"{arguments.run}/config.json"
+        base = config if source == OWN else load_config(source)
+        say = partial(print, file=sys.stderr)
+        name, config, sections["budget"] = run_budget(search, source, config, base, gpu, calibration, say)
+    if search.devices is not None:
+        from mjax.planner.search_command import run_search
+
+        Rates(gpu, calibration, config.precision.compute)
+        config, sections["search"], about = run_search(search, name, config, gpu, calibration)
+    _check(arguments, config, name, gpu, per_server)
+    if search.write is not None:  # after all checks
+        write_config(config, search.write, about)
+
+    from mjax.planner.fit import memory_section
+
+    sections["run"] = _run(config, name)
+    sections["schedule"] = _schedule(config, arguments.schedule_figure)
+    sections["memory"] = memory_section(config, gpu, arguments.memory_figure, name)
+    sections["communication"] = _communication(config, name, arguments.communication_figure)
     if gpu is not None:
-        from mjax.planner.fit import check_float8
+        sections["time"] = _time(config, gpu, calibration)
+    if arguments.longest is not None:
+        from mjax.planner.longest import run_longest
 
-        check_float8(config, gpu.name, gpu.compute_capability)
-    if arguments.search.write is not None:  # after all checks
-        write_config(config, arguments.search.write, about)
+        Rates(gpu, calibration, config.precision.compute)
+        sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration, arguments.longest_figure)
+    if arguments.compile:
+        from mjax.planner.compile import compile_and_tell
 
-    return {key: build(planned) for key, build in SECTIONS.items()}
+        sections["compile"] = compile_and_tell(config, gpu.name, per_server)
+    return sections
 
 
 def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]:
@@ -224,48 +228,37 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
     return None, None
 
 
-def _with_the_largest(planned: _Planned) -> _Planned:
-    """With --days: the plan of the largest model that is trained within them."""
-    from mjax.planner.budget import run_budget
-
-    arguments, gpu, config = planned.arguments, planned.gpu, planned.config
-    Rates(gpu, planned.calibration, config.precision.compute)  # refuses a dtype without known rates
-    name = arguments.config if arguments.run is None else f"{arguments.run}/config.json"
-    base = config if name == OWN else load_config(name)
-    say = partial(print, file=sys.stderr)
-    name, config, section = run_budget(arguments.search, name, config, base, gpu, planned.calibration, say)
-    return replace(planned, arguments=replace(arguments, config=name), config=config, budget=section)
-
-
-def _with_the_fastest(planned: _Planned) -> tuple[_Planned, str]:
-    """With --devices: the plan of the fastest way to run the config on that many GPUs, and a description of it."""
-    from mjax.planner.search_command import run_search
-
-    arguments, gpu, calibration = planned.arguments, planned.gpu, planned.calibration
-    Rates(gpu, calibration, planned.config.precision.compute)  # refuses a dtype without known rates
-    fastest, section, about = run_search(arguments.search, arguments.config, planned.config, gpu, calibration)
-    return replace(planned, config=fastest, searched=section), about
-
-
-def _check_pipeline(planned: _Planned) -> None:
-    layers = planned.config.model.layers
-    if planned.config.mesh.pipe == 1:
+def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None, per_server: int) -> None:
+    """Refuse a config that cannot run on the GPU, and sections that it does not have."""
+    # A plan needs no data.
+    validate(replace(config, data=replace(config.data, mock=True)), name)
+    if arguments.schedule_figure is not None and config.mesh.pipe == 1:
+        layers = config.model.layers
         stages = next((count for count in range(2, layers) if layers % count == 0), layers)
-        keep = " --keep mesh.pipe" if planned.searched is not None else ""
+        keep = " --keep mesh.pipe" if arguments.search.devices is not None else ""
         raise UsageError(
-            f"--schedule-figure needs a pipeline and {planned.arguments.config} has none; add stages, such as "
-            f"--mesh.pipe {stages}{keep}"
+            f"--schedule-figure needs a pipeline and {name} has none; add stages, such as --mesh.pipe {stages}{keep}"
         )
+    if arguments.compile:
+        from mjax.planner.compile import check_compile
+
+        check_compile(config, gpu and gpu.name, per_server)
+    if gpu is None:
+        attention_on_gpu(config)
+        return
+    from mjax.planner.fit import check_float8
+
+    attention_on_gpu(config, gpu.compute_capability)
+    check_float8(config, gpu.name, gpu.compute_capability)
 
 
 # --- The sections -----------------------------------------------------------------------------------------------------
 
 
-def _run(planned: _Planned) -> Section:
+def _run(config: Config, name: str) -> Section:
     """The config: parameters, mesh and batch."""
     from mjax.models.build import count_active, count_parameters
 
-    config, name = planned.config, planned.arguments.config
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
     active = count_active(config.model)
     values = {
@@ -292,9 +285,8 @@ def _run(planned: _Planned) -> Section:
     return Section(name, values, named_rows(rows))
 
 
-def _schedule(planned: _Planned) -> Section | None:
-    """The pipeline schedule, plotted on request."""
-    config, file = planned.config, planned.arguments.schedule_figure
+def _schedule(config: Config, file: Path | None) -> Section | None:
+    """The pipeline schedule, plotted into `file`."""
     if config.mesh.pipe == 1:
         return None
     from mjax.parallel.schedules import schedule_of, slot_times
@@ -329,90 +321,45 @@ def _schedule(planned: _Planned) -> Section | None:
     return Section("Schedule", values, named_rows(rows))
 
 
-def _memory(planned: _Planned) -> Section:
-    """Bytes on each device, by kind."""
-    from mjax.planner.fit import memory_section
-
-    return memory_section(planned.config, planned.gpu, planned.arguments.memory_figure, planned.arguments.config)
-
-
-def _communication(planned: _Planned) -> Section:
-    """The collectives of the traced step by axis and source, plotted on request."""
+def _communication(config: Config, name: str, file: Path | None) -> Section:
+    """The collectives of the traced step by axis and source, plotted into `file`."""
     from mjax.trace.collectives import axes_name, ledger
 
-    found, file = ledger(planned.config), planned.arguments.communication_figure
+    sends = ledger(config)
     if file is not None:
         from mjax.pictures.plan import draw_communication
 
-        draw_communication(found.pieces(), file, planned.arguments.config)
-    by_axis = found.by_axis()
+        draw_communication(sends.pieces(), file, name)
+    by_axis = sends.by_axis()
     values = {
         "bytes_by_axis": {axes_name(over): sent for over, sent in by_axis.items()},
-        "bytes_by_source": found.by_source(),
-        "collectives": found.count,
-        "bytes": found.sent,
-        "records": [record.values() for record in found.records],
+        "bytes_by_source": sends.by_source(),
+        "collectives": sends.count,
+        "bytes": sends.sent,
+        "records": [record.values() for record in sends.records],
         "figure": None if file is None else str(file),
     }
-    if not found.records:
+    if not sends.records:
         return Section("Communication", values, ["none, on a mesh of one device"])
     rows = []
     for over in sorted(by_axis, key=by_axis.get, reverse=True):
-        those = found.over(*over)
-        for (source, operation), part in those.grouped("source", "operation").items():
+        on_axes = sends.over(*over)
+        for (source, operation), part in on_axes.grouped("source", "operation").items():
             rows.append((axes_name(over), source, operation, f"{part.count:,}", human_bytes(part.sent)))
-        rows.append((axes_name(over), "all", "", f"{those.count:,}", human_bytes(those.sent)))
-    differ = any(len(set(record.counts)) > 1 for record in found.records)
+        rows.append((axes_name(over), "all", "", f"{on_axes.count:,}", human_bytes(on_axes.sent)))
+    differ = any(len(set(record.counts)) > 1 for record in sends.records)
     where = ", in each row on the pipeline stage that sends most" if differ else ""
     lines = [f"Times and bytes (on a ring) are those of one device in one step{where}."]
     lines += [] if file is None else [f"picture: {file}"]
     return Section("Communication", values, [*table(("over", "from", "collective", "times", "sends"), rows, 3), *lines])
 
 
-def _time(planned: _Planned) -> Section | None:
-    """The time of a step and of the run, if a GPU is given."""
-    gpu = planned.gpu
-    if gpu is None:
-        return None
+def _time(config: Config, gpu: Gpu, calibration: Calibration | None) -> Section:
+    """The time of a step and of the run."""
     from mjax.planner.time import time_section
 
     try:
-        Rates(gpu, planned.calibration, planned.config.precision.compute)
+        Rates(gpu, calibration, config.precision.compute)
     except UsageError as error:  # memory and communication need no peak
         return Section(f"Time on {gpu.name}", {"gpu": gpu.name, "seconds": None, "why": str(error)}, [str(error)])
-    return time_section(planned.config, gpu, planned.calibration)
-
-
-def _longest(planned: _Planned) -> Section | None:
-    """The longest sequence on each number of GPUs, on request."""
-    arguments, gpu = planned.arguments, planned.gpu
-    if arguments.longest is None:
-        return None
-    from mjax.planner.longest import run_longest
-
-    Rates(gpu, planned.calibration, planned.config.precision.compute)  # refuses a dtype without known rates
-    config, file = planned.config, arguments.longest_figure
-    return run_longest(config, arguments.config, arguments.longest, gpu, planned.calibration, file)
-
-
-def _compile(planned: _Planned) -> Section | None:
-    """The step as compiled by XLA for a GPU, on request."""
-    if not planned.arguments.compile:
-        return None
-    from mjax.planner.compile import compile_and_tell
-
-    return compile_and_tell(planned.config, planned.gpu.name, planned.per_server)
-
-
-# In printing order; the keys are those of --json.
-SECTIONS: dict[str, Callable[[_Planned], Section | None]] = {
-    "budget": lambda planned: planned.budget,
-    "run": _run,
-    "schedule": _schedule,
-    "memory": _memory,
-    "communication": _communication,
-    "time": _time,
-    "search": lambda planned: planned.searched,
-    "longest": _longest,
-    "compile": _compile,
-}
+    return time_section(config, gpu, calibration)

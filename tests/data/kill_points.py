@@ -19,8 +19,8 @@ from itertools import count
 from pathlib import Path
 
 from mjax.commands.clean import CleanArguments, clean
+from mjax.commands.data import MergeArguments, merge
 from mjax.commands.dedup import DedupArguments, dedup
-from mjax.commands.merge import MergeArguments, merge
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data import cache
 from mjax.data.corpus.shingles import word_hashes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.commands import cli
-from mjax.commands.inspect import document_lengths
+from mjax.commands.data import document_lengths
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.config.datasets import metadata_file, read_metadata
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder

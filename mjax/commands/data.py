@@ -1,0 +1,243 @@
+"""`mjax data`: inspect an indexed dataset, or merge several.
+
+    mjax data inspect PREFIX       documents, tokens, lengths, a sample
+    mjax data merge OUT IN IN …    one dataset from several
+
+`inspect` reads only the index and one document, whatever the size of the dataset, and accepts Megatron's datasets too.
+These have no tokenizer, so their sample is shown as token ids.
+
+The result of `merge` is byte-identical to that of Megatron's tools/merge_datasets.py for the same parts in the same
+order. Tokens are copied unchanged, a few megabytes at a time, so the parts must share a tokenizer; if one part has no
+metadata, its tokenizer is unknown and the result gets no metadata either.
+"""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich import filesize
+from rich.console import Console
+
+from mjax import __version__
+from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
+from mjax.data.corpus import EXAMPLES
+from mjax.data.corpus.outputs import facts
+from mjax.data.indexed import (
+    IndexedDataset,
+    check_output,
+    digest_of_folder,
+    put_beside,
+    temporary_tokenizer,
+    tokenizer_folder,
+    writing,
+)
+from mjax.data.tokenizers import tokenizer_from_folder
+from mjax.errors import UsageError, check_picture
+from mjax.utils.progress import progress
+
+QUANTILES = {"shortest": 0.0, "1%": 0.01, "25%": 0.25, "median": 0.5, "75%": 0.75, "99%": 0.99, "longest": 1.0}
+SHOWN_TOKENS = 200  # of the sample
+AGREEING = ("tokenizer", "vocabulary", "eod", "append_eod", "bos", "sentences")  # fields of the metadata
+ADDED = ("documents", "tokens", "text_bytes", "malformed")
+
+
+# --- Inspect ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
+
+    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
+    """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
+    document: int = 0
+    """Index of the document to show as a sample, from 0."""
+    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Draw a histogram of the documents' lengths into this .png, .pdf or .svg file."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+def inspect(arguments: InspectArguments) -> dict[str, Any]:
+    """Inspect a dataset, print a summary and return it.
+
+    Returns:
+      prefix, documents, sequences, tokens; bytes, the size of PREFIX.bin; dtype of the tokens on disk; empty_documents;
+      lengths, quantiles of the tokens in a document and their mean; document, the index of the sample; sample_tokens,
+      those of that whole document; sample, its beginning: text, or token ids if the tokenizer is unknown; metadata of
+      `mjax prepare`, None for Megatron's datasets.
+
+    Raises:
+      UsageError: there is no such dataset or document, it is damaged, or the figure's format is unknown.
+    """
+    if arguments.figure:
+        check_picture("--figure", arguments.figure)
+    data, metadata = IndexedDataset(arguments.prefix), read_metadata(arguments.prefix)
+    if not 0 <= arguments.document < data.documents:
+        raise UsageError(
+            f"--document is {arguments.document}; {arguments.prefix} has documents 0 to {data.documents - 1}"
+        )
+    lengths = document_lengths(data)
+    quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
+    found = {
+        "prefix": arguments.prefix,
+        "documents": data.documents,
+        "sequences": len(data),
+        "tokens": data.tokens,
+        "bytes": data.tokens * data.dtype.itemsize,
+        "dtype": str(data.dtype),
+        "empty_documents": int(np.count_nonzero(lengths == 0)),
+        "lengths": {**quantiles, "mean": float(lengths.mean())},
+        "document": arguments.document,
+        "sample_tokens": int(lengths[arguments.document]),
+        "sample": _sample(data, arguments.document, metadata),
+        "metadata": metadata and dataclasses.asdict(metadata),
+    }
+    if arguments.figure:
+        from mjax.pictures.lengths import draw_lengths  # matplotlib takes a second to import
+
+        draw_lengths(lengths, arguments.prefix, arguments.figure)
+    if arguments.json:
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        _show(found, metadata, arguments.figure)
+    return found
+
+
+def document_lengths(data: IndexedDataset) -> np.ndarray:
+    """Tokens in each document, int64 [documents]."""
+    ends = np.concatenate([[0], np.cumsum(data.lengths, dtype=np.int64)])  # tokens before each sequence, and in all
+    return np.diff(ends[data.document_indices])
+
+
+def _sample(data: IndexedDataset, document: int, metadata: DatasetMetadata | None) -> str | list[int]:
+    ids: list[int] = []
+    for sequence in range(*data.document_indices[document : document + 2]):
+        ids += data.get(sequence)[: SHOWN_TOKENS - len(ids)].tolist()
+    return tokenizer_from_folder(tokenizer_folder(data.prefix)).decode(ids) if metadata else ids
+
+
+def _show(found: dict[str, Any], metadata: DatasetMetadata | None, figure: Path | None) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(facts(_facts(found, metadata)))
+    if figure:
+        console.print(f"histogram of lengths: {figure}", markup=False)
+
+    tokens = found["sample_tokens"]
+    cut = f", the first {SHOWN_TOKENS} of {tokens:,} tokens" if tokens > SHOWN_TOKENS else ""
+    form = "" if metadata else " (token ids: the dataset has no tokenizer)"
+    console.print(f"\ndocument {found['document']}{cut}{form}:", style="bold", markup=False)
+    console.print(found["sample"] if metadata else " ".join(map(str, found["sample"])), markup=False)
+
+
+def _facts(found: dict[str, Any], metadata: DatasetMetadata | None) -> Iterator[tuple[str, str, str]]:
+    empty = found["empty_documents"]
+    yield "documents", f"{found['documents']:,}", f"{empty:,} without text" if empty else ""
+    sentences = f"sentences ({metadata.sentences})" if metadata and metadata.sentences else ""
+    yield "sequences", f"{found['sequences']:,}", sentences
+    yield "tokens", f"{found['tokens']:,}", f"{found['dtype']}, {filesize.decimal(found['bytes'])}"
+    if metadata:
+        yield "vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer
+        yield "text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token"
+        if metadata.malformed:
+            yield "malformed", f"{metadata.malformed:,}", "lines were skipped by prepare"
+    for name, length in found["lengths"].items():
+        yield "tokens a document" if name == "shortest" else "", f"{length:,.0f}", name
+
+
+# --- Merge ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergeArguments:
+    """Concatenate several datasets into one."""
+
+    output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Prefix of the new dataset."""
+    parts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IN …")]
+    """Prefixes of the datasets to merge, in this order."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an existing dataset of that name."""
+
+
+def merge(arguments: MergeArguments) -> None:
+    """Merge datasets and print a summary.
+
+    Raises:
+      UsageError: a part is missing or damaged, the parts do not agree, or the output exists.
+      RunError: the output cannot be written.
+    """
+    began = time.perf_counter()
+    output, parts = arguments.output, arguments.parts
+    if len(parts) < 2:
+        raise UsageError(f"mjax data merge takes two datasets or more; give their prefixes after {output}")
+    if Path(output) in map(Path, parts):
+        raise UsageError(f"{output} cannot be merged into itself; choose another output prefix")
+    check_output(output, arguments.overwrite)
+    datasets = [IndexedDataset(part) for part in parts]
+    dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
+    for other in datasets:
+        if other.dtype != dtype:
+            raise UsageError(
+                f"{parts[0]} has tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
+                "prepare them with the same tokenizer"
+            )
+    known = [read_metadata(part) for part in parts]
+    metadata = None if None in known else _merged(parts, known)
+    with writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
+        with progress("copying", tokens * dtype.itemsize) as advance:
+            for dataset in datasets:
+                for copied in writer.add_dataset(dataset):
+                    advance(copied)
+        if metadata is not None:
+            shutil.copytree(tokenizer_folder(parts[0]), temporary_tokenizer(output))
+        put_beside(output, metadata)
+
+    documents = sum(dataset.documents for dataset in datasets)
+    size = filesize.decimal(tokens * dtype.itemsize)
+    print(f"{output} is ready after {time.perf_counter() - began:.1f} s")
+    print(f"{documents:,} documents, {tokens:,} tokens, {size}")
+    if metadata is None:
+        unknown = metadata_file(parts[known.index(None)])
+        print(f"it has no metadata and no tokenizer, because {unknown} does not exist")
+
+
+def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMetadata:
+    """The metadata of the whole.
+
+    Raises:
+      UsageError: the parts do not agree.
+    """
+    for part in parts:
+        if not tokenizer_folder(part).is_dir():
+            missing = f"there is no {tokenizer_folder(part)} beside {metadata_file(part)}"
+            raise UsageError(f"{missing}; copy it there, or prepare {part} again")
+    for part, metadata in zip(parts[1:], known[1:], strict=True):
+        for field in AGREEING:
+            ours, theirs = getattr(known[0], field), getattr(metadata, field)
+            if ours != theirs:
+                raise UsageError(
+                    f"{metadata_file(parts[0])} says {field} {ours!r} and {metadata_file(part)} {theirs!r}; "
+                    "prepare both in the same way"
+                )
+        if digest_of_folder(tokenizer_folder(parts[0])) != digest_of_folder(tokenizer_folder(part)):
+            raise UsageError(
+                f"{tokenizer_folder(parts[0])} and {tokenizer_folder(part)} are different tokenizers of the same kind "
+                "and size; prepare both with the same one"
+            )
+    sequences = [metadata.sequences for metadata in known]
+    return dataclasses.replace(
+        known[0],
+        **{name: sum(getattr(metadata, name) for metadata in known) for name in ADDED},
+        inputs=[name for metadata in known for name in metadata.inputs],
+        mjax_version=__version__,
+        sequences=None if None in sequences else sum(sequences),
+        malformed_examples=[line for metadata in known for line in metadata.malformed_examples][:EXAMPLES],
+    )
