@@ -318,10 +318,10 @@ def _print_next_steps(
 
 def to_hf_command(argv: Sequence[str]) -> int:
     """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--run", "--checkpoint", nargs="?")
-    own.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
-    named, rest = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run", "--checkpoint", nargs="?")
+    parser.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
+    named, rest = parser.parse_known_args(argv)
     return to_hf(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
 
 

@@ -69,7 +69,8 @@ def doctor(arguments: DoctorArguments) -> int:
     findings = []
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # some terminals cannot print the marks
-    with _told_to_end(), Report(shown=not arguments.json) as report:
+    report = Report(shown=not arguments.json)
+    with _told_to_end(), report.status:
         for finding in examine(config, arguments, report):
             findings.append(finding)
             report.show(finding)
@@ -142,28 +143,18 @@ def _or(otherwise, ask: Callable):
 
 
 class Report:
-    """Prints findings; on a terminal, also the current check below them.
+    """Prints findings and, on a terminal inside `status`, the current check below them.
 
     With `shown` false it prints nothing, for --json.
     """
 
-    def __init__(self, console: Console | None = None, shown: bool = True):
-        self.console = console or Console(highlight=False, soft_wrap=True, quiet=not shown)
-        self._status = self.console.status("starting …") if self.console.is_terminal and shown else None
-
-    def __enter__(self) -> Report:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._status:
-            self._status.stop()
+    def __init__(self, shown: bool):
+        self.console = Console(highlight=False, soft_wrap=True, quiet=not shown)
+        self.status = self.console.status("starting …")
 
     def begin(self, check: str) -> None:
         """Show the name of the current check."""
-        if self._status:
-            self._status.update(f"checking {check} …")
+        self.status.update(f"checking {check} …")
 
     def show(self, finding: Finding) -> None:
         """Print one finding, and below it what to do."""

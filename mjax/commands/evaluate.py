@@ -291,10 +291,10 @@ def lm_eval(argv: Sequence[str]) -> int:
       UsageError: the package lm-eval is missing, or an argument of ours is invalid.
       RunError: the checkpoint is damaged.
     """
-    own = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
-    own.add_argument("--simulate", type=int)
-    own.add_argument("--run", "--checkpoint")
-    arguments, rest = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("--simulate", type=int)
+    parser.add_argument("--run", "--checkpoint")
+    arguments, rest = parser.parse_known_args(argv)
     if argv[:1] in (["-h"], ["--help"]):
         print(HELP)
         if importlib.util.find_spec("lm_eval") is None:

@@ -173,7 +173,9 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    _check_names(argv, dict(_kinds_of(cls, default)), prog)
+    kinds = {flag: kind for flag, kind, *_ in _described(cls, default)}
+    _check_names(argv, kinds, prog)
+    _check_values(argv, kinds)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     return parsed
@@ -186,12 +188,7 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
 
 def flags_of(cls: type, default: object = None) -> Iterator[str]:
     """Names of the flags of `cls`, without leading dashes: 'config', 'mesh.data'."""
-    return (name for name, _ in _kinds_of(cls, default))
-
-
-def _kinds_of(cls: type, default: object = None) -> Iterator[tuple[str, Any]]:
-    """Names of the flags of `cls`, and the types of their values."""
-    return ((flag, kind) for flag, kind, *_ in _described(cls, default))
+    return (flag for flag, *_ in _described(cls, default))
 
 
 # --- Flags that are not there, and values of flags that take none ----------------------------------------------------
@@ -210,7 +207,6 @@ def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
         value = value or (after if after.lower() in ("true", "false") else "")
         if kinds[ours] is bool and value:
             raise UsageError(f"--{name} {value}: it takes no value; type --{ours} or --{_negative(ours)}")
-    _check_values(argv, kinds)
 
 
 def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, lines_of
 from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
-from mjax.generation.text import Live, Sample, Streamed, continue_ids
-from mjax.models.causal import CausalModel
+from mjax.generation.sampling import Sampling
+from mjax.generation.streaming import Live, Streamed
 from mjax.parallel.mesh import make_mesh
 
 
@@ -106,20 +106,6 @@ class Writer:
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
         self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
-        self._model: CausalModel
-
-    def samples(
-        self,
-        prompts: Sequence[str],
-        encoded: Sequence[list[int]],
-        decode: Callable[[list[int]], str],
-        ends: int | Sequence[int],
-        watch: Callable[[list[Streamed]], None] | None = None,
-    ) -> list[Sample]:
-        """Each prompt continued --num-samples times; arguments as in `continue_ids`."""
-        count, sampling = self.arguments.num_samples, self.arguments.sampling
-        prompts, encoded = ([each for each in given for _ in range(count)] for given in (prompts, encoded))
-        return continue_ids(self._generator, self._model, decode, prompts, encoded, sampling, ends, watch)
 
     def write(
         self,
@@ -129,43 +115,44 @@ class Writer:
         ends: int | Sequence[int],
         titles: Sequence[str],
     ) -> list[Sample]:
-        """`samples`, printed: each after the title of its prompt, or as JSON."""
-        titles = [title for title in titles for _ in range(self.arguments.num_samples)]
+        """Continue each prompt --num-samples times and print it after its title, or as JSON.
+
+        Other arguments are those of `continue_ids`.
+        """
+        sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
+        prompts, encoded, titles = ([one for one in given for _ in copies] for given in (prompts, encoded, titles))
         live = Live(Console(), titles)
-        words = f"checkpoint {self._step}: writing up to {self.arguments.sampling.tokens} tokens"
-        with self.notices.status(words) as status:
+        with self.notices.status(f"checkpoint {self._step}: writing up to {sampling.tokens} tokens") as status:
 
             def watch(texts: list[Streamed]) -> None:
                 status.stop()
                 live.show(texts)
 
-            samples = self.samples(prompts, encoded, decode, ends, None if self.arguments.json else watch)
+            callback = None if as_json else watch
+            samples = continue_ids(self._generator, self._model, decode, prompts, encoded, sampling, ends, callback)
         for number, sample in enumerate(samples, start=1):
-            if self.arguments.json:
+            if as_json:
                 print(json.dumps({"step": self._step, **dataclasses.asdict(sample)}))
             if sample.ended == "positions":
                 self.notices.print(
-                    f"prompt {number}: stopped after {sample.tokens} of {self.arguments.sampling.tokens} tokens, "
-                    f"because the model has {sample.prompt_tokens + sample.tokens} positions"
+                    f"prompt {number}: stopped after {sample.tokens} of {sampling.tokens} tokens, because the model "
+                    f"has {sample.prompt_tokens + sample.tokens} positions"
                 )
         return samples
 
 
 def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
-    given = arguments.prompt or (() if _on_terminal() else ("-",))
-    prompts = [one for prompt in given for one in (_lines() if prompt == "-" else [prompt])]
+    prompts = []
+    for prompt in arguments.prompt or (() if _on_terminal() else ("-",)):
+        prompts += [line for line in lines_of(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
     return prompts
 
 
-def _lines() -> list[str]:
-    return [line for line in lines_of(_stdin()) if line.strip()]
-
-
 def _stdin() -> str:
-    """What stdin has; nothing if it is closed."""
+    """The text of stdin; empty if it is closed."""
     try:
         return "" if sys.stdin is None else sys.stdin.read()
     except UnicodeDecodeError as error:

@@ -38,6 +38,9 @@ from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.files import rename, take_lock
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
+TOKENS_OF_A_STEP = (
+    "train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"
+)  # fmt: skip
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "experts.json", "experts.png",
@@ -227,26 +230,29 @@ def compare_runs(arguments: CompareArguments) -> int:
     Raises:
       UsageError: a name is not a run, there are fewer than two, or the figure cannot be written.
     """
-    folders = [_find(name, arguments.runs) for name in arguments.names]
+    folders = [_run_folder(name, arguments.runs) for name in arguments.names]
     if len(set(folders)) < 2:
         raise UsageError("mjax runs compare takes two or more runs, such as mjax runs compare one two")
     figure = arguments.figure or folders[0].parent / "compare.png"
     check_picture("--figure", figure)
-    names = _names(folders)
-    configs = dict(zip(names, (read_settings(folder / "config.json") for folder in folders), strict=True))
-    records = dict(zip(names, (read_metrics(folder / "metrics.jsonl") for folder in folders), strict=True))
-    if empty := [name for name in names if not any(record.get("loss") is not None for record in records[name])]:
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):  # two runs with one name are told apart by their folders
+        names = [str(folder) for folder in folders]
+    runs = dict(zip(names, folders, strict=True))
+    configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
+    records = {name: read_metrics(folder / "metrics.jsonl") for name, folder in runs.items()}
+    if empty := [name for name in names if _last(records[name], "loss") is None]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(of_run[-1]["step"] for of_run in records.values())
     results = {
         name: {"parameters": _parameters(folder, configs[name]), **results_of(records[name], common)}
-        for name, folder in zip(names, folders, strict=True)
+        for name, folder in runs.items()
     }
-    settings = _settings(configs)
+    settings = _different_settings(configs)
     labels = curve_labels(configs)
     curves = {labels[name]: of_run for name, of_run in records.items()}
-    draw_runs(curves, figure, by_tokens=len({_batch(config) for config in configs.values()}) > 1)
+    draw_runs(curves, figure, by_tokens=any(field in settings for field in TOKENS_OF_A_STEP))
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
         return 0
@@ -296,22 +302,14 @@ def curve_labels(configs: dict[str, Config]) -> dict[str, str]:
     return {name: f"{mesh} ({name})" if several else name for name, mesh in meshes.items()}
 
 
-def _batch(config: Config) -> tuple[Any, ...]:
-    train = config.train
-    return train.global_batch, train.batch_rampup, train.batch_schedule, train.taken, config.model.sequence
-
-
-def _settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
-    """The fields in which the runs differ, with the value of each run."""
+def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]:
+    """The fields in which the runs differ, with the value of each run; None if its model does not have the field."""
     first, *others = configs.values()
-    fields = sorted({field for other in others for field in differences(first, other)})
-    return {field: {name: _value(config, field) for name, config in configs.items()} for field in fields}
-
-
-def _value(config: Config, field: str) -> Any:
-    """The value of a field such as `model.kv_heads`; None if the model does not have it."""
-    section, _, name = field.partition(".")
-    return getattr(getattr(config, section), name, None)
+    settings = {}
+    for field in sorted({field for other in others for field in differences(first, other)}):
+        section, _, key = field.partition(".")
+        settings[field] = {name: getattr(getattr(config, section), key, None) for name, config in configs.items()}
+    return settings
 
 
 def _shown(value: Any) -> str:
@@ -338,7 +336,7 @@ def remove_runs(arguments: RemoveArguments) -> int:
       UsageError: a name is not a run, is a link, is in use, or is a folder with other files too; nothing was removed.
         Or stdin is not a terminal.
     """
-    folders = list(dict.fromkeys(_find(name, arguments.runs) for name in arguments.names))
+    folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
     for folder in folders:
@@ -365,9 +363,8 @@ def remove_runs(arguments: RemoveArguments) -> int:
 def _check_removable(folder: Path) -> None:
     if folder.is_symlink():
         raise UsageError(f"{folder} is a link to {folder.readlink()}; give that folder, or remove the link with rm")
-    foreign = [
-        entry.name for entry in folder.iterdir() if entry.name not in OF_A_RUN and not LEFT_BY_A_RUN.search(entry.name)
-    ]
+    names = [entry.name for entry in folder.iterdir()]
+    foreign = [name for name in names if name not in OF_A_RUN and not LEFT_BY_A_RUN.search(name)]
     checkpoints = folder / "checkpoints"
     if checkpoints.is_dir() and not checkpoints.is_symlink():
         foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
@@ -387,7 +384,7 @@ def _is_of_a_save(entry: Path) -> bool:
 # --- Names ------------------------------------------------------------------------------------------------------------
 
 
-def _find(name: str, runs: Path) -> Path:
+def _run_folder(name: str, runs: Path) -> Path:
     """The run folder with this name in `runs`, or at this path."""
     for folder in (runs / name, Path(name)):
         if (folder / "config.json").is_file():
@@ -397,9 +394,3 @@ def _find(name: str, runs: Path) -> Path:
     raise UsageError(
         f"there is no run {name!r} in {runs}{suggestion(name, known)}{there}; `mjax runs --runs {runs}` lists them"
     )
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """The names of runs; their folders if two runs have the same name."""
-    names = [folder.name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]

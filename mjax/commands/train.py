@@ -102,7 +102,8 @@ def train(argv: Sequence[str]) -> int:
         step = None if arguments.init else arguments.step
         options = Options(name=label, step=step, origin=origin, on_end=print_sample, watchdog=watchdog)
         if arguments.profile is not None and processes.is_first():
-            options = replace(options, profile=Recorder(_profiled(arguments), arguments.resume))
+            steps = profiled_steps(arguments.profile, config.train.steps)
+            options = replace(options, profile=Recorder(steps, arguments.resume))
         result = loop.train(config, arguments.resume, options)
     return result.exit_code
 
@@ -132,9 +133,9 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
     else:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
     arguments = replace(arguments, settings=settings)
-    validate(arguments.settings, label)
+    validate(settings, label)
     if arguments.profile is not None:
-        _profiled(arguments)
+        profiled_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
     changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
@@ -145,11 +146,6 @@ def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin |
 
     check_wandb(arguments.settings.log.wandb)
     return replace(arguments, resume=folder), label, origin, [*taken, *changes]
-
-
-def _profiled(arguments: TrainArguments) -> range:
-    """The steps of --profile."""
-    return profiled_steps(arguments.profile, arguments.settings.train.steps)
 
 
 def _check_step(arguments: TrainArguments, folder: Path) -> None:

@@ -20,19 +20,22 @@ MEMORY_IS_TAKEN = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report.
+
+    Attributes:
+      check: its name, in a word or two.
+      status: `green`: good. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a
+        measurement without a reference value.
+      found: the result, in one sentence without a full stop.
+      advice: the fix: a line to type, or a sentence.
+      figures: measured numbers, by a name that ends in the unit; for --json.
+    """
 
     check: str
-    """The check, in a word or two."""
     status: str
-    """`green`: good. `yellow`: works, but could be better. `red`: training will fail or be wrong. `figure`: a
-    measurement without a reference value."""
     found: str
-    """The result, in one sentence without a full stop."""
     advice: str | None = None
-    """The fix: a line to type, or a sentence."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Measured numbers, by a name that ends in the unit; for --json."""
 
 
 Found = tuple

@@ -20,8 +20,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mjax.config import load_config
 from mjax.doctor import RED, YELLOW, Finding, advice_on, guarded, listed
@@ -181,16 +181,16 @@ def main(arguments: list[str]) -> None:
         "runs": Path(given["runs"]),
         "complaints": complaints.lines,
     }
+
+    def run(name: str) -> list[Finding]:
+        path, *needed = CHECKS[name]
+        module, function = path.split(":")
+        check = getattr(importlib.import_module(f"mjax.doctor.{module}"), function)
+        return check(*map(settings.get, needed))
+
     for name in arguments[1:]:
-        findings = guarded(name, lambda name=name: _run(name, settings))
+        findings = guarded(name, partial(run, name))
         print(json.dumps([asdict(finding) for finding in findings]), file=answers, flush=True)
-
-
-def _run(name: str, settings: dict[str, Any]) -> list[Finding]:
-    place, *needed = CHECKS[name]
-    module, function = place.split(":")
-    run = getattr(importlib.import_module(f"mjax.doctor.{module}"), function)
-    return run(*(settings[each] for each in needed))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,20 +28,23 @@ USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 
 @dataclass(frozen=True)
 class Driver:
-    """Facts about this machine's NVIDIA GPUs."""
+    """Facts about this machine's NVIDIA GPUs.
+
+    Attributes:
+      version: of the driver; None if no driver is accessible.
+      gpus: names of the GPUs that the driver shows.
+      memory: bytes of each GPU.
+      used: bytes in use of each GPU.
+      on_bus: NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host.
+      problem: error of NVML, if any.
+    """
 
     version: str | None = None
-    """Driver version; None if no driver is accessible."""
     gpus: tuple[str, ...] = ()
-    """Names of the GPUs that the driver shows."""
     memory: tuple[float, ...] = ()
-    """Bytes of each."""
     used: tuple[float, ...] = ()
-    """Bytes in use of each."""
     on_bus: int = 0
-    """NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host."""
     problem: str | None = None
-    """Error of NVML, if any."""
 
 
 def read_driver(root: Path = Path("/"), ask: Sequence[str] = ASK_NVML) -> Driver:
@@ -83,12 +88,12 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
 
     NVML's problems come first: a driver that hangs would hang all later checks.
     """
-    problem, said = driver.problem, f" ({driver.problem})" if driver.problem else ""
-    bare = problem == NOT_LOADED or (not problem and driver.version and not driver.gpus)
-    if bare and not driver.on_bus:
-        found = f"NVIDIA's driver or tools, but no NVIDIA GPU on the PCI bus: perhaps a login node{said}"
+    without_gpu = driver.problem == NOT_LOADED or (not driver.problem and driver.version and not driver.gpus)
+    if without_gpu and not driver.on_bus:
+        problem = f" ({driver.problem})" if driver.problem else ""
+        text = f"NVIDIA's driver or tools, but no NVIDIA GPU on the PCI bus: perhaps a login node{problem}"
         advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
-        return YELLOW, found, advice
+        return YELLOW, text, advice
     if driver.problem:
         advice = (
             "reboot: the driver was updated while its old version was running"
@@ -98,8 +103,7 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
         return RED, driver.problem, advice
     if driver.version is None:
         return _without_driver(driver, cuda)
-    names = {name: driver.gpus.count(name) for name in driver.gpus}
-    gpus = ", ".join(f"{count} × {name}" for name, count in names.items()) or "no GPU listed"
+    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(driver.gpus).items()) or "no GPU listed"
     oldest, branch = OLDEST_DRIVER.get(cuda or 13, 0), int(driver.version.split(".")[0])
     newer = f"install NVIDIA driver {oldest} or newer"
     if branch < oldest and branch >= OLDEST_DRIVER[12]:
@@ -111,11 +115,11 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
     if branch < oldest:
         found = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
         return RED, found, newer
-    taken = [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]
-    if taken:
-        found = f"driver {driver.version}, {gpus}; other processes hold {', '.join(taken)}"
-        return YELLOW, found, "nvidia-smi shows who; training takes most of a GPU's memory when it starts"
-    return GREEN, f"driver {driver.version}, {gpus}"
+    text = f"driver {driver.version}, {gpus}"
+    if in_use := [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]:
+        advice = "nvidia-smi shows who; training takes most of a GPU's memory when it starts"
+        return YELLOW, f"{text}; other processes hold {', '.join(in_use)}", advice
+    return GREEN, text
 
 
 def _without_driver(driver: Driver, cuda: int | None) -> Found:
@@ -161,13 +165,12 @@ def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) ->
     devices = environment.get("CUDA_VISIBLE_DEVICES")
     if devices is None:
         return len(driver.gpus)
-    shown = 0
-    for name in devices.split(","):  # CUDA stops at the first unknown one
-        known = int(name) < len(driver.gpus) if name.strip().isdecimal() else name.strip().startswith(("GPU-", "MIG-"))
-        if not known:
-            break
-        shown += 1
-    return shown
+
+    def known(name: str) -> bool:
+        return int(name) < len(driver.gpus) if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+
+    names = map(str.strip, devices.split(","))
+    return len(list(itertools.takewhile(known, names)))  # CUDA stops at the first unknown one
 
 
 @check("libraries")
@@ -175,10 +178,9 @@ def check_libraries(environment: Mapping[str, str] = os.environ, cuda: int | Non
     """Find another CUDA that LD_LIBRARY_PATH puts before that of jax's wheels; nothing if there is none."""
     folders = environment.get("LD_LIBRARY_PATH", "").split(":") if cuda is not None else ()
     for folder in filter(None, folders):
-        found = [name for name in ("libcudnn.so", "libcublas.so", "libnccl.so") if list(Path(folder).glob(f"{name}*"))]
-        if found:
-            what = f"LD_LIBRARY_PATH puts {folder}/{found[0]} before jax's own"
-            return YELLOW, what, "unset LD_LIBRARY_PATH"
+        for name in ("libcudnn.so", "libcublas.so", "libnccl.so"):
+            if any(Path(folder).glob(f"{name}*")):
+                return YELLOW, f"LD_LIBRARY_PATH puts {folder}/{name} before jax's own", "unset LD_LIBRARY_PATH"
     return None
 
 

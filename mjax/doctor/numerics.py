@@ -37,15 +37,19 @@ WRONG = "do not train here; try another device (CUDA_VISIBLE_DEVICES), then anot
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation with its reference result; both are lists of arrays."""
+    """An operation with its reference result; both are lists of arrays.
+
+    Attributes:
+      inputs: arguments of `run`; with constants, XLA would compute at compile time instead of on the device.
+      truth: the reference result.
+      bound: largest allowed difference, relative to the largest value.
+    """
 
     name: str
     run: Callable[..., Sequence[Array]]
     inputs: Sequence[Array]
-    """Arguments of `run`: with constants, XLA would compute at compile time instead of on the device."""
     truth: Sequence[np.ndarray]
     bound: float
-    """Largest allowed difference, relative to the largest value."""
     modes: tuple[str, ...] = ("jit", "no jit")
 
     def result(self, mode: str) -> Sequence[Array]:
