@@ -96,9 +96,9 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
                 for part in pool.map(Cleaner.count_block, outputs.watched_blocks(corpus, "counting")):
                     counts.update(part)
             grams, all_grams = decontaminate.without_common(grams, counts, arguments.common), grams
-            runs, left = (sum(map(len, each.values())) for each in (all_grams, grams))
-            found = {"files": texts.names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
-            report["decontaminate"] = found | {"common": arguments.common, "common_runs": runs - left}
+            runs, left = (sum(map(len, table.values())) for table in (all_grams, grams))
+            numbers = {"files": texts.names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
+            report["decontaminate"] = numbers | {"common": arguments.common, "common_runs": runs - left}
         tallies = {name: Tally(name) for name in ("read", "kept")}
         with Workers(workers, Cleaner, (arguments, grams)) as pool:
             for part in outputs.first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
@@ -117,16 +117,17 @@ def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
     changed = [REPAIRED] * how.repair + [CUT, MORE_PIECES] * cutting
     removed = [NOTHING_LEFT, TOO_MANY_PIECES] * cutting + [how.short] * (how.minimum_tokens > 0)
     removed += [f"--keep {spec}" for spec in how.keep]
-    of = lambda names: [tallies.get(name, Tally(name)) for name in names]  # noqa: E731
-    return {"read": tallies["read"], "changed": of(changed), "removed": of(removed), "kept": tallies["kept"]}
+    steps = {"changed": changed, "removed": removed}
+    steps = {key: [tallies.get(name, Tally(name)) for name in names] for key, names in steps.items()}
+    return {"read": tallies["read"], **steps, "kept": tallies["kept"]}
 
 
 def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]:
     """Remarks below the table."""
-    if found := report.get("decontaminate"):
+    if numbers := report.get("decontaminate"):
         yield (
-            f"Found {found['runs_met']:,} of {found['runs']:,} runs of words of the evaluation sets, "
-            f"{found['common_runs']:,} of them {found['common']} times or more: common phrases, not cut out."
+            f"Found {numbers['runs_met']:,} of {numbers['runs']:,} runs of words of the evaluation sets, "
+            f"{numbers['common_runs']:,} of them {numbers['common']} times or more: common phrases, not cut out."
         )
     if arguments.minimum_tokens and not arguments.tokenizer:
         yield "Lengths are in words between white space; --tokenizer counts tokens."
@@ -239,22 +240,22 @@ def load_function(spec: str) -> Callable[[str], bool]:
     Raises:
       UsageError: there is no such function, or its file fails.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
+    source, _, name = spec.rpartition(":")
+    if not source or not name:
         raise UsageError(f"--keep {spec} names no function; use FILE.py:FUNCTION or MODULE:FUNCTION")
     try:
-        if place.endswith(".py"):
-            found = importlib.util.spec_from_file_location(Path(place).stem, place)
-            module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
+        if source.endswith(".py"):
+            file_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+            module = importlib.util.module_from_spec(file_spec)
+            file_spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
     except Exception as error:
-        raise UsageError(f"--keep {spec}: {place} cannot be loaded: {error!r}") from error
+        raise UsageError(f"--keep {spec}: {source} cannot be loaded: {error!r}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        there = ", ".join(each for each in vars(module) if callable(getattr(module, each)) and each[0] != "_")
-        raise UsageError(f"--keep {spec}: {place} has no function {name!r}; it has {there or 'none'}")
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"--keep {spec}: {source} has no function {name!r}; it has {', '.join(names) or 'none'}")
     return function
 
 

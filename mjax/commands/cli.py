@@ -85,9 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv and argv[0] in ("-V", "--version"):
                 print(f"mjax {__version__}")
                 return 0
-            if (found := _find("mjax", COMMANDS, argv)) is None:
+            if (chosen := _find("mjax", COMMANDS, argv)) is None:
                 return 0
-            command, prog, rest = found
+            command, prog, rest = chosen
             if command.on_cpu:
                 launch.leave_accelerators_alone()
             module, name = command.run.split(":")
@@ -127,8 +127,8 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
         return None
     name, *rest = argv
     if name not in commands:
-        there = f"there is no command {name!r}" if group == "mjax" else f"{group} has no command {name!r}"
-        raise UsageError(f"{there}{suggestion(name, list(commands))}; there are: {', '.join(commands)}")
+        problem = f"there is no command {name!r}" if group == "mjax" else f"{group} has no command {name!r}"
+        raise UsageError(f"{problem}{suggestion(name, list(commands))}; there are: {', '.join(commands)}")
     command, prog = commands[name], f"{group} {name}"
     return _find(prog, command.run, rest) if isinstance(command.run, dict) else (command, prog, rest)
 

@@ -238,28 +238,28 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     return 0
 
 
-def _model(checkpoint: Checkpoint, given: FromMegatronArguments) -> tuple[ModelConfig, Tensors]:
+def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Tensors]:
     """The model, and its tensors by the names of its family."""
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
     if checkpoint.architecture != "decoder":
         kind = checkpoint.architecture
-        return megatron.model_config(settings, tensors, kind, folder, given.heads, given.activation), tensors
-    if flags := [name for name in ("heads", "activation") if getattr(given, name) is not None]:
+        return megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation), tensors
+    if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, checkpoint.version)
     return model, DecoderTensors(tensors, model, folder)
 
 
-def _vocabulary(given: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
+def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
     """The number of embedding rows that are tokens.
 
     Megatron pads the tokens of its tokenizer to a multiple of 128 for each tensor rank. A tokenizer that leaves more
     rows than that is probably the wrong one.
     """
-    if given is not None:
-        if not 1 <= given <= rows:
-            raise UsageError(f"--vocabulary is {given}; the embedding has {rows:,} rows; use 1 to {rows}")
-        return given
+    if flag is not None:
+        if not 1 <= flag <= rows:
+            raise UsageError(f"--vocabulary is {flag}; the embedding has {rows:,} rows; use 1 to {rows}")
+        return flag
     if tokenizer is None or tokenizer.vocabulary > rows:  # the latter is refused by check_vocabulary
         return rows
     settings = checkpoint.arguments or {}
@@ -419,11 +419,11 @@ def _line(run: Path, step: int) -> str:
     )
 
 
-def _tokenizer_of(run: Path, given: str | None) -> Tokenizer | None:
+def _tokenizer_of(run: Path, flag: str | None) -> Tokenizer | None:
     """The tokenizer of an export: that of the run, the given one, or none."""
     stored = run / "tokenizer"
-    if given == "none":
+    if flag == "none":
         return None
-    if given is None:
+    if flag is None:
         return tokenizer_from_folder(stored) if stored.is_dir() else None
-    return load_tokenizer(given)
+    return load_tokenizer(flag)

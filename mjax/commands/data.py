@@ -86,7 +86,7 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
         )
     lengths = document_lengths(data)
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
-    found = {
+    summary = {
         "prefix": arguments.prefix,
         "documents": data.documents,
         "sequences": len(data),
@@ -105,10 +105,10 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
 
         draw_lengths(lengths, arguments.prefix, arguments.figure)
     if arguments.json:
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(summary, ensure_ascii=False))
     else:
-        _show(found, metadata, arguments.figure)
-    return found
+        _show(summary, metadata, arguments.figure)
+    return summary
 
 
 def document_lengths(data: IndexedDataset) -> np.ndarray:
@@ -124,31 +124,31 @@ def _sample(data: IndexedDataset, document: int, metadata: DatasetMetadata | Non
     return tokenizer_from_folder(tokenizer_folder(data.prefix)).decode(ids) if metadata else ids
 
 
-def _show(found: dict[str, Any], metadata: DatasetMetadata | None, figure: Path | None) -> None:
+def _show(summary: dict[str, Any], metadata: DatasetMetadata | None, figure: Path | None) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    console.print(facts(_facts(found, metadata)))
+    console.print(facts(_facts(summary, metadata)))
     if figure:
         console.print(f"histogram of lengths: {figure}", markup=False)
 
-    tokens = found["sample_tokens"]
+    tokens = summary["sample_tokens"]
     cut = f", the first {SHOWN_TOKENS} of {tokens:,} tokens" if tokens > SHOWN_TOKENS else ""
     form = "" if metadata else " (token ids: the dataset has no tokenizer)"
-    console.print(f"\ndocument {found['document']}{cut}{form}:", style="bold", markup=False)
-    console.print(found["sample"] if metadata else " ".join(map(str, found["sample"])), markup=False)
+    console.print(f"\ndocument {summary['document']}{cut}{form}:", style="bold", markup=False)
+    console.print(summary["sample"] if metadata else " ".join(map(str, summary["sample"])), markup=False)
 
 
-def _facts(found: dict[str, Any], metadata: DatasetMetadata | None) -> Iterator[tuple[str, str, str]]:
-    empty = found["empty_documents"]
-    yield "documents", f"{found['documents']:,}", f"{empty:,} without text" if empty else ""
+def _facts(summary: dict[str, Any], metadata: DatasetMetadata | None) -> Iterator[tuple[str, str, str]]:
+    empty = summary["empty_documents"]
+    yield "documents", f"{summary['documents']:,}", f"{empty:,} without text" if empty else ""
     sentences = f"sentences ({metadata.sentences})" if metadata and metadata.sentences else ""
-    yield "sequences", f"{found['sequences']:,}", sentences
-    yield "tokens", f"{found['tokens']:,}", f"{found['dtype']}, {filesize.decimal(found['bytes'])}"
+    yield "sequences", f"{summary['sequences']:,}", sentences
+    yield "tokens", f"{summary['tokens']:,}", f"{summary['dtype']}, {filesize.decimal(summary['bytes'])}"
     if metadata:
         yield "vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer
         yield "text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token"
         if metadata.malformed:
             yield "malformed", f"{metadata.malformed:,}", "lines were skipped by prepare"
-    for name, length in found["lengths"].items():
+    for name, length in summary["lengths"].items():
         yield "tokens a document" if name == "shortest" else "", f"{length:,.0f}", name
 
 

@@ -78,10 +78,10 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
     corpus, bands = arguments.open(), choose_bands(arguments.threshold)
     files = CleanedFiles(arguments, corpus.files)
     with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:
-        found = find_duplicates(corpus, arguments, bands, files.folder, workers)
-        report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, arguments, files, found, workers)}
-        if found.clusters is not None:
-            report["near_duplicates"] = _near_report(arguments, bands, found)
+        duplicates = find_duplicates(corpus, arguments, bands, files.folder, workers)
+        report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, arguments, files, duplicates, workers)}
+        if duplicates.clusters is not None:
+            report["near_duplicates"] = _near_report(arguments, bands, duplicates)
         report = files.finish(report, corpus)
     files.show(report, _remarks(arguments, report))
     return report
@@ -130,7 +130,7 @@ class Duplicates:
         numbers = np.arange(len(self.same))
         return (self.instead != numbers) & (self.same == numbers)
 
-    def again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
+    def read_again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
         """Read the corpus again: its blocks, each with its part of `values` [documents]."""
         parts = np.split(values, np.cumsum(self.blocks)[:-1]) if self.blocks else []
         for block, part in zip_longest(outputs.watched_blocks(corpus, verb), parts):
@@ -150,25 +150,25 @@ def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: P
     sketches.close()
     _, first, group = np.unique(np.concatenate(digests), return_index=True, return_inverse=True)
     same = first[group]
-    found = Duplicates(same, [len(part) for part in digests[1:]])
+    duplicates = Duplicates(same, [len(part) for part in digests[1:]])
     if how.exact or len(same) == 0:
-        return found
+        return duplicates
 
     distinct = same == np.arange(len(same))
     chosen = candidates(sketches, distinct)
-    found.candidates = len(chosen)
+    duplicates.candidates = len(chosen)
     wanted = np.zeros(len(same), bool)
     wanted[chosen] = True
     shingles = ShingleFile(folder / "shingles", chosen)
-    tasks = (task for task in found.again(corpus, "shingling", wanted) if task[1].any())
+    tasks = (task for task in duplicates.read_again(corpus, "shingling", wanted) if task[1].any())
     shingles.write(workers.map(partial(_shingle_block, how), tasks))
     with progress("comparing", bands.count) as advance:
-        found.clusters = find_clusters(sketches, distinct, shingles, how.threshold, workers, lambda: advance(1))
-    return found
+        duplicates.clusters = find_clusters(sketches, distinct, shingles, how.threshold, workers, lambda: advance(1))
+    return duplicates
 
 
 class _Reading(NamedTuple):
-    """Of a block: digests of its documents, DIGEST [documents], their sketches, and malformed lines."""
+    """The digests of a block's documents, DIGEST [documents], their sketches, and malformed lines."""
 
     digests: np.ndarray
     sketches: Sketches | None
@@ -202,25 +202,25 @@ def _documents(how: DedupArguments, block: Block, values: np.ndarray) -> list[Do
 
 
 def _write(
-    corpus: Corpus, how: DedupArguments, files: CleanedFiles, found: Duplicates, workers: Workers
+    corpus: Corpus, how: DedupArguments, files: CleanedFiles, duplicates: Duplicates, workers: Workers
 ) -> dict[str, Any]:
     """Write the documents kept, and the record of those removed; returns the steps of the report."""
-    numbers = np.arange(len(found.same))
-    instead, similar, similarity = found.instead, found.same.copy(), np.ones(len(numbers))
-    stays, exact, near = instead == numbers, found.same != numbers, found.near
-    if found.clusters is not None:
-        similar[near], similarity[near] = found.clusters.similar[near], found.clusters.similarity[near]
-    removed = np.flatnonzero(~stays)
+    numbers = np.arange(len(duplicates.same))
+    instead, similar, similarity = duplicates.instead, duplicates.same.copy(), np.ones(len(numbers))
+    is_kept, exact, near = instead == numbers, duplicates.same != numbers, duplicates.near
+    if duplicates.clusters is not None:
+        similar[near], similarity[near] = duplicates.clusters.similar[near], duplicates.clusters.similarity[near]
+    removed = np.flatnonzero(~is_kept)
     # Examples are the least similar near-duplicates, the most doubtful removals.
     doubtful = np.flatnonzero(near)[np.argsort(similarity[near], kind="stable")]
     examples = {EXACT: np.flatnonzero(exact)[:EXAMPLES], NEAR: doubtful[:EXAMPLES]}
 
-    asked = np.where(stays, KEPT, 0).astype(np.uint8)
-    asked[np.concatenate((removed, instead[removed], similar[removed]))] |= NAMED
+    needed = np.where(is_kept, KEPT, 0).astype(np.uint8)
+    needed[np.concatenate((removed, instead[removed], similar[removed]))] |= NAMED
     for shown in examples.values():
-        asked[np.concatenate((shown, similar[shown]))] |= SHOWN
+        needed[np.concatenate((shown, similar[shown]))] |= SHOWN
     sizes, sources, texts, first = [np.empty(0, np.int64)], {}, {}, 0
-    for part in workers.map(partial(_write_block, how), found.again(corpus, "writing", asked)):
+    for part in workers.map(partial(_write_block, how), duplicates.read_again(corpus, "writing", needed)):
         files.kept.write(part.lines)
         sizes.append(part.sizes)
         sources |= {first + number: source for number, source in part.sources.items()}
@@ -248,13 +248,19 @@ def _write(
         shown = [example(number) for number in examples.get(name, np.empty(0, int)).tolist()]
         return Tally(name, int(which.sum()), int(size[which].sum()), shown)
 
-    steps = [tally(EXACT, exact)] + ([] if found.clusters is None else [tally(NEAR, near)])
-    return {"read": tally("read", stays | ~stays), "removed": steps, "kept": tally("kept", stays)}
+    steps = [tally(EXACT, exact)] + ([] if duplicates.clusters is None else [tally(NEAR, near)])
+    return {"read": tally("read", is_kept | ~is_kept), "removed": steps, "kept": tally("kept", is_kept)}
 
 
 class _Part(NamedTuple):
-    """Of a block: the documents kept, as lines of JSON; bytes of text in UTF-8, int64 [documents]; and by their number
-    in the block the sources of the documents that are NAMED, and the texts of those that are SHOWN."""
+    """The result of one block.
+
+    Attributes:
+      lines: the documents kept, as lines of JSON.
+      sizes: bytes of text in UTF-8, int64 [documents].
+      sources: of the documents that are NAMED, by their number in the block.
+      texts: of the documents that are SHOWN, by their number in the block.
+    """
 
     lines: bytes
     sizes: np.ndarray
@@ -263,20 +269,20 @@ class _Part(NamedTuple):
 
 
 def _write_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> _Part:
-    documents, asked = _documents(how, *task), task[1]
-    kept, named, shown = (np.flatnonzero(asked & flag).tolist() for flag in (KEPT, NAMED, SHOWN))
+    documents, needed = _documents(how, *task), task[1]
+    kept, named, shown = (np.flatnonzero(needed & flag).tolist() for flag in (KEPT, NAMED, SHOWN))
     return _Part(
         lines=b"".join(outputs.document_line(documents[number], how.key) for number in kept),
-        sizes=np.array([len(one.text.encode()) for one in documents], np.int64),
+        sizes=np.array([len(document.text.encode()) for document in documents], np.int64),
         sources={number: documents[number].source for number in named},
         texts={number: documents[number].text for number in shown},
     )
 
 
-def _near_report(how: DedupArguments, bands: Bands, found: Duplicates) -> dict[str, Any]:
+def _near_report(how: DedupArguments, bands: Bands, duplicates: Duplicates) -> dict[str, Any]:
     """The report's section about near-duplicates: how they were found, and how many."""
-    clusters, near = found.clusters, found.near
-    sizes = np.unique(clusters.first[found.same == np.arange(len(near))], return_counts=True)[1]
+    clusters, near = duplicates.clusters, duplicates.near
+    sizes = np.unique(clusters.first[duplicates.same == np.arange(len(near))], return_counts=True)[1]
     edges = np.linspace(how.threshold, 1, 7)
     counts = np.histogram(clusters.similarity[near], edges)[0].tolist()
     return {
@@ -286,7 +292,7 @@ def _near_report(how: DedupArguments, bands: Bands, found: Duplicates) -> dict[s
         "bands": bands.count,
         "rows": bands.rows,
         "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},
-        "candidates": found.candidates,
+        "candidates": duplicates.candidates,
         "pairs_compared": clusters.compared,
         "pairs_confirmed": clusters.confirmed,
         "clusters": int((sizes > 1).sum()),

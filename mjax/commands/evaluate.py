@@ -26,9 +26,7 @@ from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
-from mjax.config.model import ModelConfig
 from mjax.data.corpus.outputs import facts
-from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.labelled import (
@@ -174,8 +172,11 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
             size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
-            task = _text_task(arguments, tokenizer, saved.model)
-            scorer_of = LossScorer if isinstance(task, Positions) else Scorer
+            name, scorer_of = arguments.task, LossScorer if arguments.task == "positions" else Scorer
+            if name in SHORT_TASKS:
+                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
+            else:
+                task = LONG_TASKS[name](arguments.data, tokenizer, saved.model, getattr(arguments, name))
             size, unit = sum(map(len, task.passes)), "windows"
     if labelled:
         for note in task.notes:
@@ -203,14 +204,6 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
         task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
         say(f"picture  {arguments.figure}")
     return step, metrics
-
-
-def _text_task(arguments: EvaluateArguments, tokenizer: Tokenizer, model: ModelConfig) -> Task:
-    """The task on its file."""
-    name, data = arguments.task, arguments.data
-    if name in SHORT_TASKS:
-        return SHORT_TASKS[name](data, tokenizer, model.sequence, arguments.overlap)
-    return LONG_TASKS[name](data, tokenizer, model, getattr(arguments, name))
 
 
 def _read_run(arguments: EvaluateArguments) -> Config:

@@ -211,16 +211,16 @@ def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
 
 def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
     """Refuse values of another type or number; what is left to tyro it prints in a box."""
-    for place, word in enumerate(argv):
+    for index, word in enumerate(argv):
         name, equals, value = word[2:].partition("=")
         kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
         if kind is None or kind is bool:
             continue
-        after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[place + 1 :])
+        after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[index + 1 :])
         values = [value] if equals else list(after)
         if not _can_be(values, kind):
-            given = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
-            raise UsageError(f"{given}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
+            typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
+            raise UsageError(f"{typed}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -238,7 +238,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
 
 
 def _can_be(values: Sequence[str], kind: Any) -> bool:
-    """Whether the first of `values` can be read as `kind`; what follows may belong to the command."""
+    """True if the first of `values` can be read as `kind`; later ones may belong to the command."""
     for option in _options(kind):
         if get_origin(option) is tuple:
             parts = get_args(option)
@@ -303,9 +303,10 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     ours = [flag for flag in ours if flag.startswith(f"{section}.")] or ours
     if ours:
         note = NOTES.get(last)
-        given = f" {value}" if value and note is None else ""
-        said = [f"--{flag}{given}" + (f" ({UNITS[flag]})" if len(ours) > 1 and flag in UNITS else "") for flag in ours]
-        return f"; type {either(said)}" + (f" ({note})" if note else "")
+        typed_value = f" {value}" if value and note is None else ""
+        units = {flag: f" ({UNITS[flag]})" for flag in ours if len(ours) > 1 and flag in UNITS}
+        choices = [f"--{flag}{typed_value}{units.get(flag, '')}" for flag in ours]
+        return f"; type {either(choices)}" + (f" ({note})" if note else "")
     close = suggestion(name, sorted(known)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
 
@@ -336,10 +337,10 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     named = []
     for field, (name, _, _, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
         if tyro.conf.Positional in marks:
-            shown = _form(marks) or name.upper()
-            named.append(shown)
-            sections[""] += _entry(shown, field.metadata.get("help", ""))
-    described = itertools.groupby(_described(cls, default), key=lambda each: (each[3] or each[0], each[0].count(".")))
+            placeholder = _form(marks) or name.upper()
+            named.append(placeholder)
+            sections[""] += _entry(placeholder, field.metadata.get("help", ""))
+    described = itertools.groupby(_described(cls, default), key=lambda row: (row[3] or row[0], row[0].count(".")))
     for _, group in described:  # a flag and its aliases
         flags, (kind, *_), (value, *_), (text, *_), (form, *_) = zip(*group, strict=True)
         section = flags[0].rpartition(".")[0]
@@ -419,5 +420,5 @@ def _join_lines_of_help(cls: type, default: object = None) -> None:
             _join_lines_of_help(base)
     for name, _, kind, _ in fields_of(cls):
         if dataclasses.is_dataclass(kind):
-            held = getattr(default, name, None)
-            _join_lines_of_help(kind if held is None else type(held), held)
+            value = getattr(default, name, None)
+            _join_lines_of_help(kind if value is None else type(value), value)

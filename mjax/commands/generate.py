@@ -170,13 +170,13 @@ def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
     from mjax.generation.chat import Chat, read_conversations
 
-    asked = _prompts(arguments) if arguments.prompt else []
-    on_terminal = not asked and _on_terminal()
-    given = "" if asked or on_terminal else _stdin()
-    is_json = given.lstrip()[:1] in ("[", "{")
-    conversations = read_conversations(given) if is_json else [([_user(text)], None) for text in asked]
-    questions = iter([]) if asked or is_json else _typed() if on_terminal else iter(lines_of(given))
-    if not (asked or on_terminal or given.strip()):
+    prompts = _prompts(arguments) if arguments.prompt else []
+    on_terminal = not prompts and _on_terminal()
+    stdin = "" if prompts or on_terminal else _stdin()
+    is_json = stdin.lstrip()[:1] in ("[", "{")
+    conversations = read_conversations(stdin) if is_json else [([_user(text)], None) for text in prompts]
+    questions = iter([]) if prompts or is_json else _typed() if on_terminal else iter(lines_of(stdin))
+    if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(

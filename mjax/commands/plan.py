@@ -130,7 +130,7 @@ KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search"
 
 
 def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
-    """What `mjax plan --json` prints: parameters, schedule, memory, communication and, with a GPU, time.
+    """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
     Args:
       config: of the run.

@@ -255,13 +255,13 @@ class Encoder:
 
     def encode(self, block: Block) -> Encoded:
         """The documents of a block as token ids."""
-        found, malformed = parse(block, self.key)
-        texts = [document.text for document in found]
+        parsed, malformed = parse(block, self.key)
+        texts = [document.text for document in parsed]
         documents = self._encode(texts)
-        kept = [sequence for document in documents for sequence in document]
-        lengths = np.fromiter(map(len, kept), np.int32, len(kept))
+        sequences = [sequence for document in documents for sequence in document]
+        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
         return Encoded(
-            tokens=np.fromiter(chain.from_iterable(kept), self.dtype, lengths.sum(dtype=np.int64)),
+            tokens=np.fromiter(chain.from_iterable(sequences), self.dtype, lengths.sum(dtype=np.int64)),
             lengths=lengths,
             sequences=np.fromiter(map(len, documents), np.int64, len(documents)),
             text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
@@ -275,7 +275,7 @@ class Encoder:
             [split_sentences(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
         )
         ids = iter(self.tokenizer.encode_batch([sequence for document in pieces for sequence in document]))
-        documents = [[found for _ in document if (found := next(ids))] for document in pieces]
+        documents = [[encoded for _ in document if (encoded := next(ids))] for document in pieces]
         for document in filter(None, documents):
             document[0][:0] = self.begin
             if self.append_eod:

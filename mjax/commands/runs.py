@@ -390,7 +390,7 @@ def _run_folder(name: str, runs: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder if folder.name not in ("", "..") else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
-    there = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
+    reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(
-        f"there is no run {name!r} in {runs}{suggestion(name, known)}{there}; `mjax runs --runs {runs}` lists them"
+        f"there is no run {name!r} in {runs}{suggestion(name, known)}{reason}; `mjax runs --runs {runs}` lists them"
     )

@@ -71,9 +71,9 @@ def guarded(name: str, run: Callable[[], list[Finding]]) -> list[Finding]:
         return [Finding(name, RED, text, advice_on(str(error), advice))]
 
 
-def advice_on(said: str, otherwise: str) -> str:
+def advice_on(message: str, otherwise: str) -> str:
     """Advice for a check that failed with the message `said`; lack of memory has its own."""
-    return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", said) else otherwise
+    return MEMORY_IS_TAKEN if re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", message) else otherwise
 
 
 def first_line(error: BaseException) -> str:

@@ -87,14 +87,14 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
             start_new_session=True,
         )
     except OSError as error:
-        found = f"cannot start a process for the check: {error.strerror or error}"
-        yield names[0], [Finding(names[0], RED, found, "ulimit -a; free memory, or end processes")]
+        text = f"cannot start a process for the check: {error.strerror or error}"
+        yield names[0], [Finding(names[0], RED, text, "ulimit -a; free memory, or end processes")]
         return
     try:
         lines: queue.Queue[bytes] = queue.Queue()
-        said: deque[bytes] = deque(maxlen=LAST_WORDS)
+        errors: deque[bytes] = deque(maxlen=LAST_WORDS)
         _forward(child.stdout, lines.put)
-        listener = _forward(child.stderr, said.append)
+        listener = _forward(child.stderr, errors.append)
         for name in names:
             begin(name)
             try:
@@ -106,11 +106,11 @@ def _one_child(names, settings, environment, limit, begin, command) -> Iterator[
                 try:
                     code = child.wait(timeout=limit)
                 except subprocess.TimeoutExpired:
-                    found = f"the process of this check does not end in {limit:g} s"
-                    yield name, [Finding(name, RED, found, SILENT)]
+                    text = f"the process of this check does not end in {limit:g} s"
+                    yield name, [Finding(name, RED, text, SILENT)]
                     return
                 listener.join(timeout=5)  # a process that the child left behind may hold the pipe
-                yield name, [_lost(name, code, b"".join(said).decode(errors="replace"))]
+                yield name, [_lost(name, code, b"".join(errors).decode(errors="replace"))]
                 return
             yield name, [Finding(**finding) for finding in json.loads(line)]
     finally:
@@ -132,14 +132,14 @@ def _forward(stream, put: Callable[[bytes], None]) -> threading.Thread:
 
 
 def _lost(name: str, code: int, errors: str) -> Finding:
-    said = [line for line in errors.splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if line.strip()]
     # XLA's fatal message is a line that begins with F and the date; the stack trace after it does not help here.
-    fatal = [line for line in said if line[:1] == "F" and line[1:5].isdecimal()]
+    fatal = [line for line in lines if line[:1] == "F" and line[1:5].isdecimal()]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    words = (fatal or said or ["no message"])[-1].strip()
+    words = (fatal or lines or ["no message"])[-1].strip()
     memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
-    found = f"the process of this check {how}{memory}: {words[:300]}"
-    return Finding(name, RED, found, advice_on(words, "report it with this line"))
+    text = f"the process of this check {how}{memory}: {words[:300]}"
+    return Finding(name, RED, text, advice_on(words, "report it with this line"))
 
 
 def _end(child: subprocess.Popen) -> None:
@@ -173,12 +173,12 @@ def main(arguments: list[str]) -> None:
     os.dup2(2, 1)
     complaints = _Complaints()
     logging.getLogger("jax").addHandler(complaints)
-    given = json.loads(arguments[0])
-    lists = {name: tuple(value) for name, value in given["driver"].items() if isinstance(value, list)}
-    settings = given | {
-        "driver": Driver(**given["driver"] | lists),
-        "config": None if given["config"] is None else load_config(given["config"]),
-        "runs": Path(given["runs"]),
+    values = json.loads(arguments[0])
+    lists = {name: tuple(value) for name, value in values["driver"].items() if isinstance(value, list)}
+    settings = values | {
+        "driver": Driver(**values["driver"] | lists),
+        "config": None if values["config"] is None else load_config(values["config"]),
+        "runs": Path(values["runs"]),
         "complaints": complaints.lines,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mjax.cluster.hardware import USABLE_FRACTION, Gpu, gpu_of
+from mjax.cluster.hardware import USABLE_FRACTION, gpu_of
 from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
 from mjax.doctor import (
@@ -77,32 +78,31 @@ def check_devices(
     except Exception as error:  # an assertion, a RuntimeError or a ValueError, by version and reason
         reason = (list(complaints) or [first_line(error)])[-1]
         if platforms:
-            found = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
+            text = f"JAX has no device with JAX_PLATFORMS={platforms} ({reason})"
             advice = "unset JAX_PLATFORMS to train on the CPU; for a GPU, see the line driver"
-            return RED, found, advice_on(reason, advice)
+            return RED, text, advice_on(reason, advice)
         return RED, f"JAX has no device: {reason}", advice_on(reason, "fix the lines above first")
-    kinds = [device.device_kind for device in devices]
-    counts = {kind: kinds.count(kind) for kind in kinds}
+    counts = Counter(device.device_kind for device in devices)
     if devices[0].platform == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        what = f"the CPU, {cores} cores" if len(devices) == 1 else f"{len(devices)} simulated devices of the CPU"
+        cpu = f"the CPU, {cores} cores" if len(devices) == 1 else f"{len(devices)} simulated devices of the CPU"
         if driver.gpus and not platforms and visible_gpus(driver, environment):
             if cuda is None:
-                return YELLOW, f"{what}; the GPU cannot be used", "fix the line driver"
+                return YELLOW, f"{cpu}; the GPU cannot be used", "fix the line driver"
             why = f": {complaints[-1]}" if complaints else ""
-            found = f"{what}, although {len(driver.gpus)} GPU{'s are' if len(driver.gpus) > 1 else ' is'} here{why}"
-            return RED, found, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"'
-        return GREEN, f"{what}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}"
-    found = listed([f"{count} × {kind}" for kind, count in counts.items()])
-    if any(" MIG " in kind for kind in kinds):  # the driver counts whole GPUs
-        return GREEN, f"{found}, a slice of a GPU"
+            text = f"{cpu}, although {len(driver.gpus)} GPU{'s are' if len(driver.gpus) > 1 else ' is'} here{why}"
+            return RED, text, f'pip install --upgrade --force-reinstall "jax[cuda{cuda}]"'
+        return GREEN, f"{cpu}{f', by JAX_PLATFORMS={platforms}' if platforms else ''}"
+    text = listed([f"{count} × {kind}" for kind, count in counts.items()])
+    if any(" MIG " in kind for kind in counts):  # the driver counts whole GPUs
+        return GREEN, f"{text}, a slice of a GPU"
     expected = visible_gpus(driver, environment)
     if len(devices) < expected:
-        return YELLOW, f"{found}; the driver shows {expected}", "nvidia-smi; sudo dmesg | grep -i xid"
+        return YELLOW, f"{text}; the driver shows {expected}", "nvidia-smi; sudo dmesg | grep -i xid"
     if len(counts) > 1:
         advice = "choose those of one kind with CUDA_VISIBLE_DEVICES; a step waits for the slowest"
-        return YELLOW, f"{found}: of different kinds", advice
-    return GREEN, found
+        return YELLOW, f"{text}: of different kinds", advice
+    return GREEN, text
 
 
 @check("device memory")
@@ -120,21 +120,21 @@ def judge_device_memory(limit: float, total: float, environment: Mapping[str, st
     """Compare the bytes that JAX may use with those of a GPU; 0 means unknown."""
     allocator = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator == "platform":
-        found = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
-        return YELLOW, found, "unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        text = "XLA_PYTHON_CLIENT_ALLOCATOR=platform asks the driver for every array, which is slow"
+        return YELLOW, text, "unset XLA_PYTHON_CLIENT_ALLOCATOR"
     if not limit or not total:
         usable = gibibytes(limit) if limit else "an unknown part"
         return FIGURE, f"JAX may use {usable} of {kind}{'' if total else '; the driver does not report its memory'}"
     figures = {"usable_gib": limit / 2**30, "total_gib": total / 2**30}
-    found = f"JAX may use {gibibytes(limit)} of {gibibytes(total)} of {kind}"
+    text = f"JAX may use {gibibytes(limit)} of {gibibytes(total)} of {kind}"
     if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0"):
-        found += ", allocated piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may become fragmented"
-        return YELLOW, found, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures
+        text += ", allocated piece by piece (XLA_PYTHON_CLIENT_PREALLOCATE), so that it may become fragmented"
+        return YELLOW, text, "unset XLA_PYTHON_CLIENT_PREALLOCATE", figures
     if limit < ENOUGH_MEMORY * total:
         named = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])
         advice = f"export {named}={USABLE_FRACTION}"
-        return YELLOW, f"{found}, {limit / total:.0%}", advice, figures
-    return GREEN, found, None, figures
+        return YELLOW, f"{text}, {limit / total:.0%}", advice, figures
+    return GREEN, text, None, figures
 
 
 # --- Rates -----------------------------------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ def _multiply(device: jax.Device) -> tuple[float, str, int]:
 @check("matmul")
 def judge_matmul(flops: float, compute: str, size: int, device_kind: str, which: str = "") -> Found:
     """Compare a product of two [size, size] matrices at `flops` FLOP/s, on the device `which`, with the data sheet."""
-    found = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}{which}"
-    figures = {"matmul_tflops": flops / 1e12}
-    return _beside("matmul", found, flops, lambda gpu: gpu.peak(compute), device_kind, figures)
+    text = f"{compute} {flops / 1e12:,.3g} TFLOP/s in a product of {size:,} × {size:,}{which}"
+    gpu = gpu_of(device_kind)
+    return _compared("matmul", text, flops, gpu and gpu.peak(compute), device_kind, {"matmul_tflops": flops / 1e12})
 
 
 @check("copy")
@@ -205,9 +205,9 @@ def _between_host_and(device: jax.Device) -> tuple[float, float]:
     host = np.ones(2**26, np.float32)
     jax.block_until_ready(jax.device_put(host, device))  # allocates the pages of both
     begun = time.perf_counter()
-    there = jax.block_until_ready(jax.device_put(host, device))
+    on_device = jax.block_until_ready(jax.device_put(host, device))
     middle = time.perf_counter()
-    np.asarray(there)
+    np.asarray(on_device)
     end = time.perf_counter()
     return host.nbytes / (middle - begun), host.nbytes / (end - middle)
 
@@ -215,30 +215,27 @@ def _between_host_and(device: jax.Device) -> tuple[float, float]:
 @check("copy")
 def judge_copy(rate: float, device_kind: str, host: tuple[float, float] | None = None, which: str = "") -> Found:
     """Compare device memory that moved `rate` bytes per second with the data sheet; `host`: to and from the device."""
-    found, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory{which}", {"memory_gb_per_s": rate / 1e9}
+    text, figures = f"{rate / 1e9:,.0f} GB/s read and written in device memory{which}", {"memory_gb_per_s": rate / 1e9}
     if host is not None:
-        to_device, from_device = (each / 1e9 for each in host)
+        to_device, from_device = (host_rate / 1e9 for host_rate in host)
         figures |= {"to_device_gb_per_s": to_device, "from_device_gb_per_s": from_device}
-        found = f"{to_device:,.1f} GB/s from the host, {from_device:,.1f} to it; {found}"
-    return _beside("copy", found, rate, lambda gpu: gpu.memory_bandwidth, device_kind, figures)
+        text = f"{to_device:,.1f} GB/s from the host, {from_device:,.1f} to it; {text}"
+    gpu = gpu_of(device_kind)
+    return _compared("copy", text, rate, gpu and gpu.memory_bandwidth, device_kind, figures)
 
 
-def _beside(
-    name: str, found: str, rate: float, rate_of: Callable[[Gpu], float | None], device: str, figures: dict[str, float]
-) -> Found:
-    """Compare a rate with the data sheet of the device, if there is one."""
-    gpu = gpu_of(device)
-    promised = None if gpu is None else rate_of(gpu)
-    if promised is None:
-        return FIGURE, f"{found}; mjax has no data sheet for {device}", None, figures
+def _compared(name: str, text: str, rate: float, peak: float | None, device: str, figures: dict[str, float]) -> Found:
+    """Compare a rate with `peak`, that of the device's data sheet, if there is one."""
+    if peak is None:
+        return FIGURE, f"{text}; mjax has no data sheet for {device}", None, figures
     scale, unit = (1e12, "TFLOP/s") if name == "matmul" else (1e9, "GB/s")
-    figures = {**figures, "of_data_sheet": rate / promised}
-    found = f"{found}, {rate / promised:.0%} of the {promised / scale:,.0f} {unit} of {device}"
-    if rate > 1.05 * promised:
-        return YELLOW, f"{found}: impossible", "mjax/cluster/hardware.py is wrong: report it", figures
-    if rate < ENOUGH_RATE[name] * promised:
-        return YELLOW, f"{found}: slow", SLOW[name], figures
-    return GREEN, found, None, figures
+    figures = {**figures, "of_data_sheet": rate / peak}
+    text = f"{text}, {rate / peak:.0%} of the {peak / scale:,.0f} {unit} of {device}"
+    if rate > 1.05 * peak:
+        return YELLOW, f"{text}: impossible", "mjax/cluster/hardware.py is wrong: report it", figures
+    if rate < ENOUGH_RATE[name] * peak:
+        return YELLOW, f"{text}: slow", SLOW[name], figures
+    return GREEN, text, None, figures
 
 
 @check("all-reduce")
@@ -260,11 +257,11 @@ def check_all_reduce() -> Found | list[Finding] | None:
     expected = ranks * (ranks + 1) // 2
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):
-        found = f"the sum over {ranks} devices is {low:g} to {high:g}, not {expected}"
-        return RED, found, "NCCL_DEBUG=INFO python -m mjax doctor; try NCCL_P2P_DISABLE=1"
+        text = f"the sum over {ranks} devices is {low:g} to {high:g}, not {expected}"
+        return RED, text, "NCCL_DEBUG=INFO python -m mjax doctor; try NCCL_P2P_DISABLE=1"
     # Simulated devices share a few threads: two concurrent sums may deadlock.
-    wait = (lambda x: x) if on_gpus else jax.block_until_ready
-    seconds = seconds_of(lambda _: wait(reduce(ones)), total)
+    step = (lambda _: reduce(ones)) if on_gpus else (lambda _: jax.block_until_ready(reduce(ones)))
+    seconds = seconds_of(step, total)
     wire = 2 * (ranks - 1) / ranks * count * jnp.dtype(dtype).itemsize
     return judge_all_reduce(wire / seconds, ranks, listed(list(by_kind())), simulated=not on_gpus)
 
@@ -275,12 +272,12 @@ def judge_all_reduce(bus: float, ranks: int, device_kind: str, simulated: bool) 
 
     Bus bandwidth is what each device sends, 2 (n − 1) / n of its array, divided by the time, as in NCCL's tests.
     """
-    found = f"correct over {ranks} devices, {bus / 1e9:,.1f} GB/s bus bandwidth over model"
+    text = f"correct over {ranks} devices, {bus / 1e9:,.1f} GB/s bus bandwidth over model"
     figures = {"bus_gb_per_s": bus / 1e9}
     if simulated:
-        found += "; the devices are simulated, so this says nothing about real ones"
-        return FIGURE, found, None, figures
-    return _beside("all-reduce", found, bus, lambda gpu: gpu.node_bandwidth, device_kind, figures)
+        return FIGURE, f"{text}; the devices are simulated, so this says nothing about real ones", None, figures
+    gpu = gpu_of(device_kind)
+    return _compared("all-reduce", text, bus, gpu and gpu.node_bandwidth, device_kind, figures)
 
 
 def seconds_of(step: Callable[[Array], Array], x: Array, budget: float = MEASURED_SECONDS) -> float:

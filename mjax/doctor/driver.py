@@ -109,12 +109,12 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
     if branch < oldest and branch >= OLDEST_DRIVER[12]:
         newer = f'pip install "jax[cuda12]", or {newer}'
     if cuda is None:
-        found = f"driver {driver.version} with {gpus}, but jax is the build for CPUs: it cannot use them"
+        text = f"driver {driver.version} with {gpus}, but jax is the build for CPUs: it cannot use them"
         install = "pip install -r requirements-cuda.txt"
-        return RED, found, f"{newer} and {install}" if branch < oldest else install
+        return RED, text, f"{newer} and {install}" if branch < oldest else install
     if branch < oldest:
-        found = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
-        return RED, found, newer
+        text = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
+        return RED, text, newer
     text = f"driver {driver.version}, {gpus}"
     if in_use := [f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS]:
         advice = "nvidia-smi shows who; training takes most of a GPU's memory when it starts"
@@ -126,12 +126,12 @@ def _without_driver(driver: Driver, cuda: int | None) -> Found:
     install = "install NVIDIA driver 580 or newer; a container has to be started with --gpus all"
     if driver.on_bus:
         status = YELLOW if cuda is None else RED
-        what = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, but no driver accessible"
-        return status, f"{what}: no GPU can be used", install
+        text = f"{driver.on_bus} NVIDIA GPU{'s' * (driver.on_bus > 1)} on the PCI bus, but no driver accessible"
+        return status, f"{text}: no GPU can be used", install
     if cuda is None:
         return GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"
-    found = f"jax is the build for CUDA {cuda}, but no NVIDIA driver is accessible: no GPU can be used"
-    return YELLOW, found, f"to train on a GPU, {install}; mjax plan needs none"
+    text = f"jax is the build for CUDA {cuda}, but no NVIDIA driver is accessible: no GPU can be used"
+    return YELLOW, text, f"to train on a GPU, {install}; mjax plan needs none"
 
 
 @check("visible")
@@ -145,19 +145,19 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
         return YELLOW, f"JAX_PLATFORMS={platforms} hides the GPUs", "unset JAX_PLATFORMS"
     if devices is None:
         return GREEN, f"all {count} GPUs" if count > 1 else "the GPU"
-    shown = visible_gpus(driver, environment)
+    visible = visible_gpus(driver, environment)
     if devices == "NoDevFiles":
         advice = "ask for some: srun --gpus-per-node 1 python -m mjax doctor"
         return YELLOW, "Slurm gave this job none of the GPUs (CUDA_VISIBLE_DEVICES=NoDevFiles)", advice
-    if shown == 0:
+    if visible == 0:
         return YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs", "unset CUDA_VISIBLE_DEVICES"
-    asked = len([name for name in devices.split(",") if name.strip()])
-    if shown < asked:
-        found = f"CUDA_VISIBLE_DEVICES={devices} names an unknown GPU, which hides it and all after it: "
+    named = len([name for name in devices.split(",") if name.strip()])
+    if visible < named:
+        text = f"CUDA_VISIBLE_DEVICES={devices} names an unknown GPU, which hides it and all after it: "
         advice = f"number them from 0 to {count - 1}, or unset CUDA_VISIBLE_DEVICES"
-        return YELLOW, f"{found}{shown} of {count} are left", advice
-    what = f"{shown} of {count} GPUs" if "MIG-" not in devices else "a slice of a GPU"
-    return GREEN, f"{what}, by CUDA_VISIBLE_DEVICES={devices}"
+        return YELLOW, f"{text}{visible} of {count} are left", advice
+    text = f"{visible} of {count} GPUs" if "MIG-" not in devices else "a slice of a GPU"
+    return GREEN, f"{text}, by CUDA_VISIBLE_DEVICES={devices}"
 
 
 def visible_gpus(driver: Driver, environment: Mapping[str, str] = os.environ) -> int:

@@ -42,14 +42,14 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
         if limit - used < available:
             total, available, within = limit, max(0, limit - used), ", the limit of this container or job"
     figures = {"total_gib": total / 2**30, "available_gib": available / 2**30}
-    found = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
+    text = f"{gibibytes(available)} of {gibibytes(total)} free{within}"
     if config is not None:
         devices, here = config.mesh.devices, min(8, config.mesh.devices)
         copy = state_bytes(config) * here / devices  # replicas share the writing
-        found += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {here} of its {devices} GPUs"
+        text += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {here} of its {devices} GPUs"
         if copy > available:
-            return YELLOW, found, "use hosts with more memory, or more of them", figures
-    return GREEN, found, None, figures
+            return YELLOW, text, "use hosts with more memory, or more of them", figures
+    return GREEN, text, None, figures
 
 
 def state_bytes(config: Config) -> int:
@@ -76,8 +76,8 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         group = PurePosixPath(path.lstrip("/"))
-        for place in (group, *group.parents):
-            folder = root / top / place
+        for level in (group, *group.parents):
+            folder = root / top / level
             stat = folder / "memory.stat"
             try:
                 limit, used = (int((folder / name).read_text()) for name in names[:2])
@@ -97,11 +97,11 @@ def check_shared_memory(devices: int, folder: Path = Path("/dev/shm")) -> Found 
     if not folder.is_dir():
         return None if devices < 2 else (RED, f"there is no {folder}", "mount a tmpfs there")
     room = shutil.disk_usage(folder)
-    found = f"{gibibytes(room.free)} of {gibibytes(room.total)} free in {folder}"
+    text = f"{gibibytes(room.free)} of {gibibytes(room.total)} free in {folder}"
     if devices > 1 and room.free < LEAST_SHARED:
         advice = "docker run --shm-size=8g; in Kubernetes, an emptyDir of medium Memory at /dev/shm"
-        return YELLOW, f"{found}; NCCL needs more between {devices} GPUs", advice
-    return GREEN, found
+        return YELLOW, f"{text}; NCCL needs more between {devices} GPUs", advice
+    return GREEN, text
 
 
 @check("open files")
@@ -109,8 +109,8 @@ def check_open_files(limit: int | None = None) -> Found:
     """Check that a process may open enough files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        found = f"a process may open {soft:,}; a checkpoint and the connections of a large run need more"
-        return YELLOW, found, "ulimit -n 65536"
+        text = f"a process may open {soft:,}; a checkpoint and the connections of a large run need more"
+        return YELLOW, text, "ulimit -n 65536"
     text = "any number" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     return GREEN, f"a process may open {text}"
 
@@ -121,15 +121,15 @@ def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
     launched = launch.launched_by(environment)
     if launched is not None:
         name, count = launched
-        which = f"{count} processes" if count else "an indexed job"
-        return GREEN, f"{name} started {which}: train.py joins them, this command checks one host"
+        processes = f"{count} processes" if count else "an indexed job"
+        return GREEN, f"{name} started {processes}: train.py joins them, this command checks one host"
     if "SLURM_JOB_ID" in environment:
         nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
         job = f"Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes"
-        found = f"inside {job}, outside srun: train.py would run alone"
+        text = f"inside {job}, outside srun: train.py would run alone"
         if nodes == "1":
-            return GREEN, found
-        return YELLOW, found, "srun python train.py …, see docs/cluster.md"
+            return GREEN, text
+        return YELLOW, text, "srun python train.py …, see docs/cluster.md"
     return GREEN, "no launcher: train.py runs as one process"
 
 
@@ -144,12 +144,12 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> F
       runs: folder of run folders, or the folder of one run.
       name: of the run; room that its checkpoints already take is not needed again.
     """
-    folder = next(place for place in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(place))
+    folder = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(folder))
     where = str(runs) if folder == runs.absolute() else f"{folder} (where {runs} will be created)"
     try:
         write, read = measure(folder)
         free = shutil.disk_usage(folder).free
-        there = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / name))
+        saved = max(len(steps_in(run / "checkpoints")) for run in (runs, runs / name))
     except FileNotFoundError:  # a dangling link
         target = os.path.realpath(folder)
         advice = f"mkdir -p {shlex.quote(target)}, or choose another folder with --runs"
@@ -157,9 +157,9 @@ def check_storage(runs: Path, config: Config | None = None, name: str = "") -> F
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space there" if full else "make it writable"
-        found = f"{where} cannot be written: {error.strerror or error}"
-        return RED, found, f"{advice}, or choose another folder with --runs"
-    return judge_storage(where, free, write, read, config, there)
+        text = f"{where} cannot be written: {error.strerror or error}"
+        return RED, text, f"{advice}, or choose another folder with --runs"
+    return judge_storage(where, free, write, read, config, saved)
 
 
 def measure(folder: Path) -> tuple[float, float]:
@@ -191,48 +191,48 @@ def measure(folder: Path) -> tuple[float, float]:
 
 
 @check("storage")
-def judge_storage(where: str, free: int, write: float, read: float, config: Config | None, there: int = 0) -> Found:
+def judge_storage(where: str, free: int, write: float, read: float, config: Config | None, saved: int = 0) -> Found:
     """Findings from the measurements: `free` in bytes, `write` and `read` in bytes per second.
 
     Of the checkpoints that a run of `config` keeps, `there` exist already.
     """
-    found = f"{where}: {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
+    text = f"{where}: {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     figures = {"free_gib": free / 2**30, "write_mb_per_s": write / 1e6, "read_mb_per_s": read / 1e6}
     least = LEAST_FREE
     if config is not None:
         size = state_bytes(config)
-        there = min(there, config.checkpoint.keep_last)
-        more = config.checkpoint.keep_last + 1 - there  # an old one is removed when the new one is complete
+        saved = min(saved, config.checkpoint.keep_last)
+        more = config.checkpoint.keep_last + 1 - saved  # an old one is removed when the new one is complete
         least = more * size
-        found += f"; a checkpoint is {gibibytes(size)}, {size / write / 60:,.1f} min at this rate from one host"
+        text += f"; a checkpoint is {gibibytes(size)}, {size / write / 60:,.1f} min at this rate from one host"
         figures["checkpoint_gib"] = size / 2**30
     if free < least:
         room = f"{gibibytes(least)} are needed"
         if config is not None:
-            room += f" for {more} of them" + (f", besides the {there} already there" if there else "")
+            room += f" for {more} of them" + (f", besides the {saved} already there" if saved else "")
         advice = "free some space there, or choose another folder with --runs"
-        return (YELLOW if config is None else RED, f"{found}; {room}", advice, figures)
+        return (YELLOW if config is None else RED, f"{text}; {room}", advice, figures)
     if write < SLOW:
         advice = "choose a faster folder with --runs; while a checkpoint is written, the next one has to wait"
-        return YELLOW, f"{found}: slow", advice, figures
-    return GREEN, found, None, figures
+        return YELLOW, f"{text}: slow", advice, figures
+    return GREEN, text, None, figures
 
 
 @check("programs")
 def check_programs() -> Found:
     """Check that compiled programs can be kept, and say where."""
     variable = launch.CACHE_FOLDER
-    chosen, place = os.environ.get(variable), launch.programs_folder()
+    chosen, folder = os.environ.get(variable), launch.programs_folder()
     if chosen == "":
         return GREEN, f"compiled at every start: {variable} is empty"
-    if chosen is None and place is None:
+    if chosen is None and folder is None:
         problem = "there is no home folder"
     else:
-        place = Path(chosen or place)
-        problem = launch.problem_with(place)
+        folder = Path(chosen or folder)
+        problem = launch.problem_with(folder)
     if problem is not None:
         advice = f"name a folder: export {variable}=/path/to/folder"
         return YELLOW, f"{problem}: programs are compiled at every start", advice
-    there = sum(file.stat().st_size for file in place.glob("*-cache"))
+    size = sum(file.stat().st_size for file in folder.glob("*-cache"))
     limit = f" of at most {gibibytes(launch.CACHE_BYTES)}" if chosen is None else f", by {variable}"
-    return GREEN, f"compiled ones are kept in {place}: {gibibytes(there)}{limit}"
+    return GREEN, f"compiled ones are kept in {folder}: {gibibytes(size)}{limit}"

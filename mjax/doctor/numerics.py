@@ -75,14 +75,14 @@ def check_numerics(
                 errors[operation.name] = max(*by_mode.values(), errors.get(operation.name, 0.0))
                 if off := [mode for mode, error in by_mode.items() if not error < operation.bound]:
                     worst = max(by_mode.values())
-                    found = f"{operation.name} is wrong on {called(device)} ({listed(off)}): relative error {worst:.1e}"
+                    text = f"{operation.name} is wrong on {called(device)} ({listed(off)}): relative error {worst:.1e}"
                     allowed = f"{operation.bound:.0e} is allowed"
-                    wrong.append((RED, f"{found}, {allowed}", WRONG, {"error_relative": worst}))
+                    wrong.append((RED, f"{text}, {allowed}", WRONG, {"error_relative": worst}))
             default = max(default, default_error())
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in errors.items()}
     if wrong:
         return wrong
-    parts = ", ".join(f"{one.name} {errors[one.name]:.0e} (< {one.bound:.0e})" for one in tried)
+    parts = ", ".join(f"{operation.name} {errors[operation.name]:.0e} (< {operation.bound:.0e})" for operation in tried)
     parts += f" on the worst of {len(devices)} devices" if len(devices) > 1 else ""
     precision = "full" if default < FULL_FLOAT32 else f"TF32 or less ({default:.0e})"
     figures["fp32_default_relative"] = default
@@ -157,10 +157,10 @@ def _layer_norm() -> Operation:
     return Operation("LayerNorm", run, (x, above), [output, gradient], 1e-5)
 
 
-def relative_error(found: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
+def relative_error(arrays: Sequence[Array], truth: Sequence[np.ndarray]) -> float:
     """Largest difference relative to the largest value of each array; infinite if a value is not finite."""
     errors = []
-    for array, right in zip(found, truth, strict=True):
+    for array, right in zip(arrays, truth, strict=True):
         difference = np.abs(np.asarray(array, np.float64) - right).max()
         errors.append(difference / max(1e-30, np.abs(right).max()) if np.isfinite(difference) else np.inf)
     return float(max(errors))
@@ -183,27 +183,27 @@ def check_attention(config: Config | None = None) -> Found:
     try:
         kernel = kernel_trial.resolve_attention(model, compute, platform, notices.append, documents)
     except UsageError as error:
-        found, _, advice = str(error).rpartition("; ")
-        return RED, found, advice_on(found, advice)
+        text, _, advice = str(error).rpartition("; ")
+        return RED, text, advice_on(text, advice)
     error = largest_error(kernel, model, compute, documents)
     figures = {"largest_error_relative": error}
     tried = compute if compute in ("bf16", "fp16") else "fp32"
-    found = f"{kernel}, {tried}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"
+    text = f"{kernel}, {tried}, head size {model.head_size}: within {error:.1e} of NumPy, forward and backward"
     if platform == "gpu" and jax.local_device_count() > 1:
-        found += f", on {called(jax.local_devices()[0])} of {jax.local_device_count()}"
+        text += f", on {called(jax.local_devices()[0])} of {jax.local_device_count()}"
     if compute == "fp64":
-        found += "; the config's fp64 is not tested"
+        text += "; the config's fp64 is not tested"
     if not error < BOUNDS[compute]:
-        found = f"{kernel} is wrong in {tried}: relative error {error:.1e}, {BOUNDS[compute]:.0e} is allowed"
+        text = f"{kernel} is wrong in {tried}: relative error {error:.1e}, {BOUNDS[compute]:.0e} is allowed"
         other = "xla" if kernel != "xla" else "xla_blocks"
-        return RED, found, f"--model.attention {other}, and report it with jax's version", figures
+        return RED, text, f"--model.attention {other}, and report it with jax's version", figures
     if notices:  # `auto` selected a slower kernel, and says why
         why = notices[0].removeprefix("attention: ")
         advice = "--model.attention-dropout 0" if model.attention_dropout > 0 else None
-        return YELLOW, f"{found}; {why}", advice, figures
+        return YELLOW, f"{text}; {why}", advice, figures
     if config is None and kernel == "cudnn":
-        found += "; with --model.attention-dropout above 0, as in the papers' configs, the slower xla"
-    return GREEN, found, None, figures
+        text += "; with --model.attention-dropout above 0, as in the papers' configs, the slower xla"
+    return GREEN, text, None, figures
 
 
 def largest_error(kernel: str, model: ModelConfig, compute: str, documents: bool) -> float:

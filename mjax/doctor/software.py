@@ -66,12 +66,13 @@ def check_packages(requirements: list[str] | None = None) -> Iterator[Found]:
         elif not requirement.specifier.contains(version, prereleases=True):
             lowest = SpecifierSet(",".join(str(part) for part in requirement.specifier if part.operator == ">="))
             newer = bool(lowest) and lowest.contains(version, prereleases=True)
-            what = (YELLOW, "newer than tested with mjax") if newer else (RED, "too old or excluded")
-            wrong.setdefault(what, []).append(requirement)
-    for (status, what), them in wrong.items():
-        versions = ((r, installed.get(canonicalize_name(r.name))) for r in them)
+            problem = (YELLOW, "newer than tested with mjax") if newer else (RED, "too old or excluded")
+            wrong.setdefault(problem, []).append(requirement)
+    for (status, problem), group in wrong.items():
+        versions = ((r, installed.get(canonicalize_name(r.name))) for r in group)
         named = [f"{r.name} {version} ({r.specifier} is wanted)" if version else r.name for r, version in versions]
-        yield status, f"{what}: {listed(named)}", "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in them)
+        advice = "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in group)
+        yield status, f"{problem}: {listed(named)}", advice
     if not wrong:
         versions = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
         yield GREEN, f"all {len(wanted)} required packages, among them {listed(versions)}"
@@ -135,58 +136,60 @@ def check_flags(environment: dict[str, str], limit: float) -> Found:
     if not flags:
         return GREEN, "XLA_FLAGS is not set"
     try:
-        said = refusal(flags, environment, limit)
-        return (GREEN, f"XLA accepts XLA_FLAGS={flags}") if said is None else _repair(flags, said, environment, limit)
+        message = refusal(flags, environment, limit)
+        if message is not None:
+            return _repair(flags, message, environment, limit)
     except subprocess.TimeoutExpired:
         return RED, f"JAX gave no answer in {limit:g} s", SILENT
+    return GREEN, f"XLA accepts XLA_FLAGS={flags}"
 
 
-def _repair(flags: str, said: str, environment: dict[str, str], limit: float) -> Found:
+def _repair(flags: str, message: str, environment: dict[str, str], limit: float) -> Found:
     """Remove the flags that XLA refuses with the message `said`, and explain them."""
     words = shlex.split(flags)
-    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", said)
-    value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", said)
+    unknown = re.search(r"Unknown flags? in XLA_FLAGS: (.*)", message)
+    value = re.search(r"Couldn't interpret value (.*) for flag (\w+)", message)
     if unknown:
         wrong = [word.split("=")[0] for word in shlex.split(unknown[1])]
         advice = "; ".join(_instead(flag, environment, limit) for flag in wrong)
-        them = "it" if len(wrong) == 1 else "them"
-        what = f"XLA does not know {listed(wrong)}, and aborts every process that has {them} set"
+        pronoun = "it" if len(wrong) == 1 else "them"
+        text = f"XLA does not know {listed(wrong)}, and aborts every process that has {pronoun} set"
     elif value:
         wrong = [f"--{value[2]}"]
         advice = f"give --{value[2]} a valid value, or remove it from XLA_FLAGS"
-        what = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and aborts every process that has it set"
+        text = f"XLA cannot read the value {value[1]!r} of --{value[2]}, and aborts every process that has it set"
     elif not flags.startswith("--"):
         wrong, advice = None, "begin each flag with --"
-        what = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
+        text = f"XLA takes {words[0]!r} in XLA_FLAGS for the name of a file, and cannot open it"
     elif refusal("", environment, limit) is not None:
-        found = f"not tried: JAX does not start without XLA_FLAGS either: {said.splitlines()[-1]}"
-        return YELLOW, found, "fix the line devices first"
+        text = f"not tried: JAX does not start without XLA_FLAGS either: {message.splitlines()[-1]}"
+        return YELLOW, text, "fix the line devices first"
     else:
         wrong, advice = None, "unset XLA_FLAGS"
-        what = f"XLA does not start with XLA_FLAGS={flags}: {said.splitlines()[-1]}"
-    left = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
-    if left and refusal(left, environment, limit) is not None:
-        left = ""
-    environment["XLA_FLAGS"] = left
-    return RED, what, advice
+        text = f"XLA does not start with XLA_FLAGS={flags}: {message.splitlines()[-1]}"
+    accepted = "" if wrong is None else " ".join(word for word in words if word.split("=")[0] not in wrong)
+    if accepted and refusal(accepted, environment, limit) is not None:
+        accepted = ""
+    environment["XLA_FLAGS"] = accepted
+    return RED, text, advice
 
 
 def known_flags() -> list[str]:
     """Words in XLA's library that look like flags; some are not."""
     spec = importlib.util.find_spec("jaxlib")
-    libraries = [file for place in spec.submodule_search_locations for file in Path(place).glob("*.so")] if spec else []
-    found: set[bytes] = set()
-    for file in libraries:
+    folders = spec.submodule_search_locations if spec else []
+    names: set[bytes] = set()
+    for file in (file for folder in folders for file in Path(folder).glob("*.so")):
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            found.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
-    return sorted(name.decode() for name in found)
+            names.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
+    return sorted(name.decode() for name in names)
 
 
 def _instead(flag: str, environment: Mapping[str, str], limit: float) -> str:
     """Advice for an unknown flag: the nearest one that XLA accepts, if any."""
     for name in difflib.get_close_matches(flag.lstrip("-"), known_flags(), n=2, cutoff=0.7):
-        said = refusal(f"--{name}=true", environment, limit)
-        if said is None or "Unknown flag" not in said:
+        message = refusal(f"--{name}=true", environment, limit)
+        if message is None or "Unknown flag" not in message:
             return f"remove {flag} from XLA_FLAGS; the nearest known flag is --{name}"
     return f"remove {flag} from XLA_FLAGS"
 
