@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import tyro
 
@@ -173,7 +173,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    kinds = {flag: kind for flag, kind, *_ in _described(cls, default)}
+    kinds = {flag.name: flag.kind for flag in _flags(cls, default)}
     _check_names(argv, kinds, prog)
     _check_values(argv, kinds)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
@@ -188,7 +188,7 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
 
 def flags_of(cls: type, default: object = None) -> Iterator[str]:
     """Names of the flags of `cls`, without leading dashes: 'config', 'mesh.data'."""
-    return (flag for flag, *_ in _described(cls, default))
+    return (flag.name for flag in _flags(cls, default))
 
 
 # --- Flags that are not there, and values of flags that take none ----------------------------------------------------
@@ -311,47 +311,42 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     return f"{close or f'; `{prog} --help` lists its flags'}"
 
 
-# --- Help in short ----------------------------------------------------------------------------------------------------
+# --- Help -------------------------------------------------------------------------------------------------------------
 
 
 def _short_help(cls: type, default: object, prog: str) -> str:
     """The usual flags of a command by topic, each in a sentence with its default, and examples."""
-    _join_lines_of_help(cls, default)
-    known = {flag: about for flag, *about in _described(cls, cls() if default is None else default)}
+    known = {flag.name: flag for flag in _flags(cls, cls() if default is None else default)}
     lines = [f"usage: {prog} [flags]", "", inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]]
-    for topic, flags in cls.usual.items():
+    for topic, names in cls.usual.items():
         lines += ["", f"{topic}:"]
-        for flag in flags:
-            _, value, text, form = known[flag]
-            value = " ".join(value) if isinstance(value, tuple) else value
-            sentence = text.partition(". ")[0].rstrip(".") + ("" if value in (None, False, "") else f" [{value}]")
-            lines += _entry(f"--{flag} {form}".rstrip(), sentence)
+        for flag in map(known.get, names):
+            sentence = flag.text.partition(". ")[0].rstrip(".")
+            shown = "" if flag.default in (None, False, "", ()) else f" [{_as_typed(flag.default)}]"
+            lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + shown)
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
     return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
     """Every flag of a command: what it needs first, then the others by section, each with its default."""
-    _join_lines_of_help(cls, default)
     sections: dict[str, list[str]] = {"": [], "required": []}
-    named = []
-    for field, (name, _, _, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
+    positional = {}
+    for name, _, _, marks in fields_of(cls):
         if tyro.conf.Positional in marks:
-            placeholder = _form(marks) or name.upper()
-            named.append(placeholder)
-            sections[""] += _entry(placeholder, field.metadata.get("help", ""))
-    described = itertools.groupby(_described(cls, default), key=lambda row: (row[3] or row[0], row[0].count(".")))
-    for _, group in described:  # a flag and its aliases
-        flags, (kind, *_), (value, *_), (text, *_), (form, *_) = zip(*group, strict=True)
-        section = flags[0].rpartition(".")[0]
-        typed = ", ".join(f"--{flag}" for flag in reversed(flags)) + f" {form}".rstrip()
-        if kind is bool and value is True:
-            typed += f", --{_negative(flags[0])}"
-        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        title = "required" if value is dataclasses.MISSING else section or "flags"
-        without = value in (None, "", dataclasses.MISSING) or kind is bool
-        sections.setdefault(title, []).extend(_entry(typed, text + ("" if without else f" [{value}]")))
-    lines = [f"usage: {' '.join([prog, *named])} [flags]", ""]
+            positional[name] = _form(marks) or name.upper()
+            sections[""] += _entry(positional[name], _field_texts(cls)[name])
+    groups = itertools.groupby(_flags(cls, default), key=lambda flag: (flag.owner, flag.field, flag.name.count(".")))
+    for _, group in groups:  # a flag and its aliases
+        flag, *aliases = group
+        typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
+        if flag.kind is bool and flag.default is True:
+            typed += f", --{_negative(flag.name)}"
+        title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
+        without = flag.default in (None, "", (), dataclasses.MISSING) or flag.kind is bool
+        text = flag.text + ("" if without else f" [{_as_typed(flag.default)}]")
+        sections.setdefault(title, []).extend(_entry(typed, text))
+    lines = [f"usage: {' '.join([prog, *positional.values()])} [flags]", ""]
     lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), WIDTH_OF_HELP)
     for title, entries in sections.items():
         if entries:
@@ -359,17 +354,44 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     return "\n".join(lines)
 
 
+def _as_typed(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _entry(typed: str, text: str) -> list[str]:
-    """A flag and what it does, in two columns; a long one has a line of its own."""
+    """A flag and its text, in two columns; a long flag has a line of its own."""
     before = [f"  {typed}"] if len(typed) > 33 else []
     typed = "" if before else f"  {typed}"
     column = " " * 37
     return before + textwrap.wrap(text, WIDTH_OF_HELP, initial_indent=f"{typed:<36} ", subsequent_indent=column)
 
 
-def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[str, Any, Any, str, str]]:
-    """Flag, kind, default (or `dataclasses.MISSING`), text and form of the value, of every field of `cls` that is a
-    flag.
+class _Flag(NamedTuple):
+    """A flag of a command.
+
+    Attributes:
+      name: without leading dashes: 'mesh.data'.
+      kind: type of its value.
+      default: `dataclasses.MISSING` if it is required.
+      owner: the dataclass that has it as a `field`.
+      form: its value in --help: 'KIND:FILES', 'N'.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    owner: type
+    field: str
+    form: str
+
+    @property
+    def text(self) -> str:
+        """The docstring of the field, on one line."""
+        return _field_texts(self.owner).get(self.field, "")
+
+
+def _flags(cls: type, default: object, prefix: str = "") -> Iterator[_Flag]:
+    """Every field of `cls` that is a flag, once for each of its names.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
@@ -379,11 +401,11 @@ def _described(cls: type, default: object, prefix: str = "") -> Iterator[tuple[s
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
-            yield from _described(inner, value, f"{prefix}{flag}." if flag else prefix)
+            yield from _flags(inner, value, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            for one in (prefix + flag, *aliases):
-                yield one, kind, value, field.metadata.get("help", ""), _form(marks) or _placeholder(kind)
+            for typed in (prefix + flag, *aliases):
+                yield _Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
 
 
 def _form(marks: Sequence) -> str:
@@ -400,25 +422,14 @@ def _placeholder(kind: Any) -> str:
     return {int: "N", float: "X"}.get(options[0], "PATH" if options[0] is Path else "TEXT")
 
 
-# --- Help -------------------------------------------------------------------------------------------------------------
-
-
-def _join_lines_of_help(cls: type, default: object = None) -> None:
-    """Give tyro each field's docstring as one line, which it wraps to the terminal; by default it keeps our line
-    breaks."""
-    source = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+@functools.cache
+def _field_texts(cls: type) -> dict[str, str]:
+    """The docstrings of a dataclass's fields, each on one line."""
     texts = {}
-    for assignment, text in itertools.pairwise(source):
-        match assignment, text:
-            case ast.AnnAssign(), ast.Expr(ast.Constant(str(words))):
-                texts[assignment.target.id] = " ".join(words.split())
-    for field in dataclasses.fields(cls):
-        if field.name in texts:
-            field.metadata = MappingProxyType({"help": texts[field.name]})
-    for base in cls.__bases__:
-        if dataclasses.is_dataclass(base):
-            _join_lines_of_help(base)
-    for name, _, kind, _ in fields_of(cls):
-        if dataclasses.is_dataclass(kind):
-            value = getattr(default, name, None)
-            _join_lines_of_help(kind if value is None else type(value), value)
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for assignment, text in itertools.pairwise(body):
+            match assignment, text:
+                case ast.AnnAssign(), ast.Expr(ast.Constant(str(words))):
+                    texts[assignment.target.id] = " ".join(words.split())
+    return texts

@@ -101,16 +101,11 @@ def default_error() -> float:
 
 
 def _product(dtype, bound: float) -> Operation:
-    a, b = matrices(dtype)
+    random = np.random.default_rng(0)
+    a, b = (jnp.asarray(random.standard_normal(shape), dtype) for shape in ((256, 512), (512, 256)))
     truth = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
     name = f"{'bf16' if dtype == jnp.bfloat16 else 'fp32'} product"
     return Operation(name, lambda a, b: [jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)], (a, b), [truth], bound)
-
-
-def matrices(dtype) -> tuple[Array, Array]:
-    """The factors of a product: [256, 512] and [512, 256]."""
-    random = np.random.default_rng(0)
-    return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in ((256, 512), (512, 256)))
 
 
 def _cross_entropy(device: jax.Device) -> Operation:
