@@ -24,6 +24,7 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
+from mjax.commands.flags import RunArguments
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
 from mjax.data.corpus.outputs import facts
@@ -49,25 +50,17 @@ LONG_TASKS: dict[str, Callable[..., DrawnTask]] = {"positions": Positions, "need
 TEXT_TASKS = (*SHORT_TASKS, *LONG_TASKS)
 
 
-@dataclass(frozen=True)
-class EvaluateArguments:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(RunArguments):
     """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
     what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     task: str
     """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
     squad2.0."""
     data: str
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
     .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
-    step: int | None = None
-    """Checkpoint to use; by default the newest intact one."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
     overlap: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""

@@ -160,6 +160,20 @@ UNITS = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """Flags of the commands that use a trained model."""
+
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
+    """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """The file that defines a model of your own; every setting stays that of the run."""
+    step: int | None = None
+    """Checkpoint to use; by default the newest intact one."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
+    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
+
+
 def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None) -> T:
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from mjax.checkpoint.checkpoint import restore_weights
 from mjax.cluster.launch import keep_programs
+from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import Count, check_bounds
 from mjax.data.tokenizers import Tokenizer
@@ -27,14 +27,10 @@ from mjax.generation.streaming import Live, Streamed
 from mjax.parallel.mesh import make_mesh
 
 
-@dataclass(frozen=True)
-class GenerateArguments:
+@dataclass(frozen=True, kw_only=True)
+class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
-    """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
-    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
-    """The file that defines a model of your own; every setting stays that of the run."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
     num_samples: Count = 1
@@ -45,10 +41,6 @@ class GenerateArguments:
     system: str | None = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
-    step: int | None = None
-    """Checkpoint to use; by default the newest intact one."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND:FILES")] = None
-    """Tokenizer that the model was trained with, as in `mjax prepare`; by default that of the run."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matrix products; by default as in training, and for an import that of its files."""
     model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
