@@ -27,17 +27,10 @@ from rich.console import Console
 
 from mjax import __version__
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
+from mjax.data import indexed
 from mjax.data.corpus import EXAMPLES
 from mjax.data.corpus.outputs import facts
-from mjax.data.indexed import (
-    IndexedDataset,
-    check_output,
-    digest_of_folder,
-    put_beside,
-    temporary_tokenizer,
-    tokenizer_folder,
-    writing,
-)
+from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, check_picture
 from mjax.utils.progress import progress
@@ -180,7 +173,7 @@ def merge(arguments: MergeArguments) -> None:
         raise UsageError(f"mjax data merge takes two datasets or more; give their prefixes after {output}")
     if Path(output) in map(Path, parts):
         raise UsageError(f"{output} cannot be merged into itself; choose another output prefix")
-    check_output(output, arguments.overwrite)
+    indexed.check_output(output, arguments.overwrite)
     datasets = [IndexedDataset(part) for part in parts]
     dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
     for other in datasets:
@@ -191,14 +184,14 @@ def merge(arguments: MergeArguments) -> None:
             )
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
-    with writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
+    with indexed.writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
         with progress("copying", tokens * dtype.itemsize) as advance:
             for dataset in datasets:
                 for copied in writer.add_dataset(dataset):
                     advance(copied)
         if metadata is not None:
-            shutil.copytree(tokenizer_folder(parts[0]), temporary_tokenizer(output))
-        put_beside(output, metadata)
+            shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
+        indexed.put_beside(output, metadata)
 
     documents = sum(dataset.documents for dataset in datasets)
     size = filesize.decimal(tokens * dtype.itemsize)
@@ -227,7 +220,7 @@ def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMe
                     f"{metadata_file(parts[0])} says {field} {ours!r} and {metadata_file(part)} {theirs!r}; "
                     "prepare both in the same way"
                 )
-        if digest_of_folder(tokenizer_folder(parts[0])) != digest_of_folder(tokenizer_folder(part)):
+        if indexed.digest_of_folder(tokenizer_folder(parts[0])) != indexed.digest_of_folder(tokenizer_folder(part)):
             raise UsageError(
                 f"{tokenizer_folder(parts[0])} and {tokenizer_folder(part)} are different tokenizers of the same kind "
                 "and size; prepare both with the same one"

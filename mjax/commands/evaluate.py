@@ -29,18 +29,13 @@ from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
 from mjax.data.corpus.outputs import facts
 from mjax.errors import UsageError, check_picture, either
+from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
-from mjax.tasks.labelled import (
-    TASKS,
-    LabelledTask,
-    check_name,
-    is_fine_tuned,
-    open_task,
-    what_is_told,
-    write_predictions,
-)
-from mjax.tasks.long_contexts import Needle, NeedleOptions, Positions, PositionsOptions
-from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
+from mjax.tasks.lambada import Lambada
+from mjax.tasks.needle import Needle, NeedleOptions
+from mjax.tasks.perplexity import Perplexity
+from mjax.tasks.positions import Positions, PositionsOptions
+from mjax.tasks.wikitext import WikiText103
 from mjax.utils.progress import progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
@@ -128,10 +123,10 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    task, of_text, labelled = arguments.task, list(TEXT_TASKS), list(TASKS)
-    check_name(task, of_text + labelled)
+    task, of_text, of_labels = arguments.task, list(TEXT_TASKS), list(labelled.TASKS)
+    labelled.check_name(task, of_text + of_labels)
     if task in of_text and arguments.predictions is not None:
-        raise UsageError(f"--predictions is for {either(labelled)}; leave it out, {task} predicts text")
+        raise UsageError(f"--predictions is for {either(of_labels)}; leave it out, {task} predicts text")
     if task not in SHORT_TASKS and arguments.overlap is not None:
         raise UsageError(f"--overlap is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
     for name in LONG_TASKS:
@@ -156,13 +151,13 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     # --- The run and the file -----------------------------------------------------------------------------------------
     notices = Console(stderr=True, highlight=False, quiet=not processes.is_first())
     say = lambda line: notices.print(line, markup=False, soft_wrap=True)  # noqa: E731
-    run, labelled = arguments.checkpoint, arguments.task in TASKS
+    run, is_labelled = arguments.checkpoint, arguments.task in labelled.TASKS
     load_own_model(arguments.config, run, say)
     saved = _read_run(arguments)
     tokenizer = run_tokenizer(run, saved.model, arguments.tokenizer)
     with notices.status(f"reading {arguments.data}"):
-        if labelled:
-            task = open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
+        if is_labelled:
+            task = labelled.open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
             size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
             name, scorer_of = arguments.task, LossScorer if arguments.task == "positions" else Scorer
@@ -171,7 +166,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             else:
                 task = LONG_TASKS[name](arguments.data, tokenizer, saved.model, getattr(arguments, name))
             size, unit = sum(map(len, task.passes)), "windows"
-    if labelled:
+    if is_labelled:
         for note in task.notes:
             say(note)
         _check_labelled(arguments, saved, task)
@@ -185,13 +180,13 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     # --- Scores, metrics, predictions and pictures --------------------------------------------------------------------
     columns = MofNCompleteColumn(), TextColumn(unit)
     with progress(arguments.task, size, *columns, console=notices, transient=True) as advance:
-        if labelled:
+        if is_labelled:
             scores = {name: scorer(model, rows, advance) for name, rows in task.validation.items()}
         else:
             scores = scorer(model, task.passes, advance)
     metrics = task.metrics(scores)
     if processes.is_first() and arguments.predictions is not None:
-        for file in write_predictions(arguments.predictions, task, scores):
+        for file in labelled.write_predictions(arguments.predictions, task, scores):
             say(f"predictions  {file}")
     if processes.is_first() and arguments.figure is not None:
         task.draw(scores, arguments.figure, f"{run}, step {step:,}, on {arguments.data}")
@@ -206,7 +201,7 @@ def _read_run(arguments: EvaluateArguments) -> Config:
     if arguments.task in TEXT_TASKS:
         return read_run(arguments.checkpoint, *FOR_TEXT)
     saved = read_settings(arguments.checkpoint / "config.json")
-    if not is_fine_tuned(saved.model):
+    if not labelled.is_fine_tuned(saved.model):
         raise UsageError(
             f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type python -m mjax finetune "
             "--help, and give the folder best that it writes"
@@ -214,12 +209,12 @@ def _read_run(arguments: EvaluateArguments) -> Config:
     return saved
 
 
-def _check_labelled(arguments: EvaluateArguments, saved: Config, task: LabelledTask) -> None:
+def _check_labelled(arguments: EvaluateArguments, saved: Config, task: labelled.LabelledTask) -> None:
     """Refuse a model that was not fine-tuned for this form of task, and a file that would give no output."""
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
-            f"the model in {arguments.checkpoint} predicts {what_is_told(saved.model)} and was not fine-tuned for "
-            f"{arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
+            f"the model in {arguments.checkpoint} predicts {labelled.what_is_told(saved.model)} and was not fine-tuned "
+            f"for {arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
         )
     if arguments.predictions is None and not task.has_labels:
         raise UsageError(
