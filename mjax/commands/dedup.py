@@ -28,20 +28,9 @@ import numpy as np
 import tyro
 
 from mjax.config.bounds import Count
-from mjax.data.corpus import Corpus, Document, outputs, parse
+from mjax.data.corpus import Corpus, Document, near_duplicates, outputs, parse
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.near_duplicates import (
-    HASHES,
-    Bands,
-    Clusters,
-    ShingleFile,
-    Sketches,
-    SketchFiles,
-    candidates,
-    choose_bands,
-    find_clusters,
-    sketch,
-)
+from mjax.data.corpus.near_duplicates import Bands, Clusters
 from mjax.data.corpus.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
 from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.corpus.workers import Workers, useful_workers
@@ -75,7 +64,7 @@ def dedup(arguments: DedupArguments) -> dict[str, Any]:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or the input changed while it was read.
     """
-    corpus, bands = arguments.open(), choose_bands(arguments.threshold)
+    corpus, bands = arguments.open(), near_duplicates.choose_bands(arguments.threshold)
     files = CleanedFiles(arguments, corpus.files)
     with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:
         duplicates = find_duplicates(corpus, arguments, bands, files.folder, workers)
@@ -141,7 +130,7 @@ class Duplicates:
 
 def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: Path, workers: Workers) -> Duplicates:
     """Read `corpus` once, or twice to look for near-duplicates; `folder` is for temporary files."""
-    sketches = SketchFiles(folder, bands.count)
+    sketches = near_duplicates.SketchFiles(folder, bands.count)
     digests = [np.empty(0, DIGEST)]
     for part in outputs.first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
         digests.append(part.digests)
@@ -155,15 +144,17 @@ def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: P
         return duplicates
 
     distinct = same == np.arange(len(same))
-    chosen = candidates(sketches, distinct)
+    chosen = near_duplicates.candidates(sketches, distinct)
     duplicates.candidates = len(chosen)
     wanted = np.zeros(len(same), bool)
     wanted[chosen] = True
-    shingles = ShingleFile(folder / "shingles", chosen)
+    shingles = near_duplicates.ShingleFile(folder / "shingles", chosen)
     tasks = (task for task in duplicates.read_again(corpus, "shingling", wanted) if task[1].any())
     shingles.write(workers.map(partial(_shingle_block, how), tasks))
     with progress("comparing", bands.count) as advance:
-        duplicates.clusters = find_clusters(sketches, distinct, shingles, how.threshold, workers, lambda: advance(1))
+        duplicates.clusters = near_duplicates.find_clusters(
+            sketches, distinct, shingles, how.threshold, workers, lambda: advance(1)
+        )
     return duplicates
 
 
@@ -171,7 +162,7 @@ class _Reading(NamedTuple):
     """The digests of a block's documents, DIGEST [documents], their sketches, and malformed lines."""
 
     digests: np.ndarray
-    sketches: Sketches | None
+    sketches: near_duplicates.Sketches | None
     malformed: list[str]
 
 
@@ -179,7 +170,7 @@ def _read_block(how: DedupArguments, bands: Bands, block: Block) -> _Reading:
     documents, malformed = parse(block, how.key)
     texts = [document.text for document in documents]
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-    sketched = None if how.exact or not texts else sketch(texts, how.shingle_size, how.shingles, bands)
+    sketched = None if how.exact or not texts else near_duplicates.sketch(texts, how.shingle_size, how.shingles, bands)
     return _Reading(np.frombuffer(digests, DIGEST), sketched, malformed)
 
 
@@ -288,7 +279,7 @@ def _near_report(how: DedupArguments, bands: Bands, duplicates: Duplicates) -> d
     return {
         "threshold": how.threshold,
         "shingles": f"{how.shingle_size} {how.shingles}",
-        "hashes": HASHES,
+        "hashes": near_duplicates.HASHES,
         "bands": bands.count,
         "rows": bands.rows,
         "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.commands import dedup as dedup_module
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
+from mjax.data.corpus import near_duplicates
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -241,8 +241,8 @@ def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
         lines(mixed[0], ["only one"])
         return candidates(*arguments)
 
-    candidates = dedup_module.candidates
-    monkeypatch.setattr("mjax.commands.dedup.candidates", changing)
+    candidates = near_duplicates.candidates
+    monkeypatch.setattr(near_duplicates, "candidates", changing)
     with pytest.raises(RunError, match=r"a\.jsonl changed while it was read; run the same command again"):
         run(dedup, tmp_path, inputs=mixed)
 
