@@ -29,7 +29,6 @@ from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.flags import parse
 from mjax.config import Config, read_settings
 from mjax.config.bounds import Count
-from mjax.config.mixture import MixtureConfig
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
@@ -216,7 +215,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    family = names.MIXTURE if isinstance(model, MixtureConfig) else names.DECODER
+    family = names.MIXTURE if model.parted_experts() else names.DECODER
     if checkpoint.architecture != "decoder":
         family = names.family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     tensor_names = weights.find_tensors(family, tensors, model, folder)

@@ -31,11 +31,8 @@ from mjax.data.corpus.outputs import facts
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
-from mjax.tasks.lambada import Lambada
-from mjax.tasks.needle import Needle, NeedleOptions
-from mjax.tasks.perplexity import Perplexity
-from mjax.tasks.positions import Positions, PositionsOptions
-from mjax.tasks.wikitext import WikiText103
+from mjax.tasks.long_contexts import Needle, NeedleOptions, Positions, PositionsOptions
+from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.progress import progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task

@@ -22,8 +22,7 @@ from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, lines_of
 from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
-from mjax.generation.sampling import Sampling
-from mjax.generation.streaming import Live, Streamed
+from mjax.generation.text import Live, Sample, Streamed, continue_ids
 from mjax.parallel.mesh import make_mesh
 
 

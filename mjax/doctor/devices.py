@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.cluster.hardware import USABLE_FRACTION, gpu_of
 from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
+from mjax.config.axes import MODEL
 from mjax.doctor import (
     FIGURE,
     GREEN,
@@ -32,7 +33,6 @@ from mjax.doctor import (
 )
 from mjax.doctor.driver import Driver, visible_gpus
 from mjax.parallel import mappings
-from mjax.parallel.axes import MODEL
 from mjax.parallel.mesh import make_mesh
 
 ENOUGH_MEMORY = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN

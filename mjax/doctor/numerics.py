@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, MeshConfig
+from mjax.config.axes import MODEL
 from mjax.config.model import GPTConfig, ModelConfig
 from mjax.doctor import GREEN, RED, YELLOW, Found, advice_on, check, listed
 from mjax.doctor.devices import by_kind, called

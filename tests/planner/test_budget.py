@@ -70,7 +70,9 @@ def test_family_is_the_configs_of_that_name():
     assert [rung.base for rung in family_ladder("llama")] == [
         "llama32_1b", "llama2_7b", "llama3_8b", "llama3_70b", "llama3_405b",
     ]  # fmt: skip
-    with pytest.raises(UsageError, match="--family opt: no config's name begins so; use bert, bloom, gemma, gpt, llama"):
+    with pytest.raises(
+        UsageError, match="--family opt: no config's name begins so; use bert, bloom, gemma, gpt, llama"
+    ):
         family_ladder("opt")
 
 
