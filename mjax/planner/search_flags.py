@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import mjax.config
 from mjax.config import Config, load_config, to_dict
 from mjax.config.bounds import Count, NotNegative, Positive
 from mjax.config.model_file import file_of
@@ -114,15 +115,18 @@ def config_source(config: Config, about: str) -> str:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     default = Config()
     changed = {name: _changed(section) for name, section in sections.items() if section != getattr(default, name)}
-    names, own_models = ["Config"], ""
+    names, own_models, of_folders = ["Config"], "", ""
     for cls in (type(sections[name]) for name in changed):
         file = file_of(cls)
-        names.append(cls.__name__ if file is None else "load_config")
+        if file is None and not hasattr(mjax.config, cls.__name__):
+            of_folders += f"from {cls.__module__} import {cls.__name__}\n"
+        else:
+            names.append(cls.__name__ if file is None else "load_config")
         own_models += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
     calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
     docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
     imports = _import("from mjax.config import ", sorted(names))
-    return f'"""{docstring}\n"""\n\n{imports}\n\n{own_models}config = Config(\n{"".join(calls)})\n'
+    return f'"""{docstring}\n"""\n\n{imports}\n{of_folders}\n{own_models}config = Config(\n{"".join(calls)})\n'
 
 
 def _changed(section: Any) -> dict[str, Any]:
