@@ -143,9 +143,9 @@ def check_picture(flag: str, file: Path) -> None:
 
 
 def suggestion(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` when something close to `word` is known."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else ""
+    """` (did you mean 'x'?)` when something close to `word` is known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def lines_of(text: str) -> list[str]:

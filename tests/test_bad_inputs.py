@@ -160,10 +160,10 @@ GENERATE = "generate --checkpoint runs/done"
 LONG = "x" * 5000
 
 MISTAKES = {
-    "train --config gpt_8c": "no config 'gpt_8c', did you mean 'gpt_8b'?",
+    "train --config gpt_8c": "no config 'gpt_8c' (did you mean 'gpt_8b'?)",
     "train --config mine.py": "there is no config file mine.py",
-    "trian": "there is no command 'trian', did you mean 'train'?",
-    "data inspct": "mjax data has no command 'inspct', did you mean 'inspect'?",
+    "trian": "there is no command 'trian' (did you mean 'train'?)",
+    "data inspct": "mjax data has no command 'inspct' (did you mean 'inspect'?)",
     f"{NEW} --train.steps many": "many",
     "train --run runs/done --config TINY": "has no effect with --run",
     "train --resume nowhere": "has no checkpoint",

@@ -30,7 +30,7 @@ TYPED = {
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
     "train --fp16 --train.steps 3": "type --precision.compute (with the value fp16)",
-    "train --mesh.dta 2": "mjax train has no --mesh.dta, did you mean --mesh.data?",
+    "train --mesh.dta 2": "mjax train has no --mesh.dta (did you mean --mesh.data?)",
     "train --lr-warmup-init 1e-5": "mjax train has no --lr-warmup-init any more; the warm-up begins at 0",
     "train --rewind-batches 5": "mjax train has no --rewind-batches any more; a rewind skips 10 batches",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",

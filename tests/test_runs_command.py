@@ -155,7 +155,7 @@ MISTAKES = {
     "compare base empty": "empty has no losses to compare",
     "delete base": "mjax runs has no command 'delete'",
     "remove --yes": "takes names of runs",
-    "remove bse --yes": "there is no run 'bse' in runs, did you mean 'base'?",
+    "remove bse --yes": "there is no run 'bse' in runs (did you mean 'base'?)",
     "remove notes --yes": "is not a run folder",
     "remove . --yes": "there is no run '.' in runs",
     "remove link --yes": "runs/link is a link to ",

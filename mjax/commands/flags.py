@@ -57,8 +57,8 @@ NAMES_ELSEWHERE = {
     "mesh.context": "context-parallel-size cp cp-size context-parallel-degree ulysses-parallel-degree "
     "sequence-parallel-size",
     "mesh.context-attention": "cp-comm-type context-parallel-load-balance",
-    "mesh.model": "tensor-model-parallel-size tensor-parallel-size tp tp-size model-parallel-size",
-    "mesh.pipe": "pipeline-model-parallel-size pipeline-parallel-size pp pp-size",
+    "mesh.model": "tensor-model-parallel-size tensor-parallel-size tensor tp tp-size model-parallel-size",
+    "mesh.pipe": "pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size",
     "mesh.data": "data-parallel-size dp dp-size num-gpus gpus nproc-per-node", "mesh.sequence-parallel": "sp",
     "mesh.zero": "use-distributed-optimizer zero-stage use-megatron-fsdp fsdp",
     "mesh.chunks": "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage",

@@ -63,7 +63,7 @@ REFUSALS = {
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
     # The GPU
-    "--gpu h10": "--gpu h10 is not known, did you mean 'h100'?",
+    "--gpu h10": "--gpu h10 is not known (did you mean 'h100'?)",
     "--calibration x.json": "--calibration x.json is for a GPU; add --gpu, such as --gpu h100",
     "--gpu h100 --calibration none.json": "none.json does not exist; write one with",
     "--devices-per-node 4": "--devices-per-node 4 describes the server of a GPU; add --gpu, such as",
