@@ -32,7 +32,7 @@ class Rounding(NamedTuple):
 
 def roundings(program: Program) -> list[Rounding]:
     """The arrays that a traced program rounds to float8."""
-    producer = {value: each for each in program.operations for value in each.outputs}
+    producer = {value: op for op in program.operations for value in op.outputs}
 
     def is_joined(value: int | None) -> bool:
         """True for parts with zeros around, and for sums of them."""
@@ -52,11 +52,11 @@ def roundings(program: Program) -> list[Rounding]:
             elif made is None or (of.shape and of.dtype == jnp.bfloat16 and not is_joined(value)):
                 sources.update([value] if of.shape else [])
             else:
-                open_ += [each for each in made.inputs if each is not None]
+                open_ += [op for op in made.inputs if op is not None]
         return Rounding(frozenset(sources), largest, operation.outputs[0])
 
-    rounds = (each for each in program.operations if each.name == "convert_element_type")
-    return [rounding(each) for each in rounds if is_float8(program.values[each.outputs[0]])]
+    rounds = (op for op in program.operations if op.name == "convert_element_type")
+    return [rounding(op) for op in rounds if is_float8(program.values[op.outputs[0]])]
 
 
 def transposed(program: Program, depends: set[int], kept: bool) -> tuple[float, int]:
@@ -75,8 +75,8 @@ def transposed(program: Program, depends: set[int], kept: bool) -> tuple[float, 
         for value in operation.outputs:
             if value not in depends or not is_float8(program.values[value]):
                 continue
-            products = [each for each in program.operations if each.name == "dot_general" and value in each.inputs]
-            layouts = {depends.issuperset(each.inputs) for each in products}
+            products = [op for op in program.operations if op.name == "dot_general" and value in op.inputs]
+            layouts = {depends.issuperset(op.inputs) for op in products}
             if products and len(layouts) + kept > 1:
                 gathered = operation.is_collective
                 bytes_, launches = bytes_ + program.bytes(value) * (1 + gathered), launches + gathered
@@ -92,13 +92,13 @@ def of_weights(program: Program, depends: set[int], kept: bool) -> tuple[float, 
       kept: both copies are written now. The backward pass knows the scale, and rounds nothing again.
     """
     bytes_, launches, read = 0.0, 0, set()
-    for each in roundings(program):
-        (source,) = each.sources if len(each.sources) == 1 else (None,)
-        if source is None or source in depends or each.largest is None:
+    for op in roundings(program):
+        (source,) = op.sources if len(op.sources) == 1 else (None,)
+        if source is None or source in depends or op.largest is None:
             continue
         if source not in read:
             bytes_, launches = bytes_ + 2 * program.bytes(source), launches + 2 + SCALE_KERNELS
-        bytes_ += program.bytes(each.value) * (1 + kept)
+        bytes_ += program.bytes(op.value) * (1 + kept)
         read.add(source)
     return bytes_, launches
 
@@ -112,9 +112,9 @@ def agreed(program: Program, depends: set[int]) -> tuple[tuple[str, ...], ...]:
     Args:
       program, depends: as for `transposed`.
     """
-    axes = {each.inputs[0]: axes_of(each.equation) for each in program.operations if each.name == "pmax"}
-    largest = [each for each in roundings(program) if each.largest is not None]
-    of_tokens = [each for each in largest if depends.intersection(each.sources)]
-    gradients = [each for each in of_tokens if program.values[each.value].dtype == BACKWARD]
-    of_weights = {axes[each.largest] for each in largest if depends.isdisjoint(each.sources)}
-    return (*(axes[each.largest] for each in gradients or of_tokens), *of_weights)
+    axes = {op.inputs[0]: axes_of(op.equation) for op in program.operations if op.name == "pmax"}
+    largest = [op for op in roundings(program) if op.largest is not None]
+    of_tokens = [op for op in largest if depends.intersection(op.sources)]
+    gradients = [op for op in of_tokens if program.values[op.value].dtype == BACKWARD]
+    of_weights = {axes[op.largest] for op in largest if depends.isdisjoint(op.sources)}
+    return (*(axes[op.largest] for op in gradients or of_tokens), *of_weights)

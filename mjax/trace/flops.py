@@ -49,13 +49,13 @@ def hardware_flops(config: Config, causal: bool = False) -> float:
 
 def _layers(config: Config, causal: bool) -> float:
     """Forward FLOPs of the layers per sample."""
-    weights = sum(count * sum(each.flops for each in layer.of_weights) for count, layer in _kinds(config))
+    weights = sum(count * sum(op.flops for op in layer.of_weights) for count, layer in _kinds(config))
     return weights + _attention(config, causal)
 
 
 def _attention(config: Config, causal: bool) -> float:
     """FLOPs of scores and weighted sums."""
-    full = sum(count * sum(each.flops for each in layer.of_activations) for count, layer in _kinds(config))
+    full = sum(count * sum(op.flops for op in layer.of_activations) for count, layer in _kinds(config))
     return full / 2 if causal and config.model.causal else full
 
 

@@ -81,11 +81,11 @@ def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) 
 
     def proportional(of: trace.Traced) -> tuple[float, ...]:
         *passes, kept = kernels_of(of, kernel, recompute)
-        return (*(each.bytes for each in passes), *(each.scores for each in passes), kept)
+        return (*(op.bytes for op in passes), *(op.scores for op in passes), kept)
 
     *bytes_and_scores, kept = trace.of_micro_batch(of, samples, proportional)
     moved, scores = bytes_and_scores[:3], bytes_and_scores[3:]
-    passes = (each._replace(bytes=b, scores=s) for each, b, s in zip(one, moved, scores, strict=False))
+    passes = (op._replace(bytes=b, scores=s) for op, b, s in zip(one, moved, scores, strict=False))
     return Kernels(*passes, kept)
 
 
@@ -129,7 +129,7 @@ def moved(program: Program, tokens: Iterable[int], last_dims: tuple[int, int], r
       kept: inputs of products in float8 are kept for the backward pass.
     """
     regions, size, depends = Regions(program), program.bytes, depending(program, tokens)
-    producers = {value: each for each in program.operations for value in each.outputs}
+    producers = {value: op for op in program.operations for value in op.outputs}
 
     def maker(value: int) -> str:
         operation = producers.get(value)
@@ -193,9 +193,9 @@ def _moved(
 def _rounds(region: Region, program: Program) -> int:
     """Collectives that a region waits for with a result of its own."""
     return sum(
-        bool(region.outputs.intersection(each.inputs) and region.inputs.intersection(each.outputs))
-        for each in program.operations
-        if each.is_collective
+        bool(region.outputs.intersection(op.inputs) and region.inputs.intersection(op.outputs))
+        for op in program.operations
+        if op.is_collective
     )
 
 

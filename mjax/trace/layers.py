@@ -194,7 +194,7 @@ def of_micro_batch(of: Traced, samples: int, sizes_of: Callable[[Traced], tuple[
     experts is traced for one sample and for two.
     """
     one = sizes_of(of)
-    if samples == 1 or not any(each.grouped for each in layer_forward(of).of_weights):
+    if samples == 1 or not any(op.grouped for op in layer_forward(of).of_weights):
         return [samples * first for first in one]
     two = sizes_of(replace(of, samples=2))
     return [first + (samples - 1) * (second - first) for first, second in zip(one, two, strict=True)]
@@ -298,10 +298,8 @@ def layer_collectives(of: Traced, axis: str) -> tuple[tuple[str, int], ...]:
     """The collectives over this axis alone in a layer's forward pass, in order: their names, and bytes of the larger of
     their input and output."""
     program = layer_program(of)[0]
-    collectives = [each for each in program.operations if each.is_collective and axes_of(each.equation) == (axis,)]
-    return tuple(
-        (each.name, max(program.bytes(value) for value in (each.inputs[0], each.outputs[0]))) for each in collectives
-    )
+    collectives = [op for op in program.operations if op.is_collective and axes_of(op.equation) == (axis,)]
+    return tuple((op.name, max(program.bytes(value) for value in (op.inputs[0], op.outputs[0]))) for op in collectives)
 
 
 def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:

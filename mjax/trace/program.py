@@ -77,7 +77,7 @@ class Program:
     @property
     def products(self) -> tuple[Product, ...]:
         """Its matrix products, in order."""
-        return tuple(product_of(each.equation) for each in self.operations if each.name == "dot_general")
+        return tuple(product_of(op.equation) for op in self.operations if op.name == "dot_general")
 
     def bytes(self, value: int) -> int:
         """Bytes of a value."""

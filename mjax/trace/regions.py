@@ -69,7 +69,7 @@ class Regions:
         self.roundings = roundings(program)
         for rounding in self.roundings:
             self.written |= rounding.sources
-        self.producer = {value: each for each in program.operations for value in each.outputs}
+        self.producer = {value: op for op in program.operations for value in op.outputs}
         self._region: dict[int, Region] = {}
         for region in self._cut():
             self._region |= dict.fromkeys(region.outputs, region)
@@ -86,7 +86,7 @@ class Regions:
 
         A kernel that sums over tokens, or computes an activation function, finds it as it writes the array.
         """
-        rounding = next((each for each in self.roundings if each.largest in region.outputs), None)
+        rounding = next((op for op in self.roundings if op.largest in region.outputs), None)
         if rounding is None:
             return None
 
@@ -107,7 +107,7 @@ class Regions:
                 leader[value] = value = leader[leader[value]]
             return value
 
-        fused = [each for each in self.program.operations if not each.is_kernel]
+        fused = [op for op in self.program.operations if not op.is_kernel]
         for operation in fused:
             first = operation.outputs[0]
             leader |= dict.fromkeys(operation.outputs, first)
@@ -120,15 +120,15 @@ class Regions:
         return (self._region_of(group) for group in groups.values())
 
     def _region_of(self, operations: list[Operation]) -> Region:
-        size, made = self.program.bytes, {value for each in operations for value in each.outputs}
-        read = {value for each in operations for value in _read(each)}
+        size, made = self.program.bytes, {value for op in operations for value in op.outputs}
+        read = {value for op in operations for value in _read(op)}
         largest = max(map(size, made))
         return Region(
             frozenset(read - made),
             frozenset(made & self.written),
             max((size(value) for value in made if self.is_wide(value)), default=0),
-            any(each.name in REDUCTIONS and size(each.inputs[0]) >= largest for each in operations),
-            any(each.name in FUNCTIONS for each in operations),
+            any(op.name in REDUCTIONS and size(op.inputs[0]) >= largest for op in operations),
+            any(op.name in FUNCTIONS for op in operations),
             any(is_float8(self.program.values[value]) for value in made),
             self._sums_rows_last(operations, largest),
         )
@@ -137,18 +137,18 @@ class Regions:
         """Whether rows of a function are summed, and no array of that size waits for a sum."""
         values, size = self.program.values, self.program.bytes
         sums = {
-            each.outputs[0]
-            for each in operations
-            if each.name in REDUCTIONS
-            and 2 * size(each.inputs[0]) >= largest
-            and values[each.inputs[0]].ndim - 1 in each.equation.params["axes"]
+            op.outputs[0]
+            for op in operations
+            if op.name in REDUCTIONS
+            and 2 * size(op.inputs[0]) >= largest
+            and values[op.inputs[0]].ndim - 1 in op.equation.params["axes"]
         }
         waiting = set(sums)
-        for each in operations:
-            if waiting.intersection(each.inputs):
-                waiting.update(each.outputs)
+        for op in operations:
+            if waiting.intersection(op.inputs):
+                waiting.update(op.outputs)
         alone = all(size(value) < largest / 8 for value in waiting)
-        return bool(sums) and alone and any(each.name in FUNCTIONS for each in operations)
+        return bool(sums) and alone and any(op.name in FUNCTIONS for op in operations)
 
     def is_wide(self, value: int) -> bool:
         """True if a value is floating-point with 32 bits or more."""
@@ -223,11 +223,11 @@ def backward_work(backward: Backward, last_dims: tuple[int, int]) -> Work:
             peak = max(peak, held_by(region) + sum(again.values()))
         again = {value: size for value, size in again.items() if last[value] > time}
     gathered = [
-        each.outputs[0]
-        for each in program.operations
-        if each.is_collective and program.bytes(each.outputs[0]) > sum(map(program.bytes, _read(each)))
+        op.outputs[0]
+        for op in program.operations
+        if op.is_collective and program.bytes(op.outputs[0]) > sum(map(program.bytes, _read(op)))
     ]
-    given = [value for each in program.operations if each.name == STAND_IN for value in _read(each)]
+    given = [value for op in program.operations if op.name == STAND_IN for value in _read(op)]
     largest, biases = ([program.bytes(value) for value in values] for values in (gathered, filter(is_score, given)))
     return Work(peak, max(largest, default=0), max(biases, default=0))
 
