@@ -74,30 +74,30 @@ STACKED = ".blocks."
 """In the name of an array of which dim 0 is the layers."""
 
 
-def _same_layers(name: str, held: Sequence[int], wanted: Sequence[int]) -> bool:
+def _same_layers(name: str, stored: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether two shapes of stacked layers differ only in how the layers are split into chunks."""
     if STACKED not in name:
         return False
-    flat, others = sorted((list(held), list(wanted)), key=len)
+    flat, others = sorted((list(stored), list(wanted)), key=len)
     if len(flat) == len(others):  # split differently in both
         return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
     return len(others) == len(flat) + 1 and others[2:] == flat[1:] and math.prod(others[:2]) == flat[0]
 
 
-def in_chunks_of(leaf: jax.ShapeDtypeStruct, held: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """`leaf` in the shape `held` that it has on disk, sharded over the same devices as far as the layer dims allow."""
-    if leaf.shape == held:
+def in_chunks_of(leaf: jax.ShapeDtypeStruct, stored: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """`leaf` in its shape on disk, sharded over the same devices as far as the layer dims allow."""
+    if leaf.shape == stored:
         return leaf
     mesh, spec = leaf.sharding.mesh, list(leaf.sharding.spec)
     spec += [None] * (len(leaf.shape) - len(spec))
-    rest = min(len(held), len(leaf.shape)) - (2 if len(held) == len(leaf.shape) else 1)
+    rest = min(len(stored), len(leaf.shape)) - (2 if len(stored) == len(leaf.shape) else 1)
     axes = tuple(axis for axis in spec[: len(spec) - rest] if axis is not None)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
-    layers = [None] * (len(held) - rest)
-    if axes and held[len(layers) - 1] % ranks == 0:
+    layers = [None] * (len(stored) - rest)
+    if axes and stored[len(layers) - 1] % ranks == 0:
         layers[-1] = axes
     sharding = NamedSharding(mesh, PartitionSpec(*layers, *spec[len(spec) - rest :]))
-    return jax.ShapeDtypeStruct(held, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(stored, leaf.dtype, sharding=sharding)
 
 
 def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -118,7 +118,7 @@ def type_and_shape(array: Any) -> list:
     return [str(array.dtype), list(array.shape)]
 
 
-def check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
+def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
     """Compare the arrays of checkpoint `step`, as in its manifest, with those `wanted` by name.
 
     Raises:
@@ -127,17 +127,17 @@ def check_fits(step: int, held: dict[str, list], wanted: dict[str, Any], field: 
     advice = "use the config.json beside it or another --name"
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
-        if name not in held:
+        if name not in stored:
             raise UsageError(
                 f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
             )
-        held_dtype, held_shape = held[name]
-        if held_shape != shape and not _same_layers(name, held_shape, shape):
-            has, needs = tuple(held_shape), tuple(shape)
+        stored_dtype, stored_shape = stored[name]
+        if stored_shape != shape and not _same_layers(name, stored_shape, shape):
+            has, needs = tuple(stored_shape), tuple(shape)
             raise UsageError(f"checkpoint {step} has {name} of shape {has}, this config needs {needs}; {advice}")
-        if held_dtype != dtype:  # Orbax would convert silently
-            raise UsageError(f"checkpoint {step} has {name} in {held_dtype}, this config needs {dtype}; {advice}")
-    for name, (_, shape) in held.items():
+        if stored_dtype != dtype:  # Orbax would convert silently
+            raise UsageError(f"checkpoint {step} has {name} in {stored_dtype}, this config needs {dtype}; {advice}")
+    for name, (_, shape) in stored.items():
         if name not in wanted and field in (None, name.split(".")[0]):
             raise UsageError(f"checkpoint {step} has {name} of shape {tuple(shape)}, this config has none; {advice}")
 

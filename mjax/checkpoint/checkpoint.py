@@ -338,9 +338,9 @@ class Checkpoints:
         if bare := [name for name, leaf in wanted.items() if leaf.sharding is None]:
             raise ValueError(f"{bare[0]} of the target has no sharding")
         chosen = self.find(target, step, field)
-        held = read_manifest(self.folder / str(chosen))["arrays"]
-        as_held = {name: in_chunks_of(leaf, tuple(held[name][1])) for name, leaf in wanted.items()}
-        found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_held))
+        stored = read_manifest(self.folder / str(chosen))["arrays"]
+        as_stored = {name: in_chunks_of(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
+        found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_stored))
         arrays = {name: array for part in found.values() for name, array in part.items()}
         check_types(chosen, arrays, wanted)
         for name, leaf in wanted.items():  # one by one, to avoid two copies of everything

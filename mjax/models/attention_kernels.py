@@ -28,7 +28,7 @@ from jax import Array
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
-from mjax.models.flash import MASKED, Beside, How, flash_attention
+from mjax.models.flash import MASKED, Aux, How, flash_attention
 from mjax.models.positions import distance_penalty
 from mjax.parallel import mappings, scopes
 from mjax.parallel.random import DropoutKey, dropout
@@ -154,8 +154,8 @@ def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Arr
     starts = None
     if position_ids is not None:
         starts = jnp.stack([position_ids[0], position_ids[positions // 2]]) // BLOCK
-    beside = Beside(first, second, documents, slopes, starts)
-    return flash_attention(q, k, v, beside, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
+    aux = Aux(first, second, documents, slopes, starts)
+    return flash_attention(q, k, v, aux, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:

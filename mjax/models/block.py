@@ -63,7 +63,7 @@ from mjax.parallel import random
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
-KEPT: dict[str, tuple[str, ...] | None] = {
+SAVED: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "selective": ("qkv", "context", "residual", "mlp_up", "experts"),
     "full": ("experts",),
@@ -226,9 +226,9 @@ def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bo
             block = gather(block)
         return _with_sums(block(x, context.of_layer(number, layer_in_group)))
 
-    if KEPT[recompute] is None and gather is None:
+    if SAVED[recompute] is None and gather is None:
         return layer
-    policy = all_but_gathered_weights if KEPT[recompute] is None else _policy(recompute)
+    policy = all_but_gathered_weights if SAVED[recompute] is None else _policy(recompute)
     return jax.checkpoint(layer, prevent_cse=unroll, policy=policy, static_argnums=0)
 
 
@@ -250,30 +250,30 @@ def _with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
 
 
 def _policy(recompute: str) -> Callable:
-    """What `jax.checkpoint` keeps: the names of `KEPT`; with `offload` a layer's input in host memory."""
-    policies, kept = jax.checkpoint_policies, KEPT[recompute]
+    """What `jax.checkpoint` keeps: the names of `SAVED`; with `offload` a layer's input in host memory."""
+    policies, saved = jax.checkpoint_policies, SAVED[recompute]
     if recompute == "offload":
         return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(kept),
+            names_which_can_be_saved=list(saved),
             names_which_can_be_offloaded=[INPUT],
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return policies.save_only_these_names(*kept)
+    return policies.save_only_these_names(*saved)
 
 
-def _by_group(group: Sequence, layers: Sequence[Callable], beside, join: Callable[[list], Any]) -> tuple[Callable, Any]:
+def _by_group(group: Sequence, layers: Sequence[Callable], aux, join: Callable[[list], Any]) -> tuple[Callable, Any]:
     """What a scan over the groups of a stack does, and what it goes through.
 
     Args:
       group: the stacks of its layers.
-      layers: for each of them (layer in its group, x, (its weights, its part of `beside`)) → (x, result).
-      beside: arrays with a leading dim of all layers.
+      layers: for each of them (layer in its group, x, (its weights, its part of `aux`)) → (x, result).
+      aux: arrays with a leading dim of all layers.
       join: the results of a group's layers → that of the group.
     """
     size = math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
     if size == 1:
-        return partial(layers[0], 0), (group[0], beside)
+        return partial(layers[0], 0), (group[0], aux)
     each = size // len(group)  # repetitions of each layer in a group
 
     def cut(tree, size: int):
@@ -290,7 +290,7 @@ def _by_group(group: Sequence, layers: Sequence[Callable], beside, join: Callabl
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
     stacks = list(group) if each == 1 else [cut(stack, each) for stack in group]
-    return body, (stacks, cut(beside, size))
+    return body, (stacks, cut(aux, size))
 
 
 def decode_blocks(

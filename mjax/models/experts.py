@@ -80,14 +80,14 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
         """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
-        own = self.up[...].shape[0]
-        region = Region(context.tokens, self.config.experts // own, EXPERT in mappings.varying_axes(x))
+        local = self.up[...].shape[0]
+        region = Region(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
         rows, weights, experts = _entered(x, choice, region)
         rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
-        which = experts.reshape(-1) - region.rank * own
-        groups, place = group(which, own, rows_of_tile, at_once=region.count, ranks=region.ranks)
-        sent = Sent(place.reshape(experts.shape), _sources(place, len(groups.of_tile) * groups.rows))
+        which = experts.reshape(-1) - region.rank * local
+        groups, row_of = group(which, local, rows_of_tile, at_once=region.count, ranks=region.ranks)
+        sent = Sent(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
         y = region.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
         if self.config.shared_width:
             y, x = in_turn(y, x, context.tokens.split)
@@ -133,12 +133,12 @@ class Region:
         """Whether tokens are gathered over `expert`."""
         return self.ranks > 1 and self.split
 
-    def enter(self, x: Array, beside: Array) -> tuple[Array, Array]:
+    def enter(self, x: Array, weights: Array) -> tuple[Array, Array]:
         """f of two arrays: [t, …] → [T, …]. With sequence parallelism each row crosses `expert` once, then `model`."""
         for enter, waits in ((self._over_experts, self.gathers), (self.tokens.enter, self.tokens.split)):
-            x, beside = in_turn(enter(x), beside, waits)
-            beside, x = in_turn(enter(beside), x, waits)
-        return x, beside
+            x, weights = in_turn(enter(x), weights, waits)
+            weights, x = in_turn(enter(weights), x, waits)
+        return x, weights
 
     def _over_experts(self, x: Array) -> Array:
         if self.ranks == 1:
@@ -196,10 +196,10 @@ class Sent:
         return self.sources // self.rows.shape[1]
 
 
-def _sources(place: Array, rows: int) -> Array:
+def _sources(row_of: Array, rows: int) -> Array:
     """The assignment in each of the rows: place int32 [a] → int32 [rows]."""
-    none = jnp.full_like(place, place.size, shape=rows)
-    return none.at[place].set(jnp.arange(place.size, dtype=place.dtype), mode="drop", unique_indices=True)
+    none = jnp.full_like(row_of, row_of.size, shape=rows)
+    return none.at[row_of].set(jnp.arange(row_of.size, dtype=row_of.dtype), mode="drop", unique_indices=True)
 
 
 @jax.custom_vjp

@@ -50,7 +50,7 @@ class How(NamedTuple):
     interpret: bool = False
 
 
-class Beside(NamedTuple):
+class Aux(NamedTuple):
     """The arrays besides queries, keys and values; None where there is no such thing.
 
     Attributes:
@@ -69,35 +69,35 @@ class Beside(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def flash_attention(q: Array, k: Array, v: Array, beside: Beside, how: How) -> Array:
+def flash_attention(q: Array, k: Array, v: Array, aux: Aux, how: How) -> Array:
     """Attention of the queries [b, s, n, d] to keys and values [b, S, k, d], of which each has n / k neighbouring query
-    heads: [b, s, n, d]. S is s, or with `beside.starts` more; documents are those of the keys."""
-    return _forward(q, k, v, beside, how)[0]
+    heads: [b, s, n, d]. S is s, or with `aux.starts` more; documents are those of the keys."""
+    return _forward(q, k, v, aux, how)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, beside: Beside, how: How):
+def _forward(q: Array, k: Array, v: Array, aux: Aux, how: How):
     batch, positions, heads, size = q.shape
-    specs = _Specs(q, k, beside)
+    specs = _Specs(q, k, aux)
     out, log_sums = pl.pallas_call(
         partial(_forward_kernel, how=how, size=size),
         grid=(positions // BLOCK, batch, heads),
-        in_specs=[specs.query_block, specs.keys, specs.keys, *specs.beside],
+        in_specs=[specs.query_block, specs.keys, specs.keys, *specs.aux],
         out_specs=[specs.query_block, specs.row_block],
         out_shape=[_like(q), _like(q, (batch, heads, positions), jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=how.interpret,
         name=_name("forward", how, 2),
-    )(q, k, v, *beside)
-    return out, (q, k, v, beside, out, log_sums)
+    )(q, k, v, *aux)
+    return out, (q, k, v, aux, out, log_sums)
 
 
 def _backward(how: How, residuals, gradient: Array):
-    q, k, v, beside, out, log_sums = residuals
+    q, k, v, aux, out, log_sums = residuals
     batch, positions, heads, size = q.shape
     wide = jnp.float32
     deltas = jnp.einsum("bsnd,bsnd->bns", out.astype(wide), gradient.astype(wide))
-    specs, of_keys = _Specs(q, k, beside), _Specs(q, k, beside, q.shape[2] // k.shape[2])
-    inputs = (q, k, v, gradient, log_sums, deltas, *beside)
+    specs, of_keys = _Specs(q, k, aux), _Specs(q, k, aux, q.shape[2] // k.shape[2])
+    inputs = (q, k, v, gradient, log_sums, deltas, *aux)
     rest = {
         "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2),
         "interpret": how.interpret,
@@ -106,7 +106,7 @@ def _backward(how: How, residuals, gradient: Array):
         partial(_keys_kernel, how=how, size=size),
         in_specs=[
             of_keys.queries, of_keys.key_block, of_keys.key_block, of_keys.queries, of_keys.rows, of_keys.rows,
-            *of_keys.beside,
+            *of_keys.aux,
         ],
         out_specs=[of_keys.key_block, of_keys.key_block],
         out_shape=[_like(q, k.shape)] * 2,
@@ -118,7 +118,7 @@ def _backward(how: How, residuals, gradient: Array):
         partial(_queries_kernel, how=how, size=size),
         in_specs=[
             specs.query_block, specs.keys, specs.keys, specs.query_block, specs.row_block, specs.row_block,
-            *specs.beside,
+            *specs.aux,
         ],
         out_specs=specs.query_block,
         out_shape=_like(q),
@@ -147,7 +147,7 @@ class _Specs:
     above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles need;
     `_load` masks the padding."""
 
-    def __init__(self, q: Array, k: Array, beside: Beside, queries: int = 1):
+    def __init__(self, q: Array, k: Array, aux: Aux, queries: int = 1):
         positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2] // queries
         all_positions = k.shape[1]
         self.query_block = pl.BlockSpec((None, BLOCK, None, size), lambda i, b, n: (b, i, n, 0))
@@ -159,8 +159,8 @@ class _Specs:
         documents = pl.BlockSpec((None, all_positions), lambda i, b, n: (b, 0))
         slope = pl.BlockSpec((queries,), lambda i, b, n: (n,))
         starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
-        every = Beside(self.rows, self.rows, documents, slope, starts)
-        self.beside = [None if array is None else spec for array, spec in zip(beside, every, strict=True)]
+        every = Aux(self.rows, self.rows, documents, slope, starts)
+        self.aux = [None if array is None else spec for array, spec in zip(aux, every, strict=True)]
 
 
 # --- In a program of the grid -----------------------------------------------------------------------------------------
@@ -189,43 +189,43 @@ class _Query(NamedTuple):
     """A block of queries: its number among this rank's, and among all, which those of keys are counted with; and its
     head among those of the program."""
 
-    own: Array
-    place: Array
+    local: Array
+    position: Array
     head: Array | int
 
 
-def _query(own, blocks: int, beside: Beside, head: Array | int = 0) -> _Query:
+def _query(local, blocks: int, aux: Aux, head: Array | int = 0) -> _Query:
     """The block with this number, of so many."""
-    if beside.starts is None:
-        return _Query(own, own, head)
+    if aux.starts is None:
+        return _Query(local, local, head)
     half = blocks // 2
-    first, second = beside.starts[0], beside.starts[1]
-    return _Query(own, jnp.where(own < half, first + own, second + own - half), head)
+    first, second = aux.starts[0], aux.starts[1]
+    return _Query(local, jnp.where(local < half, first + local, second + local - half), head)
 
 
-def _scores(q: Array, k: Array, query: _Query, key, beside: Beside, how: How, size: int) -> Array:
+def _scores(q: Array, k: Array, query: _Query, key, aux: Aux, how: How, size: int) -> Array:
     """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
     float32 [BLOCK, BLOCK]."""
     scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
-    row, column = query.place * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
+    row, column = query.position * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
     seen = None
     if how.causal:
         seen = column <= row
         if how.window is not None:
             seen &= column > row - how.window
-    if beside.slopes is not None:
-        scores += (LOG2_E * beside.slopes[query.head]) * (column - row).astype(jnp.float32)
-    if beside.documents is not None:
-        same = beside.documents[_span(query.place)][:, None] == beside.documents[_span(key)][None, :]
+    if aux.slopes is not None:
+        scores += (LOG2_E * aux.slopes[query.head]) * (column - row).astype(jnp.float32)
+    if aux.documents is not None:
+        same = aux.documents[_span(query.position)][:, None] == aux.documents[_span(key)][None, :]
         seen = same if seen is None else seen & same
     return scores if seen is None else jnp.where(seen, scores, MASKED)
 
 
-def _dropped(x: Array, query: _Query, key, beside: Beside, how: How) -> Array:
+def _dropped(x: Array, query: _Query, key, aux: Aux, how: How) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
-    if beside.first is None:
+    if aux.first is None:
         return x
-    first, second = (words[query.head, _span(query.own)][:, None] for words in (beside.first, beside.second))
+    first, second = (words[query.head, _span(query.local)][:, None] for words in (aux.first, aux.second))
     column = (key * BLOCK + jnp.arange(BLOCK)[None, :]).astype(jnp.uint32)
     return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
@@ -234,41 +234,41 @@ def _keys_of(query: _Query, blocks: int, how: How) -> tuple:
     """The first and the last but one of the blocks of keys that a block of queries sees."""
     if not how.causal:
         return 0, blocks
-    first = 0 if how.window is None else lax.max(0, lax.div(query.place * BLOCK - how.window + 1, BLOCK))
-    return first, query.place + 1
+    first = 0 if how.window is None else lax.max(0, lax.div(query.position * BLOCK - how.window + 1, BLOCK))
+    return first, query.position + 1
 
 
-def _queries_of(key, blocks: int, beside: Beside, how: How) -> list[tuple]:
+def _queries_of(key, blocks: int, aux: Aux, how: How) -> list[tuple]:
     """The same of the blocks of queries that see a block of keys, in each run of neighbours."""
     if not how.causal:
         return [(0, blocks)]
     last = None if how.window is None else lax.div((key + 1) * BLOCK + how.window - 2, BLOCK) + 1
-    if beside.starts is None:
+    if aux.starts is None:
         return [(key, blocks if last is None else lax.min(blocks, last))]
     half = blocks // 2
     ranges = []
     for i in (0, 1):
-        ahead = i * half - beside.starts[i]  # of its number among this rank's blocks before that among all
+        ahead = i * half - aux.starts[i]  # of its number among this rank's blocks before that among all
         end = (i + 1) * half
         ranges.append((lax.max(i * half, key + ahead), end if last is None else lax.min(end, last + ahead)))
     return ranges
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
-    *beside, out_ref, log_sum_ref = refs
-    beside, q = Beside(*beside), _load(q_ref, size)
-    query = _query(pl.program_id(0), pl.num_programs(0), beside)
+    *aux, out_ref, log_sum_ref = refs
+    aux, q = Aux(*aux), _load(q_ref, size)
+    query = _query(pl.program_id(0), pl.num_programs(0), aux)
 
     def add(key, carry):
         out, highest, total = carry
-        scores = _scores(q, _load(k_ref, size, key), query, key, beside, how, size)
+        scores = _scores(q, _load(k_ref, size, key), query, key, aux, how, size)
         following = jnp.maximum(highest, scores.max(-1))
         correction = jnp.exp2(highest - following)
         exponentials = jnp.exp2(scores - following[:, None])
         total = total * correction + exponentials.sum(-1)
         v = _load(v_ref, size, key)
-        kept = _dropped(exponentials, query, key, beside, how).astype(v.dtype)
-        return out * correction[:, None] + triton.dot(kept, v), following, total
+        dropped = _dropped(exponentials, query, key, aux, how).astype(v.dtype)
+        return out * correction[:, None] + triton.dot(dropped, v), following, total
 
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(BLOCK, MASKED, jnp.float32), jnp.zeros(BLOCK, jnp.float32)
     out, highest, total = lax.fori_loop(*_keys_of(query, k_ref.shape[0] // BLOCK, how), add, nothing)
@@ -276,30 +276,30 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
     log_sum_ref[...] = highest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, beside: Beside, how: How, size: int):
+def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how: How, size: int):
     """Of a tile: the probabilities after dropout, and the gradient of the scores."""
-    probabilities = jnp.exp2(_scores(q, k, query, key, beside, how, size) - log_sums[:, None])
-    to_kept = _dropped(triton.dot(gradient, v.T), query, key, beside, how)
-    to_scores = probabilities * (to_kept - deltas[:, None]) * (1 / math.sqrt(size))
-    return _dropped(probabilities, query, key, beside, how), to_scores
+    probabilities = jnp.exp2(_scores(q, k, query, key, aux, how, size) - log_sums[:, None])
+    to_dropped = _dropped(triton.dot(gradient, v.T), query, key, aux, how)
+    to_scores = probabilities * (to_dropped - deltas[:, None]) * (1 / math.sqrt(size))
+    return _dropped(probabilities, query, key, aux, how), to_scores
 
 
 def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
-    *beside, to_k_ref, to_v_ref = refs
-    beside, key, k, v = Beside(*beside), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
+    *aux, to_k_ref, to_v_ref = refs
+    aux, key, k, v = Aux(*aux), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
     blocks = q_ref.shape[0] // BLOCK
 
-    def add(head, own, carry):
+    def add(head, local, carry):
         to_k, to_v = carry
-        query = _query(own, blocks, beside, head)
-        q, gradient = _load(q_ref, size, own, head), _load(gradient_ref, size, own, head)
-        of_rows = log_sum_ref[head, _span(own)], delta_ref[head, _span(own)]
-        kept, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
-        to_v += triton.dot(kept.astype(gradient.dtype).T, gradient)
+        query = _query(local, blocks, aux, head)
+        q, gradient = _load(q_ref, size, local, head), _load(gradient_ref, size, local, head)
+        of_rows = log_sum_ref[head, _span(local)], delta_ref[head, _span(local)]
+        dropped, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, aux, how, size)
+        to_v += triton.dot(dropped.astype(gradient.dtype).T, gradient)
         return to_k + triton.dot(to_scores.astype(q.dtype).T, q), to_v
 
     def of_head(head, sums):
-        for run in _queries_of(key, blocks, beside, how):
+        for run in _queries_of(key, blocks, aux, how):
             sums = lax.fori_loop(*run, partial(add, head), sums)
         return sums
 
@@ -310,14 +310,14 @@ def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *ref
 
 
 def _queries_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
-    *beside, to_q_ref = refs
-    beside, q, gradient = Beside(*beside), _load(q_ref, size), _load(gradient_ref, size)
-    query = _query(pl.program_id(0), pl.num_programs(0), beside)
+    *aux, to_q_ref = refs
+    aux, q, gradient = Aux(*aux), _load(q_ref, size), _load(gradient_ref, size)
+    query = _query(pl.program_id(0), pl.num_programs(0), aux)
     of_rows = log_sum_ref[...], delta_ref[...]
 
     def add(key, to_q):
         k, v = _load(k_ref, size, key), _load(v_ref, size, key)
-        _, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, beside, how, size)
+        _, to_scores = _tile(q, k, v, gradient, *of_rows, query, key, aux, how, size)
         return to_q + triton.dot(to_scores.astype(k.dtype), k)
 
     blocks = _keys_of(query, k_ref.shape[0] // BLOCK, how)

@@ -118,8 +118,8 @@ def _one_dim_backward(epsilon: float, residuals, gradient: Array):
     rows = _normed(x, jax.lax.optimization_barrier(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
-    def to_weight(each, weight):
-        return in_two_stages(each.reshape(-1, each.shape[-1])).astype(weight.dtype)
+    def to_weight(terms, weight):
+        return in_two_stages(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
 
     return to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias)
 

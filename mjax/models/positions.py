@@ -71,8 +71,8 @@ class ALiBi(Positions):
 
     def slopes(self) -> Array:
         """The slopes of this rank's heads, inside `shard_map`: [n / p], varying over `model`."""
-        own = self.heads // mappings.size(MODEL)
-        return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), mappings.rank(MODEL) * own, own)
+        local = self.heads // mappings.size(MODEL)
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), mappings.rank(MODEL) * local, local)
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

@@ -66,17 +66,17 @@ class Rotary(Positions):
             return plain / self.factor
         if self.scaling == "llama3":
             turns = self.original * plain / (2 * math.pi)
-            kept = np.clip((turns - LOW) / (HIGH - LOW), 0, 1)
+            unscaled = np.clip((turns - LOW) / (HIGH - LOW), 0, 1)
         elif self.scaling == "yarn":
             pair_with = [
                 self.dims * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.theta))
                 for turns in (FAST, SLOW)
             ]
             low, high = max(math.floor(pair_with[0]), 0), min(math.ceil(pair_with[1]), self.dims - 1)
-            kept = 1 - np.clip((np.arange(self.dims // 2) - low) / max(high - low, 0.001), 0, 1)
+            unscaled = 1 - np.clip((np.arange(self.dims // 2) - low) / max(high - low, 0.001), 0, 1)
         else:
             return plain
-        return plain * kept + plain / self.factor * (1 - kept)
+        return plain * unscaled + plain / self.factor * (1 - unscaled)
 
     def magnitude(self) -> float:
         """What cos and sin are multiplied by."""

@@ -78,25 +78,27 @@ class Router(nnx.Module):
         config, wide = self.config, wide_type(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
-        each = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
+        affinities = jax.nn.softmax(scores) if config.router == "softmax" else jax.nn.sigmoid(scores)
         # Kept whatever is recomputed: a score that differs in its last bit could choose another expert.
-        preferred = each + self.bias[...].astype(wide) if config.balance_bias else each
+        preferred = affinities + self.bias[...].astype(wide) if config.balance_bias else affinities
         experts = checkpoint_name(self._best(jax.lax.stop_gradient(preferred)), "experts")
-        weights = jnp.take_along_axis(each, experts, axis=-1)
+        weights = jnp.take_along_axis(affinities, experts, axis=-1)
         if config.router_normalized:
             weights = weights / _at_least(weights.sum(-1, keepdims=True))
-        probabilities = each if config.router == "softmax" else each / _at_least(each.sum(-1, keepdims=True))
+        probabilities = (
+            affinities if config.router == "softmax" else affinities / _at_least(affinities.sum(-1, keepdims=True))
+        )
         return Choice(experts, weights * config.router_scale, scores, probabilities)
 
-    def _best(self, each: Array) -> Array:
+    def _best(self, affinities: Array) -> Array:
         """The k best experts of each row of [t, E], in order: int32 [t, k]. Of equal ones the first."""
         config = self.config
         if config.top_groups < config.router_groups:
-            groups = each.reshape(len(each), config.router_groups, -1)
+            groups = affinities.reshape(len(affinities), config.router_groups, -1)
             two_best = jax.lax.top_k(groups, 2)[0].sum(-1)
             chosen = jax.nn.one_hot(jax.lax.top_k(two_best, config.top_groups)[1], config.router_groups).sum(1)
-            each = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(each.shape)
-        return jax.lax.top_k(each, config.experts_per_token)[1].astype(jnp.int32)
+            affinities = jnp.where(chosen[..., None] > 0, groups, -jnp.inf).reshape(affinities.shape)
+        return jax.lax.top_k(affinities, config.experts_per_token)[1].astype(jnp.int32)
 
     def sums_of_rows(self, choice: Choice, tokens: Tokens) -> Sums:
         """Sums over this rank's rows, of which `sums` makes the layer's losses and metrics."""
@@ -115,8 +117,8 @@ class Router(nnx.Module):
         """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _of_all(of_rows, context.tokens)
-        own = (context.layer - config.dense_layers) // config.expert_interval - 1
-        here = jnp.arange(config.expert_layers)[:, None] == own
+        moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
+        here = jnp.arange(config.expert_layers)[:, None] == moe_layer
         sums["expert_load"] = jnp.where(here, sums["expert_load"], 0)
         if self.config.balance_loss:
             sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
@@ -156,6 +158,6 @@ def _by_sequence(rows: Array, tokens: Tokens) -> Array:
     """The sums over this rank's tokens of each sequence: [t, …] → [b, …]."""
     if not tokens.split:
         return tokens.by_sequence(rows).sum(1)
-    sequences = tokens.mine(jnp.arange(tokens.count) // tokens.positions)
+    sequences = tokens.local_rows(jnp.arange(tokens.count) // tokens.positions)
     nothing = mappings.vary(jnp.zeros((tokens.sequences, *rows.shape[1:]), rows.dtype), mappings.varying_axes(rows))
     return nothing.at[sequences].add(rows)

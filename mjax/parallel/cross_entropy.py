@@ -26,7 +26,7 @@ from jax import Array
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike, without_padding
-from mjax.parallel.products import summed_beside
+from mjax.parallel.products import overlapped_sum
 from mjax.parallel.sums import sum_rows, wide_type
 from mjax.parallel.tokens import Tokens
 
@@ -82,8 +82,8 @@ def vocab_parallel_argmax(logits: Array) -> Array:
     highest = logits.max(-1)
     ids = jnp.argmax(logits, -1).astype(jnp.int32) + mappings.rank(MODEL) * rows
     nobody = jnp.iinfo(jnp.int32).max
-    mine = jnp.where(highest == mappings.maximum(highest), ids, nobody)
-    return -mappings.maximum(-mine)
+    local_ids = jnp.where(highest == mappings.maximum(highest), ids, nobody)
+    return -mappings.maximum(-local_ids)
 
 
 # --- In chunks --------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: A
 
 def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How):
     x, back = jax.vjp(how.tokens.enter, x)
-    kept, running = x, None
+    saved, running = x, None
     for rows in rows_of_chunks(table.shape[0], how.chunks):
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
@@ -159,7 +159,7 @@ def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, 
     label = jnp.where(owned, running.label - highest, 0.0)
     exponentials, label = mappings.leave(jnp.stack([running.up_to(highest), label]))
     log_sum = jnp.log(exponentials)
-    return log_sum - label, (kept, back, table, bias, labels, count, highest + log_sum)
+    return log_sum - label, (saved, back, table, bias, labels, count, highest + log_sum)
 
 
 def _of_chunk(
@@ -191,7 +191,7 @@ def _chunked_backward(how: _How, residuals, gradient: Array):
         previous = [previous[0] + part if previous else part, to_table[-1]]
     to_x, to_table[-1] = jax.lax.optimization_barrier(previous)
     products = jnp.concatenate(to_table), jnp.concatenate(to_bias) if to_bias else None
-    to_x, (to_table, to_bias) = summed_beside(back, to_x.astype(x.dtype), products, how.tokens)
+    to_x, (to_table, to_bias) = overlapped_sum(back, to_x.astype(x.dtype), products, how.tokens)
     return to_x, to_table, to_bias, None, None
 
 

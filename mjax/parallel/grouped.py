@@ -225,7 +225,7 @@ def kernel_gradients_in_loops(x: Array, gradient: Array, groups: Groups) -> Arra
 
     def of_group(one, to_kernels):
         def of_tile(tile, total):
-            part, upstream = (lax.dynamic_slice_in_dim(each, tile * rows, rows) for each in (x, gradient))
+            part, upstream = (lax.dynamic_slice_in_dim(array, tile * rows, rows) for array in (x, gradient))
             return total + lax.dot_general(part, upstream, (((0,), (0,)), ((), ())), preferred_element_type=wide)
 
         total = lax.fori_loop(*_tiles(groups, one), of_tile, jnp.zeros_like(x, wide, shape))

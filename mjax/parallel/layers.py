@@ -24,7 +24,7 @@ from jax import Array
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.postponed import PostponedKernel, array_of
-from mjax.parallel.products import from_rows, into_columns, summed_beside
+from mjax.parallel.products import from_rows, into_columns, overlapped_sum
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
@@ -64,15 +64,15 @@ def recomputed(function):
     Like `jax.checkpoint`, but an enclosing checkpoint cannot overrule it: the policy of the outer one also applies
     inside an inner `jax.checkpoint`, and "keep what autodiff needs" would keep what is to be recomputed.
     """
-    kept = jax.custom_vjp(function)
+    differentiable = jax.custom_vjp(function)
 
     def backward(arguments, gradient):
         # Where layers are not in a loop, XLA would find that the forward pass computes the same, and keep its results.
         arguments, gradient = jax.lax.optimization_barrier((arguments, gradient))
         return jax.vjp(function, *arguments)[1](gradient)
 
-    kept.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
-    return lambda *arguments: kept(*vary_alike(*arguments))
+    differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
+    return lambda *arguments: differentiable(*vary_alike(*arguments))
 
 
 def vary_alike(*arrays: Array) -> list[Array]:
@@ -222,7 +222,7 @@ def _scores_backward(tokens: Tokens, residuals, gradient: Array):
     products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
-    to_x, (to_table, to_bias) = summed_beside(back, *products, tokens)
+    to_x, (to_table, to_bias) = overlapped_sum(back, *products, tokens)
     return to_x, to_table, to_bias
 
 

@@ -88,7 +88,7 @@ class Matrices:
         return (*((axis, None) for axis in same), *split)
 
     @property
-    def each(self) -> int:
+    def per_rank(self) -> int:
         """Whole matrices for a rank; the last ranks may get fewer."""
         count = self.count
         for axis, _ in self.moves:
@@ -126,13 +126,13 @@ def _divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[st
         return function(x)
     (axis, dim), *others = moves
     count, ranks = len(x), mappings.size(axis)
-    each = -(-count // ranks)
-    padded = jnp.pad(x, [(0, each * ranks - count)] + [(0, 0)] * (x.ndim - 1))
+    per_rank = -(-count // ranks)
+    padded = jnp.pad(x, [(0, per_rank * ranks - count)] + [(0, 0)] * (x.ndim - 1))
     if dim is not None:
         done = _divided(function, mappings.exchange(padded, axis, split=0, join=dim), others)
         return mappings.exchange(done, axis, split=dim, join=0)[:count]
-    first = mappings.rank(axis) * each
-    done = _divided(function, jax.lax.dynamic_slice_in_dim(padded, first, each), others)
+    first = mappings.rank(axis) * per_rank
+    done = _divided(function, jax.lax.dynamic_slice_in_dim(padded, first, per_rank), others)
     if ranks <= count:
         return mappings.gather_whole(done, axis, 0)[:count]
     # Most ranks have none: a sum of zeros and one result sends less than a gather of all that padding.

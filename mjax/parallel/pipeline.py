@@ -95,7 +95,7 @@ def pipeline_gradients(
         gradients=buffer(schedule.gradient_slots + 1, stage.message),
         outputs=buffer(schedule.output_slots + 1, stage.message),
         residuals=[buffer(schedule.residual_slots, kind) for kind in stage.residual_types],
-        beside=stage.zeros(stage.layer_means),
+        aux=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
@@ -105,7 +105,7 @@ def pipeline_gradients(
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
     gradients = jax.tree.unflatten(jax.tree.structure(blocks), state.sums.blocks)
-    return state.sums.means | state.beside, state.sums.shared, gradients
+    return state.sums.means | state.aux, state.sums.shared, gradients
 
 
 def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
@@ -115,27 +115,25 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
     stage = _Stage(schedule, program, shared, blocks, micro_batches)
 
     def tick(carry, row):
-        arrived, activations, total, beside = carry
+        arrived, activations, total, aux = carry
         slot = row["forward"]
         activations = put(activations, row["receive_activation"], arrived)
 
-        def forward(x, total, beside):
+        def forward(x, total, aux):
             micro_batch = stage.micro_batch(slot)
             y, new = program.layers(stage.chunk(slot), stage.input(slot, x), micro_batch, slot["virtual_stage"])
             with_head = lambda total: add(total, program.head(shared, y, micro_batch))  # noqa: E731
             total = branch(scopes.F_LAST, slot["last"], with_head, lambda total: total, total)
-            return y, total, add(beside, new)
+            return y, total, add(aux, new)
 
-        y, *sums = branch(
-            scopes.F, slot["on"], forward, lambda *kept: kept, activations[slot["message"]], total, beside
-        )
+        y, *sums = branch(scopes.F, slot["on"], forward, lambda *carry: carry, activations[slot["message"]], total, aux)
         with jax.named_scope(scopes.PIPELINE):
             return (mappings.to_next_stage(y), activations, *sums), None
 
     activations = buffer(schedule.activation_slots + 1, stage.message)
     start = stage.message, activations, stage.zeros(stage.mean_types), stage.zeros(stage.layer_means)
-    _, _, total, beside = lax.scan(tick, start, _column(schedule))[0]
-    return total | beside if beside else total
+    _, _, total, aux = lax.scan(tick, start, _column(schedule))[0]
+    return total | aux if aux else total
 
 
 # --- One stage --------------------------------------------------------------------------------------------------------
@@ -168,7 +166,7 @@ class _State:
       activations, gradients: those that wait, [slots, t, h].
       outputs: on the last stage, outputs of its last layers that the head has not used yet, [slots, t, h].
       residuals: of each forward in flight, [slots, …] each.
-      beside: parts of means from the layers.
+      aux: parts of means from the layers.
       sums: means and gradients so far.
     """
 
@@ -177,7 +175,7 @@ class _State:
     gradients: Array
     outputs: Array
     residuals: list[Array]
-    beside: Means
+    aux: Means
     sums: _Sums
 
 
@@ -229,15 +227,15 @@ class _Stage:
         activations = put(state.activations, row["receive_activation"], state.received[0])
         gradients = put(state.gradients, row["receive_gradient"], state.received[1])
         f, b = row["forward"], row["backward"]
-        y, outputs, residuals, beside = branch(
+        y, outputs, residuals, aux = branch(
             scopes.F,
             f["on"],
-            lambda x, outputs, residuals, beside: self._forward(f, x, outputs, residuals, beside),
-            lambda *kept: kept,
+            lambda x, outputs, residuals, aux: self._forward(f, x, outputs, residuals, aux),
+            lambda *carry: carry,
             activations[f["message"]],
             state.outputs,
             state.residuals,
-            state.beside,
+            state.aux,
         )
         # If a tick holds one operation, no message may leave before all three have run: a stage would wait for its
         # neighbour's forward before its own backward. No compiler can change that order if B and W also return the
@@ -248,7 +246,7 @@ class _Stage:
             scopes.B,
             b["on"],
             lambda dy, sums, y: (*self._backward(b, dy, outputs, residuals, sums), instead(y)),
-            lambda *kept: kept,
+            lambda *carry: carry,
             gradients[b["message"]],
             state.sums,
             y,
@@ -259,22 +257,22 @@ class _Stage:
                 scopes.W,
                 w["on"],
                 lambda sums, y, dx: (self._weights(w, sums), instead(y), instead(dx)),
-                lambda *kept: kept,
+                lambda *carry: carry,
                 sums,
                 y,
                 dx,
             )
         with jax.named_scope(scopes.PIPELINE):
             received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
-        return _State(received, activations, gradients, outputs, residuals, beside, sums), None
+        return _State(received, activations, gradients, outputs, residuals, aux, sums), None
 
-    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], beside: Means):
+    def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], aux: Means):
         """F: writes the stream after the layers, and the residuals, into their slots."""
         y, means, new = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
         residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
-        return y, put(outputs, slot["output"], y), residuals, add(beside, means)
+        return y, put(outputs, slot["output"], y), residuals, add(aux, means)
 
     def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
         """B: the gradient of the stage's input. Weight gradients are added to the sums or, if split, left to W."""
@@ -288,7 +286,7 @@ class _Stage:
             return dy, add(means, metrics), add(to_shared, new)
 
         dy, means, to_shared = branch(
-            scopes.B_LAST, slot["last"], head, lambda *kept: kept, arrived, sums.means, sums.shared
+            scopes.B_LAST, slot["last"], head, lambda *carry: carry, arrived, sums.means, sums.shared
         )
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
@@ -296,7 +294,7 @@ class _Stage:
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return add(to_shared, pullback(dx)[0])
 
-        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda kept: kept, to_shared)
+        to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda carry: carry, to_shared)
         pending = jax.tree.leaves(factors)
         sums = _Sums(
             means,
@@ -400,13 +398,13 @@ def _column(schedule: Schedule) -> dict:
     """This stage's column of the table: for each kind of operation its fields, int32 [ticks]."""
     stage = mappings.rank(PIPE)
 
-    def own(table) -> Array:
+    def local(table) -> Array:
         return jnp.asarray(table)[:, stage]
 
-    column = {name: own(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
+    column = {name: local(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
     for kind in ("forward", "backward", "weight"):
         if (slots := getattr(schedule, kind)) is not None:
-            fields = {field.name: own(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
+            fields = {field.name: local(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
             column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}
     return column
 
@@ -452,7 +450,7 @@ def pipeline_decode(
     layers: Callable[[Weights, Array, Any], tuple[Array, Any]],
     blocks: Weights,
     x: Array,
-    kept,
+    caches,
 ) -> tuple[Array, Any]:
     """Run one stage after the other, for text generation.
 
@@ -461,7 +459,7 @@ def pipeline_decode(
       layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache entries).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.
-      kept: caches of the chunks, a pytree with a leading dim of this stage's layers, or None.
+      caches: caches of the chunks, a pytree with a leading dim of this stage's layers, or None.
 
     Returns:
       The stream after the last layer, replicated over stages, and the new cache entries, with a leading dim of this
@@ -473,17 +471,17 @@ def pipeline_decode(
             return tree
         return at(tree if cut else jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), tree), chunk)
 
-    blocks, x, kept = vary_over_pipe((blocks, x, kept))
-    run = lambda chunk, x: layers(chunk_of(blocks, chunk, True), x, chunk_of(kept, chunk, False))  # noqa: E731
+    blocks, x, caches = vary_over_pipe((blocks, x, caches))
+    run = lambda chunk, x: layers(chunk_of(blocks, chunk, True), x, chunk_of(caches, chunk, False))  # noqa: E731
     new = jax.tree.map(lambda kind: buffer(chunks, kind), jax.eval_shape(run, 0, x)[1])
 
     def turn(carry, number):
-        def mine(x, new):
+        def run_chunk(x, new):
             y, cache = run(number // stages, x)
             return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, cache)
 
-        is_mine = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, new = branch("turn", is_mine, mine, lambda *kept: kept, *carry)
+        is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
+        x, new = branch("turn", is_local, run_chunk, lambda *carry: carry, *carry)
         return (mappings.to_next_stage(x), new), None
 
     (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))

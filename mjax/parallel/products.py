@@ -108,7 +108,7 @@ def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tupl
 # --- f, and the products of the same input ----------------------------------------------------------------------------
 
 
-# f and the products behind it are differentiated as one, for their order (`summed_beside`).
+# f and the products behind it are differentiated as one, for their order (`overlapped_sum`).
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def into_columns(
     x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, unfused: tuple[bool, ...]
@@ -124,7 +124,7 @@ def into_columns(
 def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, unfused: tuple[bool, ...]):
     outputs = []
     entered, back = _entered(x, tokens)
-    kept = entered
+    saved = entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
     for operand, bias, cut in zip(operands, biases, unfused, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
@@ -132,7 +132,7 @@ def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, token
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
+    return tuple(outputs), (saved, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
 def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
@@ -153,7 +153,7 @@ def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, grad
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
         (to_x,) = back(to_x)
     else:
-        to_x, to_kernels = summed_beside(back, to_x, to_kernels, tokens)
+        to_x, to_kernels = overlapped_sum(back, to_x, to_kernels, tokens)
     return to_x, to_kernels, tuple(to_biases)
 
 
@@ -172,7 +172,7 @@ def _joined(parts: list[Array]) -> Array:
     )
 
 
-def summed_beside(back: Callable, gradient: Array, products, tokens: Tokens):
+def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
     """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
 
     With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
@@ -198,14 +198,14 @@ def _rows(x: Array, kernel: Kernel, tokens: Tokens) -> Array:
 
 
 def _rows_forward(x: Array, kernel: Kernel, tokens: Tokens):
-    kept, (operand, scale) = float8.rounded(x, float8.FORWARD), _operand(kernel, tokens)
-    partial = _product(float8.restored(kept, x.dtype), operand, x.ndim - 1)
-    return tokens.leave(partial), (kept, without_factors(kernel), scale)
+    saved, (operand, scale) = float8.rounded(x, float8.FORWARD), _operand(kernel, tokens)
+    partial = _product(float8.restored(saved, x.dtype), operand, x.ndim - 1)
+    return tokens.leave(partial), (saved, without_factors(kernel), scale)
 
 
 def _rows_backward(tokens: Tokens, residuals, gradient: Array):
-    kept, kernel, scale = residuals
-    x, narrow = float8.restored(kept, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
+    saved, kernel, scale = residuals
+    x, narrow = float8.restored(saved, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
     gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
     operand, _ = _operand(kernel, tokens, scale)
     return input_gradient(gradient, x.shape, operand), _to_kernel(kernel, x, gradient)

@@ -113,15 +113,15 @@ def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens
     if key is None or rate == 0.0:
         return x
     rows = key.rows(tokens.position_ids())  # [b, s] each
-    return _dropout(x, tuple(tokens.mine(words.reshape(-1)) for words in rows), rate)
+    return _dropout(x, tuple(tokens.local_rows(words.reshape(-1)) for words in rows), rate)
 
 
 # The backward pass hashes again: the residuals are the rows' words, never a mask that a scan over layers would stack.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dropout(x: Array, rows: tuple[Array, Array], rate: float) -> Array:
     wide = jnp.promote_types(x.dtype, jnp.float32)  # 1 / 0.9 in bf16 would bias the mean by 0.16%
-    kept = (x.astype(wide) * (1.0 / (1.0 - rate))).astype(x.dtype)
-    return jnp.where(keep_mask(rate, rows, x.shape[-1]), kept, jnp.zeros_like(kept))
+    scaled = (x.astype(wide) * (1.0 / (1.0 - rate))).astype(x.dtype)
+    return jnp.where(keep_mask(rate, rows, x.shape[-1]), scaled, jnp.zeros_like(scaled))
 
 
 def _dropout_forward(x: Array, rows: tuple[Array, Array], rate: float):

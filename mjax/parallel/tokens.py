@@ -60,14 +60,14 @@ class Tokens:
 
     def position_ids(self) -> Array:
         """Which positions of its sequences this rank has: int32 [s]."""
-        own = jnp.arange(self.positions, dtype=jnp.int32)
+        local = jnp.arange(self.positions, dtype=jnp.int32)
         if not self.across:
-            return own
+            return local
         rank, half = mappings.rank(CONTEXT), self.positions // 2
         if self.across == "heads":
-            return rank * self.positions + own
+            return rank * self.positions + local
         last = 2 * mappings.size(CONTEXT) - 1
-        return jnp.where(own < half, rank * half + own, (last - rank) * half + own - half)
+        return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
 
     def cut(self, x: Array) -> Array:
         """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank:
@@ -95,7 +95,7 @@ class Tokens:
         """g: close a region: sum the partial results of all ranks [b · s, h] → [t, h]."""
         return mappings.scatter_tokens(partial) if self.split else mappings.leave(partial)
 
-    def mine(self, rows: Array) -> Array:
+    def local_rows(self, rows: Array) -> Array:
         """This rank's rows of an array that has one row per token and is replicated over `model`: [b · s, …] → [t,
         …]."""
         if not self.split:

@@ -169,7 +169,7 @@ def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
             return shard
         if mesh.chunks > 1 and is_layer(leaf_name(path)):
             added = added.reshape(mesh.chunks, -1, *added.shape[1:])
-        return shard + own_shard(added.astype(shard.dtype), storage.spec)
+        return shard + local_shard(added.astype(shard.dtype), storage.spec)
 
     remaining = dict(whole)
     model = jax.tree_util.tree_map_with_path(one, model, plan)
@@ -177,7 +177,7 @@ def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
     return model
 
 
-def own_shard(whole: Array, spec: P) -> Array:
+def local_shard(whole: Array, spec: P) -> Array:
     """This device's shard, as `spec` says, of an array that every device has: the reverse of gathering it. Of several
     axes that split a dim the first is outermost, as in every PartitionSpec."""
     for dim, split_by in enumerate(spec):

@@ -148,7 +148,7 @@ def muon_workspace(config: Config) -> float:
         # Of an iteration x, its product, the next x and a copy, and three squares; what is sent and received.
         whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
         moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
-        return matrices.each * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+        return matrices.per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
 
     return muon_width(config) * max(map(elements, matrices_of(config.model, config.mesh)), default=0)
 
@@ -159,7 +159,7 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
     return sum(
         rates.product(product.m, product.n, product.k, product.batch)
         for matrices in matrices_of(config.model, config.mesh)
-        for product in muon_products(matrices.each, *matrices.size)
+        for product in muon_products(matrices.per_rank, *matrices.size)
     )
 
 

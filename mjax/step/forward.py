@@ -55,9 +55,9 @@ class Forward:
     def __call__(self, weights: Model, micro_batch: MicroBatch):
         """The parts of the means by name, [] each; or the result of `head`."""
         x = self.embed(weights, micro_batch)
-        x, beside = self.layers(weights.blocks, x, micro_batch)
+        x, aux = self.layers(weights.blocks, x, micro_batch)
         sums = self.loss(weights, x, micro_batch)
-        return sums if self.head else sums | beside
+        return sums if self.head else sums | aux
 
     @jax.named_scope(scopes.EMBEDDING)
     def embed(self, weights: Model, micro_batch: MicroBatch) -> Array:

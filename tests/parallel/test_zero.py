@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.parallel.zero import own_shard
+from mjax.parallel.zero import local_shard
 from mjax.step.layout import initial_weights
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
@@ -63,7 +63,7 @@ def test_state_on_device_shrinks_by_data_axis():
 def test_shard_is_cut_as_spec_says(spec):
     whole = np.arange(8 * 4 * 6.0).reshape(8, 4, 6)
     mesh = make_mesh(MeshConfig(pipe=2, data=2, model=2))
-    cut = jax.shard_map(lambda array: own_shard(array, spec), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=True)
+    cut = jax.shard_map(lambda array: local_shard(array, spec), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=True)
     np.testing.assert_array_equal(jax.jit(cut)(whole), whole)
 
 

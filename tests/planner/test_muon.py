@@ -62,5 +62,5 @@ def test_matrix_has_one_moment_and_its_own_time():
     before, after = predict_time(adam, gpu).parts, predict_time(ours, gpu).parts
     assert {name for name in before if before[name] != after[name]} == {"model", "data", "optimizer"}
     matrices = matrices_of(ours.model, ours.mesh)
-    flops = sum(product.flops for each in matrices for product in muon_products(each.each, *each.size))
+    flops = sum(product.flops for each in matrices for product in muon_products(each.per_rank, *each.size))
     assert after["optimizer"] - before["optimizer"] > 0.5 * flops / gpu.peak("bf16")
