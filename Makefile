@@ -40,6 +40,7 @@ bert: $(VENV)/installed
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
 
 check: lint
 	$(PYTEST) --tier check

@@ -39,6 +39,11 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.shapes import install as install_shape_checks  # noqa: E402
+
+# The shapes and dtypes of signatures are checked at every call, with dims of one name equal within it.
+install_shape_checks()
+
 from mjax.utils.packages import cuda_build  # noqa: E402
 
 # Tracing makes many small objects and few cycles: Python's default of 700 takes a fifth of the time of a trace.

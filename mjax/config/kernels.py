@@ -107,7 +107,7 @@ def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
     model = replace(config.model, attention=attention_on_gpu(config, capability))
     if model.grouped_kernel:
-        model = replace(model, grouped=choose_grouped(config, "gpu", capability)[0])
+        model = model.with_grouped(choose_grouped(config, "gpu", capability)[0])
     return replace(config, model=model)
 
 

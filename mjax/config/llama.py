@@ -6,7 +6,7 @@ As in `model_config.py`, no JAX is imported here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Bounds, Count, Positive
 from mjax.config.model import TUNING, ModelConfig, Rate, Tuned, register
@@ -93,7 +93,7 @@ class LlamaConfig(ModelConfig):
         every = self.full_attention_every
         return None if every is not None and (layer_in_group + 1) % every == 0 else self.window
 
-    def one_layer(self) -> LlamaConfig:
+    def one_layer(self) -> Self:
         return replace(super().one_layer(), full_attention_every=None)
 
     def columns(self) -> dict[str, int]:

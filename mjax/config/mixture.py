@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Count, CountOrZero, Positive
 from mjax.config.llama import LlamaConfig
@@ -77,6 +77,9 @@ class MixtureConfig(LlamaConfig):
         """The kernel of the products of experts, of `auto` the one that runs everywhere (`kernel_trial.py` chooses)."""
         return "xla" if self.grouped == "auto" else self.grouped
 
+    def with_grouped(self, kernel: str) -> Self:
+        return replace(self, grouped=kernel)
+
     @property
     def top_groups(self) -> int:
         """Groups that a token chooses."""
@@ -91,7 +94,7 @@ class MixtureConfig(LlamaConfig):
     def period(self) -> int:
         return math.lcm(super().period, self.expert_interval)
 
-    def one_layer(self) -> MixtureConfig:
+    def one_layer(self) -> Self:
         return replace(super().one_layer(), dense_layers=0, expert_interval=1)
 
     def columns(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from mjax.config.bounds import Count, NotNegative, Share
 from mjax.errors import UsageError, suggestion
@@ -175,6 +175,10 @@ class ModelConfig:
         """The kernel of the products of experts; None for a model without them, which has no field `grouped`."""
         return None
 
+    def with_grouped(self, kernel: str) -> Self:
+        """The same model with this kernel for the products of experts."""
+        return self
+
     def parted_experts(self) -> int:
         """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
         return 0
@@ -190,7 +194,7 @@ class ModelConfig:
           UsageError: one sentence with the flag, its value and what to type.
         """
 
-    def one_layer(self) -> ModelConfig:
+    def one_layer(self) -> Self:
         """The same model with one layer, from which that of all is predicted."""
         return dataclasses.replace(self, layers=1)
 

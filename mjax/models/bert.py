@@ -105,7 +105,7 @@ class Encoder(LanguageModel):
         """The stream before the first layer: tokens and token types int [b, s] → [t, h]."""
         tokens, token_types = context.tokens, context.tokens.local_rows(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
-        x = x + tokens.local_rows(positions_of(self.positions, tokens))
+        x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
         # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
         x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
         if self.config.layernorm == "post":

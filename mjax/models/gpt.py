@@ -49,7 +49,7 @@ class GPT(CausalModel):
         if self.config.embedding_layernorm:
             x = self.embedding_norm(x)
         if self.config.positions == "learned" and context.positions is None:
-            x = x + tokens.local_rows(positions_of(self.positions, tokens))
+            x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
         elif self.config.positions == "learned":
             x = x + lookup(self.positions[...], tokens.local_rows(context.positions.reshape(-1)))
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)

@@ -34,7 +34,7 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
     )
     model = replace(config.model, attention=kernel)
     if model.grouped_kernel:
-        model = replace(model, grouped=resolve_grouped(config, platform, announce))
+        model = model.with_grouped(resolve_grouped(config, platform, announce))
     return with_unrolling(replace(config, model=model), on_gpu=platform == "gpu")
 
 

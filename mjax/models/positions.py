@@ -56,7 +56,7 @@ def positions_of(table: Array, tokens: Tokens) -> Array:
     """The rows of a learned table of positions [S, h] for all tokens, [b · s, h]."""
     if not tokens.across:
         return tile_rows(table[: tokens.positions], tokens.sequences)
-    return tile_rows(lookup(table[...], tokens.position_ids()), tokens.sequences)
+    return tile_rows(lookup(table, tokens.position_ids()), tokens.sequences)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class ColumnParallelLinear(nnx.Module):
         (y,) = columns(x, tokens, self, whole=True)
         return y
 
-    def weights(self) -> tuple[Array, Array | None]:
+    def weights(self) -> tuple[Array | PostponedKernel, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
         bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
         return local_columns(self.kernel[...], self.columns, self.split + 1), bias

@@ -41,7 +41,7 @@ Gathers = tuple[tuple[tuple[str, ...], int], ...]
 """The axes and dims along which shards become a weight, in order."""
 
 
-def varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """Mesh axes along which `x` may differ from rank to rank; empty outside `shard_map`."""
     return jax.typeof(x).mat.varying
 

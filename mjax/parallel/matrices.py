@@ -124,7 +124,7 @@ def _divided(function: Callable[[Array], Array], x: Array, moves: tuple[tuple[st
     """`function` of `x` [count, …] by the ranks of the axes of `moves`, each on its part of the whole matrices."""
     if not moves:
         return function(x)
-    (axis, dim), *others = moves
+    (axis, dim), others = moves[0], moves[1:]
     count, ranks = len(x), mappings.size(axis)
     per_rank = -(-count // ranks)
     padded = jnp.pad(x, [(0, per_rank * ranks - count)] + [(0, 0)] * (x.ndim - 1))

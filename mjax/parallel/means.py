@@ -19,7 +19,7 @@ def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., 
     return means, pullback(weights_in_loss(loss_weights, means))
 
 
-def weights_in_loss(loss_weights: dict[str, float], means: Means) -> Means:
+def weights_in_loss(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
     """The gradient of the loss with respect to each mean: its weight."""
     return {
         name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))

@@ -258,7 +258,7 @@ def _zb_h1_ticks(stages: int, micro_batches: int, chunks: int) -> tuple[np.ndarr
         if operation == f and (count - done[b][p] >= stages - p + more or count - done[w][p] >= stages + more):
             return False
         needed = waits_for(operation, p, *(there if operation == f else back)[count])
-        return needed is None or ran[needed] < tick
+        return needed is None or bool(ran[needed] < tick)
 
     tick = 0
     while min(done[w]) < len(there):

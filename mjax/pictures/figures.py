@@ -50,7 +50,9 @@ def save(figure: Figure, file: Path | BinaryIO) -> None:
       figure: gets a margin, if its layout is constrained.
       file: .png, .pdf or .svg; replaced if it exists. Or what a PNG is written to, such as a `BytesIO` in a notebook.
     """
-    if (layout := figure.get_layout_engine()) is not None:
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    if isinstance(layout := figure.get_layout_engine(), ConstrainedLayoutEngine):
         layout.set(w_pad=MARGIN, h_pad=MARGIN)
     if not isinstance(file, Path):
         figure.savefig(file)

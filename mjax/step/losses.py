@@ -39,7 +39,7 @@ def shares(counts: dict[str, Count], scale: Array | float = 1.0) -> dict[str, Ar
     }
 
 
-def reported_loss(weights: dict[str, float], means: dict[str, Array]) -> Array:
+def reported_loss(weights: dict[str, float], means: dict[str, Array] | dict[str, float]) -> Array | float:
     """The loss that a run reports: the mean of this name, such as a causal model's cross entropy, without auxiliary
     losses; of a model without one, such as a BERT, the weighted sum of the means that have a weight."""
     if "loss" in means:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class LabelledTask(ABC):
         """The config of `model` with the head for this task."""
         given = getattr(model, "answers", BERTTaskConfig.answers)
         answers = {"classification": self.classes, "multiple_choice": self.choices}.get(self.head, given)
-        return replace(as_kind(model, "bert_task"), head=self.head, answers=answers)
+        return replace(cast(BERTTaskConfig, as_kind(model, "bert_task")), head=self.head, answers=answers)
 
     # --- Defined by a task --------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class Traced:
         options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
         model = replace(self.model, attention=kernel)
         return Config(
-            model=replace(model, grouped=grouped) if model.grouped_kernel else model,
+            model=model.with_grouped(grouped),
             mesh=MeshConfig(
                 data=self.expert,
                 model=self.ranks,

@@ -13,7 +13,7 @@ from tests.small import BLOOM, small_config
 from tests.traced import carried, equations, traced_step
 
 ROWS = 8192
-IDS = np.random.default_rng(1).permutation(np.r_[np.zeros(4000, int), 1 + np.arange(ROWS - 4000) % 60])
+IDS = jnp.asarray(np.random.default_rng(1).permutation(np.r_[np.zeros(4000, int), 1 + np.arange(ROWS - 4000) % 60]))
 
 
 def rows_of_bias(bias):

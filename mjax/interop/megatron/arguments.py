@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mjax.config.llama import LlamaConfig
 from mjax.config.mixture import MixtureConfig
-from mjax.config.model import ModelConfig, config_class
+from mjax.config.model import BERTConfig, GPTConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS
 from mjax.interop.tensor_files import Tensors
@@ -176,7 +176,7 @@ def model_config(
             f"{source}: apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: "
             "a GPT has no such form; convert another model"
         )
-    return config_class(kind, source)(
+    return (BERTConfig if kind == "bert" else GPTConfig)(
         layers=shapes["num_layers"],
         hidden=hidden,
         heads=count,
