@@ -163,6 +163,7 @@ MISTAKES = {
     "train --config gpt_8c": "no config 'gpt_8c' (did you mean 'gpt_8b'?)",
     "train --config mine.py": "there is no config file mine.py",
     "trian": "there is no command 'trian' (did you mean 'train'?)",
+    "convert to-megatron runs/done out": "no command 'to-megatron'; there are: from-hf",
     "data inspct": "mjax data has no command 'inspct' (did you mean 'inspect'?)",
     f"{NEW} --train.steps many": "many",
     "train --run runs/done --config TINY": "has no effect with --run",

@@ -128,7 +128,8 @@ def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command,
     name, *rest = argv
     if name not in commands:
         problem = f"there is no command {name!r}" if group == "mjax" else f"{group} has no command {name!r}"
-        raise UsageError(f"{problem}{suggestion(name, list(commands))}; there are: {', '.join(commands)}")
+        same_way = [known for known in commands if known.partition("-")[0] == name.partition("-")[0]] or list(commands)
+        raise UsageError(f"{problem}{suggestion(name, same_way)}; there are: {', '.join(commands)}")
     command, prog = commands[name], f"{group} {name}"
     return _find(prog, command.run, rest) if isinstance(command.run, dict) else (command, prog, rest)
 

@@ -141,7 +141,7 @@ class _Files:
             raise UsageError(
                 f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
                 f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, "
-                "and to continue one prepare the data with its tokenizer"
+                "and to continue one prepare the data with its tokenizer, --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod

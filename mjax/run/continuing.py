@@ -409,6 +409,11 @@ def _changed(init: Path, config: Config) -> dict[str, list[str]]:
     if wrong := [name for name in changed if not _may_differ(name, saved.model, config.model)]:
         values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
         flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong)
+        if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
+            raise UsageError(
+                f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; prepare "
+                f"the data with its tokenizer, `python -m mjax prepare … --tokenizer run:{init}`, or leave --init out"
+            )
         raise UsageError(
             f"--init {init} holds the weights of another model ({values}); type {flags}, "
             f"or {new_run_flags(init, saved.model)} for its own settings"
