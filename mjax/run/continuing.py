@@ -411,8 +411,8 @@ def _changed(init: Path, config: Config) -> dict[str, list[str]]:
         flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong)
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
             raise UsageError(
-                f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; prepare "
-                f"the data with its tokenizer, `python -m mjax prepare … --tokenizer run:{init}`, or leave --init out"
+                f"--init {init} holds the weights of another model ({values}), whose embedding has no other ids; "
+                f"prepare the data with its tokenizer, `mjax prepare … --tokenizer run:{init}`, or leave --init out"
             )
         raise UsageError(
             f"--init {init} holds the weights of another model ({values}); type {flags}, "

@@ -208,7 +208,8 @@ class Race(LabelledTask):
         folders = []
         for folder in map(Path, given):
             if not folder.is_dir():
-                raise UsageError(f"there is no folder {folder}; give {A_FOLDER}")
+                problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+                raise UsageError(f"{problem}; give {A_FOLDER}")
             folders += [folder / level for level in LEVELS if (folder / level).is_dir()] or [folder]
         return folders
 

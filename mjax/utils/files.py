@@ -148,8 +148,10 @@ def parse_json(content: bytes | str, source: str, fix: str) -> Any:
     """The value of `content` as JSON; `source` and `fix` begin and end the sentence if it is not JSON.
 
     Raises:
-      UsageError: it is not JSON in UTF-8, or is nested too deeply.
+      UsageError: it is empty, not JSON in UTF-8, or is nested too deeply.
     """
+    if not content.strip():
+        raise UsageError(f"{source} is empty; {fix}")
     try:
         value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
         if _is_deep(value):

@@ -54,6 +54,7 @@ LINES = [  # the same, of .jsonl files
 ]
 FOLDERS = [  # the same, of folders of texts
     ("race", None, "there is no folder {}; give one of RACE's"),
+    ("race", "text", "{} is a file; give one of RACE's"),
     ("race", [], "the folder {} has no .txt file; give"),
     ("race", [race(questions=["who ?", 5])], "{}/0.txt:1 lacks an id, an article or questions;"),
     ("race", [race(options=[["a", "b", "c"]])], "{}/0.txt:1 has a question without four options;"),
@@ -63,6 +64,7 @@ FOLDERS = [  # the same, of folders of texts
 ]
 OBJECTS = [  # the same, of .json files
     ("squad1.1", b"\xff", "{}:1 is not UTF-8 (byte 0); give"),
+    ("squad1.1", "\n", "{} is empty;"),
     ("squad1.1", "[" * 100_000, "{} is not JSON ("),
     ("squad1.1", "[1]", "{} is '[1]', not a JSON object"),
     ("squad1.1", paragraphs({"qas": []}), "{}, data[0].paragraphs[0] has no 'context' of type str"),
