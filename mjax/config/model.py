@@ -40,6 +40,32 @@ Gelu = Literal["gelu_tanh", "gelu_erf"]
 
 
 @dataclass(frozen=True)
+class Metric:
+    """How a run shows one of the means of a model.
+
+    Attributes:
+      name: of the mean, as in metrics.jsonl.
+      line: its text on the progress line, a format of {value} and {perplexity}.
+      verdict: its text after the last evaluation, a format also of {guess}, {guess_perplexity}, {sequences} and
+        {error}, the standard error of a share; empty for none.
+      axis: label of the axis of its panel in loss.png; empty if it has no panel.
+      title: of the panel.
+      guess: the value of a model that guesses; a name adds to evaluations, under it, the entropy of their labels.
+      guess_label: its text in the panel, a format of {guess}.
+      share: True for a share, False for nats per token, which have a perplexity.
+    """
+
+    name: str
+    line: str
+    verdict: str = ""
+    axis: str = ""
+    title: str = ""
+    guess: str | float | None = None
+    guess_label: str = ""
+    share: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Fields that every model has. Dimension letters: s sequence, h hidden, n heads, d head size, f feed-forward, v
     vocabulary.
@@ -49,6 +75,8 @@ class ModelConfig:
       module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
       families: MODULE:NAME of its tables for Hugging Face (`interop.family.Family`), imported when it is converted;
         empty if it has none of its own.
+      metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
+        their names, after the loss.
       samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
       sequences: sequences of a sample, c.
       causal: whether a position sees none after it; such a model can continue a text.
@@ -82,6 +110,7 @@ class ModelConfig:
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""
     families: ClassVar[str] = ""
+    metrics: ClassVar[tuple[Metric, ...]] = ()
     samples: ClassVar[Literal["text", "pairs"] | None] = "text"
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
@@ -297,6 +326,29 @@ class BERTConfig(EncoderConfig):
     title: ClassVar[str] = "a BERT"
     module: ClassVar[str] = "mjax.models.bert:BERT"
     samples: ClassVar[Literal["pairs"]] = "pairs"
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "mlm_loss",
+            "mlm {value:.4f}  ppl {perplexity:.4g}",
+            verdict="validation perplexity {perplexity:.2f} of masked tokens ({value:.3f} nats); "
+            "by their frequency alone {guess_perplexity:.2f} ({guess:.3f} nats)",
+            axis="loss (nats per masked token)",
+            title="masked tokens",
+            guess="unigram_entropy",
+            guess_label="by frequency alone, {guess:.3f}",
+        ),
+        Metric("order_loss", "order {value:.4f}"),
+        Metric(
+            "order_accuracy",
+            "{value:.0%} right",
+            verdict="order       {value:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance {guess:.0%}",
+            axis="share of pairs whose order is found",
+            title="sentence order",
+            guess=0.5,
+            guess_label="by chance, {guess:.0%}",
+            share=True,
+        ),
+    )
 
     def batch(self, data, evaluation: bool = False) -> Arrays:
         """The arrays of a batch.

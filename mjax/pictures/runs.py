@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mjax.config.model import Metric
 from mjax.pictures.figures import add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
@@ -18,33 +19,36 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:
 LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 
 
-def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str) -> None:
+def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str, metrics: Sequence[Metric] = ()) -> None:
     """Training loss (thin: raw, thick: centred average) and validation loss over steps, as a PNG.
 
-    For a BERT the loss of the masked tokens, with the loss of guessing by frequency; next to it the accuracy of the
-    order.
+    Args:
+      records: of metrics.jsonl.
+      file: the picture.
+      title: name of the run.
+      metrics: those of the model (`ModelConfig.metrics`): those with an axis that the records have are drawn next to
+        each other, instead of the loss.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
     records = list(records)
-    bert = any("order_accuracy" in record for record in records)
-    figure = Figure(figsize=(12 if bert else 8, 4.5), dpi=120, layout="constrained")
-    axes, *right = figure.subplots(1, 2 if bert else 1, squeeze=False)[0]
-    _draw_curves(axes, records, "mlm_loss" if bert else "loss", "{:.3f}")
-    axes.set(xlabel="step", ylabel="loss (nats per masked token)" if bert else "loss (nats per token)")
-    axes.set_title(f"{title}: masked tokens" if bert else title, parse_math=False)  # a name may contain dollars
-    entropy = next((record["val_unigram_entropy"] for record in records if "val_unigram_entropy" in record), None)
-    if entropy is not None:
-        axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label=f"by frequency alone, {entropy:.3f}")
-    add_perplexity(axes)
-    for order in right:
-        _draw_curves(order, records, "order_accuracy", "{:.1%}")
-        order.axhline(0.5, color="0.4", linestyle="--", linewidth=1, label="by chance, 50%")
-        order.set(xlabel="step", ylabel="share of pairs whose order is found")
-        order.set_title(f"{title}: sentence order", parse_math=False)
-        order.yaxis.set_major_formatter(PercentFormatter(1, 0))
-    for panel in (axes, *right):
+    drawn = [metric for metric in metrics if metric.axis and any(metric.name in record for record in records)]
+    drawn = drawn or [Metric("loss", "", axis="loss (nats per token)")]
+    figure = Figure(figsize=(4 + 4 * len(drawn), 4.5), dpi=120, layout="constrained")
+    for metric, panel in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+        _draw_curves(panel, records, metric.name, "{:.1%}" if metric.share else "{:.3f}")
+        panel.set(xlabel="step", ylabel=metric.axis)
+        panel.set_title(": ".join(filter(None, (title, metric.title))), parse_math=False)  # a name may contain dollars
+        guess = metric.guess
+        if isinstance(guess, str):
+            guess = next((record[f"val_{guess}"] for record in records if f"val_{guess}" in record), None)
+        if guess is not None:
+            panel.axhline(guess, color="0.4", linestyle="--", linewidth=1, label=metric.guess_label.format(guess=guess))
+        if metric.share:
+            panel.yaxis.set_major_formatter(PercentFormatter(1, 0))
+        else:
+            add_perplexity(panel)
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if panel.get_legend_handles_labels()[0]:

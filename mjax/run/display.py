@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +24,7 @@ from rich.table import Column
 from mjax.config import Config, axes
 from mjax.config.axes import PIPE
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.model import is_own, kind_of
+from mjax.config.model import Metric, is_own, kind_of
 from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
@@ -94,9 +95,9 @@ class Display:
     `begin` sets the first step; entering the context shows the line. `say` prints a message without breaking it.
     """
 
-    def __init__(self, steps: int, console: Console | None = None, shown: bool = True):
+    def __init__(self, steps: int, console: Console | None = None, shown: bool = True, metrics: Sequence[Metric] = ()):
         self.console = console or lasting_console(sys.stdout, shown)
-        self.steps = steps
+        self.steps, self.metrics = steps, metrics
         self._progress = None
 
     def begin(self, start: int) -> Display:
@@ -134,12 +135,13 @@ class Display:
     def show(self, record: Record) -> None:
         """Update the line with `record`."""
         if self._progress:
-            self._progress.update(self._task, completed=record.step, description=summary(record))
+            self._progress.update(self._task, completed=record.step, description=summary(record, self.metrics))
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or record.step in (self._start + 1, self.steps):
             self._last_line = now
-            self.say(f"step {record.step}/{self.steps}  {summary(record)}{self._time_left(record.step, now)}")
+            line = f"{summary(record, self.metrics)}{self._time_left(record.step, now)}"
+            self.say(f"step {record.step}/{self.steps}  {line}")
 
     def _time_left(self, step: int, now: float) -> str:
         if self._timed_from is None:  # the first step includes compilation and is not representative
@@ -149,9 +151,9 @@ class Display:
         return f"  {duration((now - began) / (step - first) * (self.steps - step))} left"
 
 
-def summary(record: Record) -> str:
+def summary(record: Record, shown: Sequence[Metric] = ()) -> str:
     """Format the metrics of a step, the most important first."""
-    parts = [losses(record.loss, record.metrics) if record.loss is not None else "loss not finite"]
+    parts = [losses(record.loss, record.metrics, shown) if record.loss is not None else "loss not finite"]
     if record.loss_scale != 1.0:
         parts.append(f"scale {record.loss_scale:g}")
     parts += [f"lr {record.learning_rate:.2e}", f"{record.tokens_per_second:,.0f} tok/s"]
@@ -160,37 +162,45 @@ def summary(record: Record) -> str:
     return "  ".join([*parts, f"{record.tflops:.3g} TFLOP/s", f"{in_units(record.tokens)} tokens"])
 
 
-def losses(loss: float, metrics: dict[str, float]) -> str:
-    """Format the losses of a step or an evaluation.
+def losses(loss: float, metrics: dict[str, float], shown: Sequence[Metric] = ()) -> str:
+    """Format the losses of a step or an evaluation as the model shows them (`ModelConfig.metrics`).
 
-    'loss 3.1234  ppl 22.7'; for a BERT 'mlm 3.1234  ppl 22.7  order 0.6512 (62% right)'; with the head of a task
-    'loss 0.3123  accuracy 0.8750'.
+    'mlm 3.1234  ppl 22.7  order 0.6512  62% right'; without such metrics 'loss 3.1234  ppl 22.7', or 'loss 0.3123
+    accuracy 0.8750' with others.
     """
     if not metrics:
         return f"loss {loss:.4f}  ppl {_perplexity(loss):.4g}"
-    if "mlm_loss" not in metrics:
-        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **metrics}.items())
-    masked, order, right = (metrics[name] for name in ("mlm_loss", "order_loss", "order_accuracy"))
-    return f"mlm {masked:.4f}  ppl {_perplexity(masked):.4g}  order {order:.4f} ({right:.0%} right)"
+    if parts := [metric.line.format_map(_values(metric, metrics)) for metric in shown if metric.name in metrics]:
+        return "  ".join(parts)
+    return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in {"loss": loss, **metrics}.items())
 
 
-def verdict(loss: float, metrics: dict[str, float], sequences: int) -> list[str]:
-    """Format the last evaluation: a GPT's perplexity, or how much better than guessing a BERT is at each of its tasks.
+def verdict(loss: float, metrics: dict[str, float], sequences: int, shown: Sequence[Metric] = ()) -> list[str]:
+    """Format the last evaluation: the verdicts of the model's metrics, or the perplexity.
 
     Args:
       loss: nats per label.
-      metrics: for a BERT, as in `losses`, and the entropy of the masked tokens.
+      metrics: of the evaluation.
       sequences: number of sequences evaluated.
+      shown: the metrics of the model (`ModelConfig.metrics`).
     """
-    if "mlm_loss" not in metrics:
-        return [f"validation perplexity {_perplexity(loss):.2f}"]
-    masked, entropy, right = (metrics[name] for name in ("mlm_loss", "unigram_entropy", "order_accuracy"))
-    error = math.sqrt(right * (1 - right) / sequences)
-    return [
-        f"validation perplexity {_perplexity(masked):.2f} of masked tokens ({masked:.3f} nats); "
-        f"by their frequency alone {_perplexity(entropy):.2f} ({entropy:.3f} nats)",
-        f"order       {right:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance 50%",
+    metrics = {**metrics, "sequences": sequences}
+    judged = [metric for metric in shown if metric.verdict and metric.name in metrics]
+    return [metric.verdict.format_map(_values(metric, metrics)) for metric in judged] or [
+        f"validation perplexity {_perplexity(loss):.2f}"
     ]
+
+
+def _values(metric: Metric, metrics: dict[str, float]) -> dict[str, float]:
+    """What the texts of a metric are formats of."""
+    value = metrics[metric.name]
+    values = {**metrics, "value": value, "perplexity": _perplexity(value)}
+    guess = metrics.get(metric.guess) if isinstance(metric.guess, str) else metric.guess
+    if guess is not None:
+        values |= {"guess": guess, "guess_perplexity": _perplexity(guess)}
+    if metric.share and "sequences" in metrics:
+        values["error"] = math.sqrt(value * (1 - value) / metrics["sequences"])
+    return values
 
 
 def _perplexity(loss: float) -> float:
@@ -265,7 +275,8 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
     """Print the files of a finished run, and what to type next."""
     if result.validation_loss is not None:
         sequences = config.train.eval_batches * config.train.global_batch
-        for line in verdict(result.validation_loss, result.validation_metrics, sequences):
+        shown = config.model.metrics
+        for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
     if config.model.parted_experts():

@@ -82,7 +82,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
-    display = Display(config.train.steps, shown=is_first() and options.show)
+    display = Display(config.train.steps, shown=is_first() and options.show, metrics=config.model.metrics)
     watchdog.say = options.profile.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
@@ -104,7 +104,8 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
                 write_origin(folder, origin, data, display.say)
-            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say)
+            metrics = config.model.metrics
+            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
             stack.enter_context(contextlib.closing(log))
 
         # --- Steps ----------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ class Run:
         self.guard = Guard(config, checkpoints, display.say if display else print)
         self.nonfinite = False  # True if the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
-        self.entropy: float | None = None  # of the masked tokens of an evaluation, the same every time
+        self.entropy: float | None = None  # of the labels of an evaluation, the same every time
 
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
         """Take the steps from `start` on, until all are done or the run is stopped.
@@ -221,7 +222,8 @@ class Run:
                     if evaluates and not stop.requested:
                         self.watchdog.at(step, "evaluating")
                         validation_loss, validation_metrics = self.evaluate(step, state.model, validation)
-                        display.say(f"step {step}: validation {losses(validation_loss, validation_metrics)}")
+                        shown = losses(validation_loss, validation_metrics, config.model.metrics)
+                        display.say(f"step {step}: validation {shown}")
                         record.val_loss, record.val_metrics = validation_loss, validation_metrics
                     self._write(record)
                     if saves:
@@ -310,7 +312,7 @@ class Run:
             }
 
     def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over all labels of the evaluation, and the metrics of a BERT.
+        """Return the mean loss over all labels of the evaluation, and the other metrics of the model.
 
         Args:
           step: the step before the evaluation.
@@ -320,10 +322,10 @@ class Run:
         batches = range(self.config.train.eval_batches)
         sums = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
         loss, metrics = mean_of(jax.device_get(sums), self.program.abstract_state.model.loss_weights)
-        if self.config.model.samples == "pairs":
+        if guesses := [metric.guess for metric in self.config.model.metrics if isinstance(metric.guess, str)]:
             if self.entropy is None:
                 self.entropy = label_entropy(map(validation.at, batches))
-            metrics = metrics | {"unigram_entropy": self.entropy}
+            metrics = metrics | dict.fromkeys(guesses, self.entropy)
         return loss, metrics
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:

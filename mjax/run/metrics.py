@@ -9,13 +9,14 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mjax.config.model import Metric
 from mjax.errors import UsageError
 from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.utils.files import free_name, make_folder, to_disk, write_whole
@@ -44,10 +45,8 @@ class Record:
       unhealthy: what is wrong with the step, as on the screen; only if something is.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
-      metrics, val_metrics: for a BERT its two losses and the accuracy of the order; separate keys in the record, such
-      as
-        mlm_loss and val_mlm_loss. In an evaluation also the loss of guessing masked tokens by frequency,
-        val_unigram_entropy.
+      metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
+        those of an evaluation with the prefix val_.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
         too long for a line of each step: those of the last record are in experts.json.
     """
@@ -153,6 +152,7 @@ class MetricsLog:
       tensorboard: whether to write TensorBoard scalars.
       wandb: Weights & Biases project, or None.
       say: called with one line about each damage or failure.
+      metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
     """
 
     def __init__(
@@ -162,8 +162,9 @@ class MetricsLog:
         tensorboard: bool = True,
         wandb: str | None = None,
         say: Callable[[str], None] = print,
+        metrics: Sequence[Metric] = (),
     ):
-        self.folder = folder
+        self.folder, self.metrics = folder, metrics
         self._announced = Announced(say)
         file = folder / "metrics.jsonl"
         found, damaged = _read(file)
@@ -217,7 +218,7 @@ class MetricsLog:
             if self._shares:
                 self._draw_experts(*self._shares)
             with self._announced("loss.png"):
-                draw_loss(self.records, self.folder / "loss.png", self.folder.name)
+                draw_loss(self.records, self.folder / "loss.png", self.folder.name, self.metrics)
                 self._drawn = time.monotonic()
 
     def _draw_experts(self, step: int, shares: np.ndarray) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.config import load_config
+from mjax.config import BERTConfig, load_config
+from mjax.config.model import Metric
+from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.run import metrics
@@ -130,12 +132,31 @@ EXPERTS = {"loss": 5.0, "expert_load": 1.5, "router_entropy": None}
 @pytest.mark.parametrize("changes", [[], [{"loss": 5.0}], [{"loss": None}, {"loss": 5.0}], [BERT, BERT], [EXPERTS]])
 def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
     records = [{"step": step, "loss": 9.0} | more for step, more in enumerate(changes, start=1)]
-    draw_loss(records, tmp_path / "loss.png", r"\frac{a_$b_$ näme €")
+    draw_loss(records, tmp_path / "loss.png", r"\frac{a_$b_$ näme €", BERTConfig.metrics)
     if EXPERTS in changes:
         draw_experts(records, 1, np.full((3, 8), 1 / 8), tmp_path / "experts.png", "$")
     pictures = list(tmp_path.iterdir())
     assert len(pictures) == 1 + (EXPERTS in changes)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+@pytest.mark.parametrize(
+    ("record", "shown", "panels"),
+    [
+        (BERT, BERTConfig.metrics, {"run: masked tokens": "alone, 6.250", "run: sentence order": "chance, 50%"}),
+        (BERT, (), {"run": "training, last 9.000"}),
+        ({"loss": 5.0}, BERTConfig.metrics, {"run": "training, last 5.000"}),
+        ({"hits": 0.25}, (Metric("hits", "", axis="share", share=True),), {"run": "training, last 25.0%"}),
+    ],
+    ids=["BERT", "unknown model", "record of before", "model of one's own"],
+)
+def test_curves_are_those_the_model_names(tmp_path, monkeypatch, record, shown, panels):
+    drawn = []
+    monkeypatch.setattr(runs, "save", lambda figure, file: drawn.append(figure))
+    draw_loss([{"step": 1, "loss": 9.0} | record], tmp_path / "loss.png", "run", shown)
+    texts = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes}
+    assert texts.keys() == panels.keys()
+    assert all(any(text in label for label in texts[title]) for title, text in panels.items())
 
 
 @pytest.mark.parametrize("limits", [(2.0, 9.0), (6.455, 6.533), (3.1, 3.9), (3.2, 3.2001), (-0.1, 0.2)], ids=str)
