@@ -67,6 +67,7 @@ MOVED = {
     "optimizer_config": "config.optimizer", "validation": "config.checks", "generation": "generation.generate",
     "inference": "generation.inference", "sampling": "generation.sampling", "launch": "cluster.launch",
     "hardware": "cluster.hardware", "names": "utils.names", "planner.comms": "trace.collectives",
+    "interop.family": "models.huggingface.family", "interop.llama": "models.huggingface.llama",
     "training.step": "step.step",
     "training.forward": "step.forward", "training.muon": "step.muon", "training.optimizer": "step.optimizer",
     "training.trainer": "run.trainer", "state.layout": "step.layout", "state.precision": "step.precision",

@@ -1,11 +1,6 @@
 """Checkpoints and tokenizers from and to folders of Hugging Face's `transformers`, and from Megatron-LM.
 
     convert.py          the run of an import, the family of an export, `--rope`
-    family.py           a family of models: names of its tensors, and config.json ↔ ModelConfig, as a table
-    gpt.py              GPT2LMHeadModel, BloomForCausalLM
-    bert.py             BertForPreTraining and MegatronBertForPreTraining
-    llama.py            Llama, Mistral, Qwen 2 and 3, OLMo 2
-    mixture.py          Mixtral, Qwen 3 MoE, OLMoE
     weights.py          tensors ↔ the weights of a model, read directly into shards
     tensor_files.py     tensors by name: sharded safetensors, read one at a time and written; old pickles on request
     torch_files.py      files of torch.save and torch.distributed.checkpoint, read as data
@@ -13,6 +8,8 @@
     tokenizer_files.py  the tokenizer of a model folder; files that a run folder only carries for the export
     fast_tokenizer.py   a tokenizer of mjax as a tokenizer.json
     megatron/           `mjax convert from-megatron`
+
+Tables of families are with the models, in `models/huggingface/` and folders of architectures.
 
 Foreign files are data: nothing in them is executed, and mjax rejects by name what it does not support.
 """

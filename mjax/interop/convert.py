@@ -23,14 +23,14 @@ from mjax.config.llama import LlamaConfig, RopeScaling
 from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
-from mjax.interop.bert import BERT, MEGATRON_BERT, OF_TASKS
-from mjax.interop.family import Family, unlike
-from mjax.interop.gpt import BLOOM, GPT2
-from mjax.interop.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from mjax.interop.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.interop.model_folder import CARD, new_folder
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
+from mjax.models.huggingface.bert import BERT, MEGATRON_BERT, OF_TASKS
+from mjax.models.huggingface.family import Family, unlike
+from mjax.models.huggingface.gpt import BLOOM, GPT2
+from mjax.models.huggingface.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.models.huggingface.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import initial_weights, lay_out

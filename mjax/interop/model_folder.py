@@ -18,7 +18,7 @@ from typing import Any
 
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
-from mjax.interop.family import Family
+from mjax.models.huggingface.family import Family
 from mjax.utils.files import read_json, rename, to_disk
 
 

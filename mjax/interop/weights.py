@@ -22,9 +22,9 @@ import numpy as np
 
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
-from mjax.interop.family import Family
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights
+from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
 from mjax.parallel.stacks import name_in_layer, numbers_of_layers
 from mjax.utils.names import leaf_name

@@ -17,7 +17,6 @@ from mjax.config import ModelConfig
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
-from mjax.interop.family import Family, model_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.names import family_of
@@ -25,6 +24,7 @@ from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.interop.weights import find_tensors, places
+from mjax.models.huggingface.family import Family, model_config
 from tests.data.vocabularies import TEXTS
 from tests.interop.folders import CONFIG, tensors_of
 from tests.interop.megatron_files import draw, share

@@ -16,12 +16,13 @@ from jax.numpy import bfloat16
 from mjax.commands import cli, convert
 from mjax.config import read_config, save_config
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.interop import bert, gpt, model_folder
+from mjax.interop import model_folder
 from mjax.interop.convert import find_family
-from mjax.interop.family import config_values, model_config
 from mjax.interop.model_folder import new_folder
 from mjax.interop.tokenizer_files import find_tokenizer
 from mjax.models.build import build_model
+from mjax.models.huggingface import bert, gpt
+from mjax.models.huggingface.family import config_values, model_config
 from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same, folder_weights, weights_of

@@ -8,9 +8,9 @@ import numpy as np
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import Config, read_config
 from mjax.interop.convert import abstract_weights, find_family
-from mjax.interop.family import model_config
 from mjax.interop.tensor_files import open_tensors
 from mjax.interop.weights import as_stored, block_reader, find_tensors, leaves, tensor_parts
+from mjax.models.huggingface.family import model_config
 from tests.small import named
 
 

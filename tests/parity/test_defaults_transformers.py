@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from mjax.interop.convert import families
-from mjax.interop.family import model_config
+from mjax.models.huggingface.family import model_config
 
 transformers = pytest.importorskip("transformers")
 

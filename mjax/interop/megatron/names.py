@@ -25,9 +25,9 @@ from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.interop.family import Family
-from mjax.interop.llama import LAYER, LLAMA
-from mjax.interop.mixture import QWEN3_MOE
+from mjax.models.huggingface.family import Family
+from mjax.models.huggingface.llama import LAYER, LLAMA
+from mjax.models.huggingface.mixture import QWEN3_MOE
 
 DEEPEST = 30  # dots in a name
 

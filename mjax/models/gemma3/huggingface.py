@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.interop.llama import FULL, LAYER, LLAMA, SLIDING
 from mjax.models.gemma3.config import Gemma3Config
+from mjax.models.huggingface.llama import FULL, LAYER, LLAMA, SLIDING
 
 
 def _kinds(layers: int, every: int) -> list[str]:

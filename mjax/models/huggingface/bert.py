@@ -17,7 +17,7 @@ The two differ in the place of the LayerNorms. Megatron's has one before attenti
 
 from dataclasses import replace
 
-from mjax.interop.family import Family
+from mjax.models.huggingface.family import Family
 
 LAYER = "bert.encoder.layer.{0}"
 NAMES = {

@@ -9,7 +9,7 @@ length; `seq_length`, which published files contain and `transformers` does not 
 `hidden_dropout`, 0 in all of them, would apply to the embedding too in mjax, which it does not there.
 """
 
-from mjax.interop.family import Family
+from mjax.models.huggingface.family import Family
 
 GPT2 = Family(
     model="GPT2LMHeadModel",

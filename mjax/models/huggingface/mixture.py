@@ -12,7 +12,7 @@ from typing import Any
 
 from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
-from mjax.interop.llama import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.models.huggingface.llama import LAYER, LLAMA, MISTRAL, QWEN3
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from mjax.config.llama import LlamaConfig
 from mjax.errors import UsageError
-from mjax.interop.family import Family
+from mjax.models.huggingface.family import Family
 
 LAYER = "model.layers.{0}"
 FULL, SLIDING = "full_attention", "sliding_attention"
