@@ -1,8 +1,10 @@
 """Budgets of the house: its size, and how far it is from `train.py` to the loss and the first product of attention."""
 
+import ast
 import re
 import sys
 import traceback
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,21 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
 
 def test_every_module_is_in_a_room():
     assert {file.name for file in (ROOT / "mjax").glob("*.py")} == {"__init__.py", "__main__.py", "errors.py"}
+
+
+def test_imports_run_downward():
+    """Rooms of `mjax/` have an order in which each imports earlier ones only; imports in functions count too."""
+    graph = {}
+    for file in (ROOT / "mjax").rglob("*.py"):
+        room, *inside = file.relative_to(ROOT / "mjax").parts
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            rooms = {name.split(".")[1] for name in names if name.startswith("mjax.")} if inside else set()
+            graph.setdefault(room, set()).update(rooms - {room})
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError with the rooms of a circle
+    assert order.index("config") < order.index("parallel") < order.index("models") < order.index("step")
+    assert order.index("step") < order.index("run") < order.index("commands")
 
 
 def test_readme_counts_the_lines_of_the_core():

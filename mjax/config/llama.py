@@ -65,6 +65,7 @@ class LlamaConfig(ModelConfig):
 
     title: ClassVar[str] = "a Llama"
     module: ClassVar[str] = "mjax.models.llama:Llama"
+    families: ClassVar[str] = "mjax.models.huggingface.llama:FAMILIES"
 
     @property
     def mlp_width(self) -> int:

@@ -66,6 +66,7 @@ class MixtureConfig(LlamaConfig):
 
     title: ClassVar[str] = "a mixture of experts"
     module: ClassVar[str] = "mjax.models.mixture:Mixture"
+    families: ClassVar[str] = "mjax.models.huggingface.mixture:FAMILIES"
 
     @property
     def width_of_expert(self) -> int:

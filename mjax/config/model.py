@@ -74,7 +74,7 @@ class ModelConfig:
       title: the model in a sentence.
       module: MODULE:CLASS of the model (`models/protocol.py`), imported when it is built.
       families: MODULE:NAME of its tables for Hugging Face (`interop.family.Family`), imported when it is converted;
-        empty if it has none of its own.
+        empty for none.
       metrics: how a run shows the means that the model reports, in the order of the progress line; without them by
         their names, after the loss.
       samples: what it is trained on: text, pairs of stretches of text, or None for examples of a task.
@@ -280,6 +280,7 @@ class GPTConfig(TransformerConfig):
 
     title: ClassVar[str] = "a GPT"
     module: ClassVar[str] = "mjax.models.gpt:GPT"
+    families: ClassVar[str] = "mjax.models.huggingface.gpt:FAMILIES"
 
     @property
     def learned_positions(self) -> bool:
@@ -325,6 +326,7 @@ class BERTConfig(EncoderConfig):
 
     title: ClassVar[str] = "a BERT"
     module: ClassVar[str] = "mjax.models.bert:BERT"
+    families: ClassVar[str] = "mjax.models.huggingface.bert:FAMILIES"
     samples: ClassVar[Literal["pairs"]] = "pairs"
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric(
@@ -381,6 +383,7 @@ class BERTTaskConfig(EncoderConfig):
 
     title: ClassVar[str] = "a BERT with the head of a task"
     module: ClassVar[str] = "mjax.models.heads:TaskBERT"
+    families: ClassVar[str] = "mjax.models.huggingface.bert:OF_TASKS"
     samples: ClassVar[None] = None
 
     @property

@@ -26,17 +26,11 @@ from mjax.errors import UsageError, either
 from mjax.interop.model_folder import CARD, new_folder
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.weights import leaves
-from mjax.models.huggingface.bert import BERT, MEGATRON_BERT, OF_TASKS
 from mjax.models.huggingface.family import Family, unlike
-from mjax.models.huggingface.gpt import BLOOM, GPT2
-from mjax.models.huggingface.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from mjax.models.huggingface.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import initial_weights, lay_out
 
-FAMILIES = (GPT2, BERT, MEGATRON_BERT, BLOOM, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, MIXTRAL, QWEN3_MOE, OLMOE)
-"""Those of architectures that do not name their own."""
 TYPES = {"fp32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(bfloat16))}
 """By --dtype: torch's name, and NumPy's."""
 
@@ -99,14 +93,15 @@ def draw_weights(config: Config, names: tuple[str, ...]) -> dict[str, jax.Array]
 
 
 def families() -> tuple[Family, ...]:
-    """Every family, also those that registered models name (`ModelConfig.families`)."""
+    """The families that configs of registered models name (`ModelConfig.families`)."""
     named = dict.fromkeys(cls.families for cls in REGISTRY.values() if cls.families)
-    return (*FAMILIES, *(family for name in named for family in imported(name)))
+    return tuple(family for name in named for family in imported(name))
 
 
 def find_family(values: dict, file: Path) -> Family:
     """The family of the model in a config.json."""
-    kind, known = values.get("model_type"), {family.model_type: family for family in families()}
+    known = {family.model_type: family for family in families() if not family.written_only}
+    kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         remedy = "docs/extending.md adds one" if kind is not None else "write the right one into the file"
         raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(known)}: {remedy}")
@@ -126,7 +121,7 @@ def family_of(model: ModelConfig) -> Family:
             "`mjax.open_run(RUN).weights` has its weights in Python"
         )
     differences = {}
-    for family in (*families(), *OF_TASKS):
+    for family in families():
         difference = unlike(family, model)
         if not difference:
             return family

@@ -38,7 +38,7 @@ SETTINGS = [
     (CONFIG, {"attention_sinks": False}, "attention_sinks is False, which mjax does not know"),
     # Values that are none.
     (CONFIG, {"activation_function": "relu"}, "activation_function is 'relu'"),
-    (CONFIG, {"model_type": "t5"}, "model_type is 't5'; mjax supports gpt2, bert"),
+    (CONFIG, {"model_type": "t5"}, "model_type is 't5'; mjax supports gpt2, bloom, bert"),
     (CONFIG, {"n_layer": "2"}, "n_layer is '2', which is not a whole number"),
     (BLOOM, {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf, which is not a number"),
     # Values that contradict each other.

@@ -95,11 +95,13 @@ MEGATRON_BERT = replace(
         "vocab_size": ("vocabulary", 29056),
     },
 )
+FAMILIES = (BERT, MEGATRON_BERT)
 OF_TASKS = tuple(
     replace(
         family,
         model=family.model.replace("PreTraining", task),
         names=family.names | {"head": tensor},
+        written_only=True,
         fixed=family.fixed | {"kind": "bert_task", "head": head},
     )
     for family in (BERT, MEGATRON_BERT)
@@ -109,4 +111,3 @@ OF_TASKS = tuple(
         ("span", "QuestionAnswering", "qa_outputs"),
     )
 )
-"""Written only."""

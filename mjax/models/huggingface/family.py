@@ -42,6 +42,7 @@ class Family:
       padded: True if the files have more rows than tokens.
       spelled: takes a name of `names`, gives the name in the files, for messages.
       model_type: in config.json, like everything below.
+      written_only: True if no folder of it is read.
       generates: True if it generates text, and so has a generation_config.json.
       fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
         family. A field in neither this nor `fields` has its default.
@@ -75,6 +76,7 @@ class Family:
     spelled: Callable[[str], str] = str
 
     model_type: str = ""
+    written_only: bool = False
     generates: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, tuple[str, float | str | None]] = field(default_factory=dict)

@@ -92,3 +92,4 @@ BLOOM = Family(
         "skip_bias_add", "skip_bias_add_qkv", "unk_token_id",
     }),
 )  # fmt: skip
+FAMILIES = (GPT2, BLOOM)

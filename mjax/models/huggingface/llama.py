@@ -252,3 +252,4 @@ OLMO2 = replace(
     fields={**LLAMA.fields, "vocab_size": ("vocabulary", 50304), "rms_norm_eps": ("norm_epsilon", 1e-5)},
     only={"attention_bias": False},
 )
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)

@@ -140,3 +140,4 @@ QWEN3_MOE = replace(
     write=_write_qwen,
     without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
 )
+FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE)
