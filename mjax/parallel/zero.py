@@ -199,50 +199,46 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
     """
 
     def one(shard: Array, storage: Storage) -> Array:
-        summed = _summed_later(storage, mesh)
+        summed = axes.summed(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
         if storage.gather_per_layer:  # over the replicas their gradients are summed layer by layer
             return mappings.vary(shard, summed - {*REPLICAS})
-        shard = shard if storage.keep_fp32 else shard.astype(dtype)
-        if in_float8 and storage.float8 and storage.gathers:
-            shard = _gather_in_float8(shard, storage.gathers, layer_dims(mesh))
-        else:
-            shard = _gathered(shard, storage.gathers)
-        return mappings.vary(shard, summed)
+        return mappings.vary(as_used(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
 
     return jax.tree.map(one, model, plan)
 
 
-def _summed_later(storage: Storage, mesh: MeshConfig) -> frozenset[str]:
-    return axes.summed(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
-
-
-def _gathered(shard: Array, gathers: Gathers) -> Array:
-    for names, dim in gathers:
-        shard = mappings.gather_shards(shard, names, dim)
-    return shard
-
-
-def _gather_in_float8(shard: Array, gathers: Gathers, stacked: int) -> Array:
-    """The gathered weight, rounded to float8 before it is sent: half the bytes. Linear layers round it to the same
-    values, which a second time changes nothing.
+def as_used(
+    shard: Array, storage: Storage, dtype, in_float8: bool = False, stacked: int = 0, gather=mappings.gather_shards
+) -> Array:
+    """The weight of the computation from the shard that is stored: cast, then gathered.
 
     Args:
-      stacked: leading dims, along which every layer's weight has its own scale.
+      shard: of the master weight, in float32 or wider.
+      storage: of the weight.
+      dtype: compute dtype.
+      in_float8: round a weight of linear layers to float8 before it is sent: half the bytes. The layers round it to
+        the same values, which a second time changes nothing.
+      stacked: leading dims, along which every layer's weight has its own scale in float8.
+      gather: (shard, axes, dim) → gathered.
     """
-    scale = float8.scales_of(shard, float8.FORWARD, (MODEL, *(axis for names, _ in gathers for axis in names)), stacked)
-    scale = scale.reshape(*scale.shape, *[1] * (shard.ndim - stacked))
-    values = _gathered(float8.rounded(shard, float8.FORWARD, scale).values, gathers)
-    return float8.restored(Float8.of(values, scale), shard.dtype)
+    weight = shard if storage.keep_fp32 else shard.astype(dtype)
+    kind, in_float8 = weight.dtype, in_float8 and storage.float8 and bool(storage.gathers)
+    if in_float8:
+        over = (MODEL, *(axis for names, _ in storage.gathers for axis in names))
+        scale = float8.scales_of(weight, float8.FORWARD, over, stacked)
+        scale = scale.reshape(*scale.shape, *[1] * (weight.ndim - stacked))
+        weight = float8.rounded(weight, float8.FORWARD, scale).values
+    for names, dim in storage.gathers:
+        weight = gather(weight, names, dim)
+    return float8.restored(Float8.of(weight, scale), kind) if in_float8 else weight
 
 
 def gather_for_inference(model, plan, dtype):
     """Like `gather_weights`, for a program without gradients: the weights are typed as replicated."""
 
     def one(shard: Array, storage: Storage) -> Array:
-        shard = shard if storage.keep_fp32 else shard.astype(dtype)
-        for names, dim in () if storage.gather_per_layer else storage.gathers:
-            shard = mappings.gather_whole(shard, names, dim)
-        return shard
+        storage = replace(storage, gathers=()) if storage.gather_per_layer else storage
+        return as_used(shard, storage, dtype, gather=mappings.gather_whole)
 
     return jax.tree.map(one, model, plan)
 
@@ -265,11 +261,8 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
         if not storage.gather_per_layer:
             return shard
         if inference:
-            ((names, dim),) = storage.gathers  # a stage holds its layers, so they are not gathered over `pipe`
-            return mappings.gather_whole(shard, names, dim)
-        kind = shard.dtype if storage.keep_fp32 else dtype
-        stored = mappings.varying_axes(shard)
-        return _gather_layer(shard, storage.gathers, kind, in_float8 and storage.float8, stored)
+            return as_used(shard, storage, dtype, gather=mappings.gather_whole)
+        return _gather_layer(shard, storage, dtype, in_float8, mappings.varying_axes(shard))
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
@@ -277,15 +270,13 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
 # Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 @jax.named_scope(scopes.WEIGHTS)
-def _gather_layer(shard: Array, gathers: Gathers, dtype, in_float8: bool, stored: frozenset[str]) -> Array:
+def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool, stored: frozenset[str]) -> Array:
     """A layer's weight, varying over all replicas; `stored` are the axes over which its shard varies."""
-    shard = shard.astype(dtype)
-    shard = _gather_in_float8(shard, gathers, 0) if in_float8 and gathers else _gathered(shard, gathers)
-    return mappings.vary(shard, frozenset(REPLICAS))
+    return mappings.vary(as_used(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
 
-def _gather_layer_backward(gathers: Gathers, dtype, in_float8: bool, stored: frozenset[str], _, gradient: Array):
-    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), gathers, stored),)
+def _gather_layer_backward(storage: Storage, dtype, in_float8: bool, stored: frozenset[str], _, gradient: Array):
+    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored),)
 
 
 @jax.named_scope(scopes.GRADIENT)
