@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
@@ -34,14 +34,13 @@ MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other siz
 
 
 @jax.custom_vjp
-def vocab_parallel_cross_entropy(logits: Array, labels: Array) -> Array:
+def vocab_parallel_cross_entropy(logits: Float[Array, "t v_local"], labels: Int[Array, " t"]) -> Float[Array, " t"]:
     """Cross entropy −log softmax(logits)[label] when each rank holds v/p of the logits (arXiv 1909.08053, section 3).
 
-    Only the row's maximum, its sum of exponentials and the label's logit are communicated over the model axis: three
-    numbers per token instead of v. The only copy of the logits kept for the backward pass has the compute dtype.
+    The only copy of the logits saved for the backward pass has the compute dtype.
 
-    Shapes: logits [t, v / p] varying over `model`, labels int [t] → loss [t], float32 or wider, the same on every rank
-    of `model`.
+    Returns:
+      The loss in float32 or wider, the same on every rank of `model`.
     """
     return _cross_entropy_forward(logits, labels)[0]
 
@@ -71,12 +70,10 @@ def _cross_entropy_backward(residuals, gradient: Array):
 vocab_parallel_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def vocab_parallel_argmax(logits: Array) -> Array:
+def vocab_parallel_argmax(logits: Float[Array, "t v_local"]) -> Int[Array, " t"]:
     """The id with the highest logit when each rank holds v/p of them; the lowest id in a tie, as in `argmax`.
 
-    Two numbers per token are communicated over the model axis: the highest logit, and the lowest id that has it.
-
-    Shapes: logits [t, v / p] varying over `model` → int32 [t], the same on every rank of `model`.
+    Two numbers per token are communicated over `model`: the highest logit, and the lowest id that has it.
     """
     rows = logits.shape[-1]
     highest = logits.max(-1)
@@ -90,17 +87,15 @@ def vocab_parallel_argmax(logits: Array) -> Array:
 
 
 def chunked_cross_entropy(
-    x: Array, embedding: VocabParallelEmbedding, bias: Array | None, labels: Array, tokens: Tokens, chunks: int
-) -> Array:
-    """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of a part of the rows in
-    memory at a time.
-
-    Shapes: x [t, h], this rank's rows of the stream; bias [v / p]; labels int [b · s] → loss [b · s], float32 or wider,
-    the same on every rank of `model`.
-
-    Args:
-      chunks: number of parts, as many at most.
-    """
+    x: Float[Array, "t h"],
+    embedding: VocabParallelEmbedding,
+    bias: Float[Array, " v_local"] | None,
+    labels: Int[Array, " bs"],
+    tokens: Tokens,
+    chunks: int,
+) -> Float[Array, " bs"]:
+    """`vocab_parallel_cross_entropy` of `embedding.logits(x, tokens, bias)`, with the logits of at most one of `chunks`
+    parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
     return _chunked(x, table, bias, labels, embedding.tokens_of_rank(table), _How(tokens, chunks))
@@ -120,12 +115,12 @@ class _How(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Of the rows so far, for each token [t]: the highest logit m, the sum of exp(logit − m), and the label's logit, 0
-    if it is not among them."""
+    """Of the rows so far, for each token: the highest logit m, the sum of exp(logit − m), and the label's logit, 0 if
+    it is not among them."""
 
-    highest: Array
-    total: Array
-    label: Array
+    highest: Float[Array, " bs"]
+    total: Float[Array, " bs"]
+    label: Float[Array, " bs"]
 
     def and_rows(self, other: _Running) -> _Running:
         """Of the rows of both."""
@@ -164,8 +159,8 @@ def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, 
 
 def _of_chunk(
     x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, rows: slice
-) -> tuple[Array, Array]:
-    """The logits of these rows, float32 or wider, and which of them is the label's, both [t, rows]."""
+) -> tuple[Float[Array, "bs rows"], Bool[Array, "bs rows"]]:
+    """The logits of these rows, float32 or wider, and which of them is the label's."""
     scores = x @ table[rows].T
     scores = scores if bias is None else scores + bias[rows]
     scores = without_padding(scores, None if count is None else count - rows.start)

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float, UInt8
 
 from mjax.config.axes import MODEL, holding
 from mjax.parallel import mappings
@@ -42,15 +42,15 @@ class Float8:
     """An array in float8.
 
     Attributes:
-      bits: uint8, the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
+      bits: the values. (What `jax.checkpoint` keeps for the backward pass, it rounds to the dtype that it has;
         in e4m3 that turns all values above 240, which an IEEE type of 4 exponent bits would not have, into NaN.)
-      scale: float32, a power of two; the same on every rank that holds a part of the array: [], or for stacked arrays
-        one for each (`scales_of`), with as many dims as the values.
+      scale: a power of two; the same on every rank that holds a part of the array: [], or for stacked arrays one for
+        each (`scales_of`), with as many dims as the values.
       dtype: of the values.
     """
 
-    bits: Array
-    scale: Array
+    bits: UInt8[Array, "*dims"]
+    scale: Float[Array, ...]
     dtype: Any = field(metadata={"static": True})
 
     @classmethod
@@ -75,8 +75,8 @@ def rounded(x: Array, dtype, scale: Array | None = None) -> Float8:
     return Float8.of((wide * (1 / scale).astype(wide.dtype)).astype(dtype), scale)
 
 
-def scales_of(x: Array, dtype, axes: tuple[str, ...], stacked: int) -> Array:
-    """The scale of each of the arrays that are stacked along the first `stacked` dims of `x`: float32 [those dims]."""
+def scales_of(x: Float[Array, ...], dtype, axes: tuple[str, ...], stacked: int) -> Float[Array, ...]:
+    """The scale of each of the arrays that are stacked along the first `stacked` dims of `x`."""
     one = partial(scale_of, dtype=dtype, axes=axes)
     for _ in range(stacked):
         one = jax.vmap(one)
@@ -88,13 +88,13 @@ def restored(x: Float8, dtype) -> Array:
     return x.values.astype(dtype) * x.scale.astype(dtype)
 
 
-def on_grid(x: Array, dtype, scale: Array | None = None) -> Array:
+def on_grid(x: Float[Array, "*dims"], dtype, scale: Array | None = None) -> Float[Array, "*dims"]:
     """`x` with its values rounded to those of float8."""
     return restored(rounded(x, dtype, scale), x.dtype)
 
 
-def scale_of(x: Array, dtype, axes: tuple[str, ...] = ()) -> Array:
-    """The scale of `x` in a float8 dtype: float32 [].
+def scale_of(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Float[Array, ""]:
+    """The scale of `x` in a float8 dtype.
 
     Args:
       axes: mesh axes whose ranks hold parts of the array, if it varies over them.

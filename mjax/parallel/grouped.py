@@ -32,9 +32,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
 
 from mjax.parallel import mappings, scopes
 from mjax.parallel.sums import wide_type
@@ -57,20 +58,20 @@ class Groups:
     """Rows sorted by group, each group's rows beginning at a tile's boundary.
 
     Attributes:
-      of_tile: the group of each tile, int32 [tiles]; E - 1 for unused tiles, which are behind all used ones.
-      used: the number of tiles in use, int32 [].
-      first: each group's first tile, int32 [E]; that of the next group if it has none.
-      tiles: the number of tiles of each group, int32 [E].
-      counts: the number of rows of each group, int32 [E], without the zeros that fill its last tile.
+      of_tile: the group of each tile; E - 1 for unused tiles, which are behind all used ones.
+      used: the number of tiles in use.
+      first: each group's first tile; that of the next group if it has none.
+      tiles: the number of tiles of each group.
+      counts: the number of rows of each group, without the zeros that fill its last tile.
       rows: rows of a tile.
       assignments: A, of which each has a row or none.
     """
 
-    of_tile: Array
-    used: Array
-    first: Array
-    tiles: Array
-    counts: Array
+    of_tile: Int[Array, " tiles"]
+    used: Int[Array, ""]
+    first: Int[Array, " E"]
+    tiles: Int[Array, " E"]
+    counts: Int[Array, " E"]
     rows: int = field(metadata={"static": True})
     assignments: int = field(metadata={"static": True})
 
@@ -90,18 +91,20 @@ def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None 
     return busy + (more if at_once is None else min(more, busy * ((at_once - 1) // rows)))
 
 
-def group(which: Array, groups: int, rows: int, at_once: int | None = None, ranks: int = 1) -> tuple[Groups, Array]:
+def group(
+    which: Int[Array, " A"], groups: int, rows: int, at_once: int | None = None, ranks: int = 1
+) -> tuple[Groups, Int[Array, " A"]]:
     """Give each assignment its row in a buffer of `tiles_at_most` tiles, sorted by group.
 
     Args:
-      which: the group of each assignment, int32 [A]; one below 0 or from `groups` on gets no row.
+      which: the group of each assignment; one below 0 or from `groups` on gets no row.
       groups: E.
       rows: of a tile.
       at_once: as in `tiles_at_most`.
       ranks: devices with as many groups each, that share the assignments.
 
     Returns:
-      The groups, and the row of each assignment, int32 [A]: within a group in the order of the assignments, the same
+      The groups, and the row of each assignment: within a group in the order of the assignments, the same
       rows every time. Those without a group have the buffer's number of rows, behind its last one.
     """
     tiles = tiles_at_most(which.shape[0], groups, rows, at_once)
@@ -123,20 +126,22 @@ def group(which: Array, groups: int, rows: int, at_once: int | None = None, rank
     return grouping, jnp.zeros_like(row).at[order].set(row, unique_indices=True)
 
 
-def grouped_product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Array:
+def grouped_product(
+    x: Float[Array, "r _"], kernels: Float[Array, "_ _ f"], groups: Groups, kernel: str
+) -> Float[Array, "r f"]:
     """y = x W[g] for the rows of each group g, in the dtype of x, with sums in float32 or wider.
 
     Differentiable in x and kernels; a group without rows has a gradient of zeros.
 
     Args:
-      x: [tiles · rows, h], zero in the rows that fill tiles.
-      kernels: W, [E, h, f], in the dtype of x. Inside `shard_map` all arguments are cast to vary over the axes that any
+      x: a row for each row of a tile, zero in those that fill tiles.
+      kernels: W [E, h, f], in the dtype of x. Inside `shard_map` all arguments are cast to vary over the axes that any
         of them varies over, which sums gradients over the added ones.
       groups: from `group`.
       kernel: one of KERNELS, or a name for tests and traces.
 
     Returns:
-      [tiles · rows, f], zero in unused tiles.
+      The products, zero in unused tiles.
 
     Raises:
       ValueError: shapes or dtypes that do not fit.
@@ -188,7 +193,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _of(kernel: str) -> tuple[Callable, Callable]:
-    """The product (x [r, h], kernels, groups, transposed) → y [r, f], and the gradient (x, dy, groups) → dW."""
+    """The product and its gradient, with the arguments of `product_in_loops` and `kernel_gradients_in_loops`."""
     if kernel == "xla":
         return product_in_loops, kernel_gradients_in_loops
     interpret = {"pallas": False, INTERPRETED: True}[kernel]
@@ -198,7 +203,9 @@ def _of(kernel: str) -> tuple[Callable, Callable]:
 # --- The kernel `xla` -------------------------------------------------------------------------------------------------
 
 
-def product_in_loops(x: Array, kernels: Array, groups: Groups, transposed: bool) -> Array:
+def product_in_loops(
+    x: Float[Array, "r _"], kernels: Float[Array, "E h f"], groups: Groups, transposed: bool
+) -> Float[Array, "r _"]:
     """y = x W[g], or x W[g]ᵀ: for each group, for each of its tiles."""
     rows, contracted = groups.rows, 1 if transposed else 0
 
@@ -218,8 +225,10 @@ def product_in_loops(x: Array, kernels: Array, groups: Groups, transposed: bool)
     return lax.fori_loop(0, kernels.shape[0], of_group, y)
 
 
-def kernel_gradients_in_loops(x: Array, gradient: Array, groups: Groups) -> Array:
-    """dW[g] = Σ xᵀ dy over the tiles of g, summed in float32 or wider: [E, h, f] in the dtype of x."""
+def kernel_gradients_in_loops(
+    x: Float[Array, "r h"], gradient: Float[Array, "r f"], groups: Groups
+) -> Float[Array, "E h f"]:
+    """dW[g] = Σ xᵀ dy over the tiles of g, summed in float32 or wider, in the dtype of x."""
     rows, wide = groups.rows, wide_type(x.dtype)
     shape = x.shape[1], gradient.shape[1]
 

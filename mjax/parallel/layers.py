@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
@@ -88,7 +88,6 @@ class ColumnParallelLinear(nnx.Module):
     split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
     one, the same as its neighbours. `unfused` says that the parts along the first dim are separate outputs (`columns`):
     each is computed by a product of its own, so that nothing has to be copied out of the whole.
-    Shapes: x [t, h], this rank's rows of the stream → y [b · s, *out] with out[split] / p, varying over `model`.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class ColumnParallelLinear(nnx.Module):
         self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
-    def __call__(self, x: Array, tokens: Tokens) -> Array:
-        """The whole output, also of a layer whose parts are `unfused`."""
+    def __call__(self, x: Float[Array, "t h"], tokens: Tokens) -> Float[Array, " bs *out"]:
+        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`."""
         (y,) = columns(x, tokens, self, whole=True)
         return y
 
@@ -121,11 +120,12 @@ class ColumnParallelLinear(nnx.Module):
         return local_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
-def columns(x: Array, tokens: Tokens, *layers: ColumnParallelLinear, whole: bool = False) -> tuple[Array, ...]:
-    """The outputs of column-parallel layers with the same input, in one region: f is applied once.
+def columns(
+    x: Float[Array, "t h"], tokens: Tokens, *layers: ColumnParallelLinear, whole: bool = False
+) -> tuple[Float[Array, "bs ..."], ...]:
+    """Return the outputs of column-parallel layers with the same input, in one region: f is applied once.
 
-    Shapes: x [t, h], this rank's rows of the stream → for each layer [b · s, *out] with out[split] / p; for a layer
-    with `unfused` each of its parts, unless it is wanted `whole`.
+    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
     axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
@@ -151,7 +151,6 @@ class RowParallelLinear(nnx.Module):
     """y = x A + b with A split by rows: rank i holds x_i and A_i, and g sums the products.
 
     The input may have several dims, such as (heads, head size); the first of them is split.
-    Shapes: x [b · s, *into] with into[0] / p, varying over `model` → y [t, h], this rank's rows of the stream.
     """
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
@@ -161,7 +160,7 @@ class RowParallelLinear(nnx.Module):
         self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
-    def __call__(self, x: Array, tokens: Tokens) -> Array:
+    def __call__(self, x: Float[Array, " bs *into"], tokens: Tokens) -> Float[Array, "t h"]:
         y = from_rows(self.kernel[...], x, tokens)
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
@@ -179,23 +178,22 @@ class VocabParallelEmbedding(nnx.Module):
         self.vocabulary, self.rows = vocabulary, rows
         self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype)
 
-    def __call__(self, ids: Array, tokens: Tokens) -> Array:
-        """Embed `ids` int [b, s], the same on every rank of `model` → this rank's rows of the stream [t, h]."""
+    def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
+        """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
         table = self.table[...]
         local, owned = owned_rows(ids.reshape(-1), table.shape[0])
         return tokens.leave(jnp.where(owned[:, None], lookup(table, local), 0))
 
-    def logits(self, x: Array, tokens: Tokens, bias: Array | None = None) -> Array:
-        """Score this rank's rows `x` [t, h] against every row of the table → [b · s, v / p], varying over `model`.
-
-        `bias` [v / p] is added to the scores if given.
-        """
+    def logits(
+        self, x: Float[Array, "t h"], tokens: Tokens, bias: Float[Array, " v_local"] | None = None
+    ) -> Float[Array, "bs v_local"]:
+        """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
         return without_padding(_scores(x, table, bias, tokens), self.tokens_of_rank(table))
 
-    def tokens_of_rank(self, table: Array) -> Array | None:
-        """The number of this rank's rows that are tokens, int32 []; at most 0 if all are padding, None if none are."""
+    def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
+        """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
         if self.vocabulary == self.rows:
             return None
         return self.vocabulary - mappings.rank(MODEL) * table.shape[0]
@@ -205,8 +203,10 @@ class VocabParallelEmbedding(nnx.Module):
 # pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
 # compute that gradient twice, and keep the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _scores(x: Array, table: Array, bias: Array | None, tokens: Tokens) -> Array:
-    """f(x) Eᵀ + b: x [t, h], table [v / p, h], bias [v / p] → [b · s, v / p]."""
+def _scores(
+    x: Float[Array, "t h"], table: Float[Array, "v h"], bias: Float[Array, " v"] | None, tokens: Tokens
+) -> Float[Array, "bs v"]:
+    """f(x) Eᵀ + b."""
     return _scores_forward(x, table, bias, tokens)[0]
 
 
@@ -229,14 +229,14 @@ def _scores_backward(tokens: Tokens, residuals, gradient: Array):
 _scores.defvjp(_scores_forward, _scores_backward)
 
 
-def without_padding(scores: Array, tokens: Array | None) -> Array:
-    """Scores [t, rows] with the lowest possible ones in all columns but the first `tokens`; None: all are tokens."""
+def without_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:
+    """Scores with the lowest possible ones in all columns but the first `tokens`; None: all are tokens."""
     if tokens is None:
         return scores
     return jnp.where(jnp.arange(scores.shape[-1]) < tokens, scores, jnp.finfo(scores.dtype).min)
 
 
-def owned_rows(ids: Array, rows: int) -> tuple[Array, Array]:
+def owned_rows(ids: Int[Array, " t"], rows: int) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
     """Ids as row numbers of this rank's `rows` rows (0 where another rank owns them), and whether it owns them."""
     local = ids - mappings.rank(MODEL) * rows
     owned = (local >= 0) & (local < rows)

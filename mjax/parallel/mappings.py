@@ -31,7 +31,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
+from jaxtyping import Array, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL, PIPE, holding, splitting
 
@@ -46,13 +47,13 @@ def varying_axes(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
-def rank(axis: str) -> Array:
-    """Index of this device on `axis`: int32 [], varying over it."""
+def rank(axis: str) -> Int[Array, ""]:
+    """Index of this device on `axis`, varying over it."""
     return lax.axis_index(axis)
 
 
-def replica() -> Array:
-    """Index of this device's samples of the batch: int32 [], varying over the axes that split it."""
+def replica() -> Int[Array, ""]:
+    """Index of this device's samples of the batch, varying over the axes that split it."""
     first, *others = splitting("batch")
     number = rank(first)
     for axis in others:
@@ -70,7 +71,7 @@ def size(axis: Axes) -> int:
     return lax.axis_size(axis)
 
 
-def vary(x: Array, axes: frozenset[str]) -> Array:
+def vary(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dims"]:
     """Cast `x` to also vary over `axes`. Its transpose sums the gradient over the added axes."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -79,7 +80,7 @@ def vary(x: Array, axes: frozenset[str]) -> Array:
 # --- Over the model axis ----------------------------------------------------------------------------------------------
 
 
-def enter(x: Array, axis: str = MODEL) -> Array:
+def enter(x: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
     """f: open a region in which values differ along `axis`; replicated → varying. Its transpose is the all-reduce.
 
     Raises:
@@ -92,7 +93,7 @@ def enter(x: Array, axis: str = MODEL) -> Array:
     return lax.pcast(x, axis, to="varying")
 
 
-def leave(partial: Array, axis: str = MODEL) -> Array:
+def leave(partial: Shaped[Array, "*dims"], axis: str = MODEL) -> Shaped[Array, "*dims"]:
     """g: close a region by summing the partial results of all ranks. Its transpose is the identity.
 
     Raises:
@@ -105,7 +106,7 @@ def leave(partial: Array, axis: str = MODEL) -> Array:
     return lax.psum(partial, axis)
 
 
-def maximum(x: Array, axis: Axes = MODEL) -> Array:
+def maximum(x: Shaped[Array, "*dims"], axis: Axes = MODEL) -> Shaped[Array, "*dims"]:
     """Maximum over the ranks of an axis, or of several; carries no gradient."""
     return lax.pmax(lax.stop_gradient(x), axis) if axis else x
 
@@ -113,17 +114,15 @@ def maximum(x: Array, axis: Axes = MODEL) -> Array:
 # --- Over the model axis, with tokens split over it -------------------------------------------------------------------
 
 
-def gather_tokens(x: Array, axis: str = MODEL) -> Array:
-    """f of sequence parallelism: every rank's rows, one after the other: [t / p, …] → [t, …]. Its transpose is
-    `scatter_tokens`."""
+def gather_tokens(x: Shaped[Array, " t *dims"], axis: str = MODEL) -> Shaped[Array, " bs *dims"]:
+    """f of sequence parallelism: every rank's rows, one after the other. Its transpose is `scatter_tokens`."""
     if axis not in varying_axes(x):
         raise ValueError(f"gather_tokens() takes rows that are split over `{axis}`; these are the same on every rank")
     return lax.all_gather(x, axis, axis=0, tiled=True)
 
 
-def scatter_tokens(partial: Array, axis: str = MODEL) -> Array:
-    """g of sequence parallelism: sum the partial results and keep this rank's rows: [t, …] → [t / p, …]. Its transpose
-    is `gather_tokens`."""
+def scatter_tokens(partial: Shaped[Array, " bs *dims"], axis: str = MODEL) -> Shaped[Array, " t *dims"]:
+    """g of sequence parallelism: sum the partial results and keep this rank's rows. Its transpose: `gather_tokens`."""
     if axis not in varying_axes(partial):
         raise ValueError(f"scatter_tokens() takes partial sums that vary over `{axis}`; these are already complete")
     return lax.psum_scatter(partial, axis, scatter_dimension=0, tiled=True)
@@ -132,9 +131,9 @@ def scatter_tokens(partial: Array, axis: str = MODEL) -> Array:
 # --- Over context -----------------------------------------------------------------------------------------------------
 
 
-def balanced(x: Array) -> Array:
+def balanced(x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
     """Exchange half of the positions of every rank, so that causal attention costs all of them the same: of 2c chunks
-    rank r has 2r and 2r + 1 before, r and 2c − 1 − r after. Shapes: […, s / c] → the same."""
+    rank r has 2r and 2r + 1 before, r and 2c − 1 − r after."""
     ranks = size(CONTEXT)
     even, odd = (lax.ppermute(half, CONTEXT, [(r, _rank_of_chunk(2 * r + i, ranks)) for r in range(ranks)])
                  for i, half in enumerate(jnp.split(x, 2, axis=-1)))  # fmt: skip
@@ -146,12 +145,12 @@ def _rank_of_chunk(chunk: int, ranks: int) -> int:
     return min(chunk, 2 * ranks - 1 - chunk)
 
 
-def once(x: Array) -> Array:
+def once(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """`x` on rank 0 of `context` and 0 on the others: for what every rank has and a sum over ranks counts once."""
     return jnp.where(rank(CONTEXT) == 0, x, jnp.zeros_like(x)) if size(CONTEXT) > 1 else x
 
 
-def counted_once(count: int) -> Array | int:
+def counted_once(count: int) -> Int[Array, ""] | int:
     """`once` of a number that is the same for all parts of the batch, as `Model.counts` returns it."""
     if size(CONTEXT) == 1:
         return count
@@ -161,19 +160,19 @@ def counted_once(count: int) -> Array | int:
 # --- Over pipe --------------------------------------------------------------------------------------------------------
 
 
-def to_next_stage(x: Array) -> Array:
+def to_next_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """Send `x` to the next stage and receive from the previous one; the last sends to the first."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage + 1) % stages) for stage in range(stages)])
 
 
-def to_previous_stage(x: Array) -> Array:
+def to_previous_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """The reverse of `to_next_stage`, and its transpose."""
     stages = size(PIPE)
     return lax.ppermute(x, PIPE, [(stage, (stage - 1) % stages) for stage in range(stages)])
 
 
-def from_first_stage(x: Array) -> Array:
+def from_first_stage(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     """The value of stage 0, on every stage."""
     return lax.psum(jnp.where(rank(PIPE) == 0, x, jnp.zeros_like(x)), PIPE)
 
@@ -199,10 +198,10 @@ def scatter_sum(x: Array, axis: Axes, dim: int) -> Array:
 
 def exchange(x: Array, axis: str, split: int, join: int) -> Array:
     """All-to-all: from a part of dim `join` of everything to the whole of it for this rank's part of dim `split`; with
-    the two swapped, back. Shapes: […, s, …, j / p, …] → […, s / p, …, j, …]."""
+    the two swapped, back."""
     return lax.all_to_all(x, axis, split_axis=split, concat_axis=join, tiled=True)
 
 
-def sum_over(x: Array, axes: frozenset[str]) -> Array:
+def sum_over(x: Shaped[Array, "*dims"], axes: frozenset[str]) -> Shaped[Array, "*dims"]:
     """Sum over the ranks of all `axes`; the identity if there are none."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x

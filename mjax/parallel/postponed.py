@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.parallel import mappings
 from mjax.parallel.mappings import Gathers
@@ -26,14 +26,14 @@ class PostponedKernel:
     multiplied later (`kernel_gradient`).
 
     Attributes:
-      kernel: [*into, *out]; it gets no gradient.
-      input: zeros [t, *into]; its gradient is x.
-      gradient: zeros [t, *out]; its gradient is the gradient of y.
+      kernel: it gets no gradient.
+      input: zeros; its gradient is x.
+      gradient: zeros; its gradient is the gradient of y.
     """
 
-    kernel: Array
-    input: Array
-    gradient: Array
+    kernel: Float[Array, "*into_and_out"]
+    input: Float[Array, " t *into"] | None
+    gradient: Float[Array, " t *out"] | None
 
     def __getitem__(self, _) -> PostponedKernel:  # read like the array it stands for: `self.kernel[...]`
         return self
@@ -51,8 +51,8 @@ def without_factors(kernel: Array | PostponedKernel) -> Array | PostponedKernel:
 
 def zero_factors(
     layers, contracted: list[int | None], gathered: list[Gathers], rows: int, stream: Array
-) -> list[tuple[Array, Array]]:
-    """Zeros in place of the input and output gradient of each postponed kernel, [layers, b · s, …] each.
+) -> list[tuple[Float[Array, "layers rows *into"], Float[Array, "layers rows *out"]]]:
+    """Zeros in place of the input and output gradient of each postponed kernel.
 
     Args:
       layers: stacked, as they are stored.

@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
@@ -24,11 +24,9 @@ from mjax.parallel.tokens import Tokens
 Kernel = Array | PostponedKernel
 
 
-def linear(kernel: Kernel, x: Array, dims: int) -> Array:
-    """y = x A, contracting the last `dims` dims of x with the first of the kernel; both vary over the same mesh axes.
-
-    Shapes: kernel [*into, *out], x [t, *into] → y [t, *out].
-    """
+def linear(kernel: Kernel, x: Float[Array, " t *into"], dims: int) -> Float[Array, " t *out"]:
+    """y = x A, contracting the last `dims` dims of x with the first of the kernel, [*into, *out]; both vary over the
+    same mesh axes."""
     return _linear(x, kernel, dims)
 
 
@@ -55,14 +53,16 @@ def _product(x: Array, kernel: Array, dims: int) -> Array:
     return y.reshape(*x.shape[: x.ndim - dims], *out)
 
 
-def input_gradient(gradient: Array, shape: tuple[int, ...], kernel: Array) -> Array:
-    """g Aᵀ, the gradient of the input of `linear`: g [t, *out] → `shape` [t, *into]."""
+def input_gradient(
+    gradient: Float[Array, " t *out"], shape: tuple[int, ...], kernel: Array
+) -> Float[Array, " t *into"]:
+    """g Aᵀ, the gradient of the input of `linear`, which has this shape."""
     out = gradient.ndim - 1
     return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(shape)
 
 
-def kernel_gradient(x: Array, gradient: Array) -> Array:
-    """xᵀ g, the gradient of the kernel of `linear`: x [t, *into], g [t, *out] → [*into, *out]."""
+def kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
+    """xᵀ g, the gradient of the kernel of `linear`, [*into, *out]."""
     product = _matrix(x, x.ndim - 1).T @ _matrix(gradient, gradient.ndim - 1)
     return product.reshape(*x.shape[1:], *gradient.shape[1:])
 
@@ -111,12 +111,15 @@ def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tupl
 # f and the products behind it are differentiated as one, for their order (`overlapped_sum`).
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def into_columns(
-    x: Array, kernels: tuple[Kernel, ...], biases: tuple[Array | None, ...], tokens: Tokens, unfused: tuple[bool, ...]
-) -> tuple[Array, ...]:
+    x: Float[Array, "t h"],
+    kernels: tuple[Kernel, ...],
+    biases: tuple[Array | None, ...],
+    tokens: Tokens,
+    unfused: tuple[bool, ...],
+) -> tuple[Float[Array, "bs ..."], ...]:
     """y = f(x) A + b for each kernel; for one that is `unfused` each of the parts along its first dim of columns.
 
-    Shapes: x [t, h], this rank's rows of the stream; kernels [h, *out], biases [*out], which vary as the results do →
-    [b · s, *out] each.
+    Kernels [h, *out] and biases [*out] vary over the same axes as the results.
     """
     return _columns_forward(x, kernels, biases, tokens, unfused)[0]
 
@@ -160,8 +163,8 @@ def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, grad
 into_columns.defvjp(_columns_forward, _columns_backward)
 
 
-def _joined(parts: list[Array]) -> Array:
-    """Arrays [t, …] as one [t, parts, …]: a sum of them with zeros around, which XLA joins and sums over rows in one
+def _joined(parts: list[Float[Array, " t *out"]]) -> Float[Array, "t parts *out"]:
+    """The parts as one array: a sum of them with zeros around, which XLA joins and sums over rows in one
     kernel, as it does no concatenation."""
     zero, last = jnp.zeros((), parts[0].dtype), len(parts) - 1
     zero = mappings.vary(zero, mappings.varying_axes(parts[0]))
@@ -186,8 +189,8 @@ def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
 # --- Products, and g --------------------------------------------------------------------------------------------------
 
 
-def from_rows(kernel: Kernel, x: Array, tokens: Tokens) -> Array:
-    """y = g(x A): x [b · s, *into], kernel [*into, h] → y [t, h], this rank's rows of the stream."""
+def from_rows(kernel: Kernel, x: Float[Array, " bs *into"], tokens: Tokens) -> Float[Array, "t h"]:
+    """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]."""
     return _rows(x, kernel, tokens) if tokens.float8 else tokens.leave(linear(kernel, x, x.ndim - 1))
 
 
@@ -214,7 +217,7 @@ def _rows_backward(tokens: Tokens, residuals, gradient: Array):
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def kernel_gradient_in_float8(x: Array, gradient: Array) -> Array:
+def kernel_gradient_in_float8(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
     """`kernel_gradient` of the factors that a backward pass in float8 has left: they are in float8 already, and no
     scale has to be agreed on."""
     x = float8.on_grid(x, float8.FORWARD, float8.scale_of(x, float8.FORWARD))

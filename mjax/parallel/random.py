@@ -17,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from mjax.parallel.tokens import Tokens
 
@@ -25,7 +25,7 @@ from mjax.parallel.tokens import Tokens
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
 
 
-def mix(x: Array) -> Array:
+def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     """A bijection of uint32 in which every input bit reaches every output bit (C. Wellons' lowbias32)."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
@@ -38,27 +38,27 @@ class DropoutKey:
     """The inputs of the masks of one forward pass.
 
     Attributes:
-      words: uint32 [2], hashed from seed, step, layer and site.
-      samples: uint32 [b], each local sequence's index in the global batch.
+      words: hashed from seed, step, layer and site.
+      samples: each local sequence's index in the global batch.
     """
 
-    words: Array
-    samples: Array
+    words: UInt32[Array, " 2"]
+    samples: UInt32[Array, " b"]
 
     @classmethod
-    def of(cls, seed: int, step: Array, samples: Array) -> DropoutKey:
+    def of(cls, seed: int, step: Int[Array, ""], samples: Shaped[Array, " b"]) -> DropoutKey:
         """The key of a step, before any layer is folded in."""
         start = jnp.array([seed, seed ^ 0x9E3779B9], jnp.uint32)
         return cls(mix(start), samples.astype(jnp.uint32)).fold(step)
 
-    def fold(self, number: Array | int) -> DropoutKey:
+    def fold(self, number: Shaped[Array, ""] | int) -> DropoutKey:
         """The key of the `number`-th step, layer or site below this one."""
         number = jnp.asarray(number).astype(jnp.uint32)
         step = jnp.stack([number, number + np.uint32(0x85EBCA6B)])
         return DropoutKey(mix(mix(self.words + step) ^ self.words[::-1]), self.samples)
 
-    def rows(self, *indices: Array) -> tuple[Array, Array]:
-        """Two words for each row of an array whose leading dims are (samples, *indices): uint32 [b, i, …] each."""
+    def rows(self, *indices: Int[Array, " _"]) -> tuple[UInt32[Array, " b *i"], UInt32[Array, " b *i"]]:
+        """Two words for each row of an array whose leading dims are (samples, *indices)."""
         ndim = 1 + len(indices)
         first = self._along(self.samples, 0, ndim) + self.words[0]
         second = self._along(self.samples, 0, ndim) ^ self.words[1]
@@ -72,8 +72,10 @@ class DropoutKey:
         return x.reshape([-1 if i == dim else 1 for i in range(ndim)])
 
 
-def keep_mask(rate: float, rows: tuple[Array, Array], columns: int) -> Array:
-    """Mask of the elements to keep: bool [*rows, columns]; each is dropped with probability `rate`."""
+def keep_mask(
+    rate: float, rows: tuple[UInt32[Array, "*rows"], UInt32[Array, "*rows"]], columns: int
+) -> Bool[Array, "*rows {columns}"]:
+    """Mask of the elements to keep; each is dropped with probability `rate`."""
     first, second = (row[..., None] for row in rows)
     return keeps(rate, first, second, jnp.arange(columns, dtype=jnp.uint32))
 
@@ -84,11 +86,16 @@ def keeps(rate: float, first: Array, second: Array, column: Array) -> Array:
     return word < np.uint32(min(round((1.0 - rate) * 2**32), 2**32 - 1))
 
 
-def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array, first_column: int = 0) -> Array:
+def dropout(
+    x: Float[Array, "b *i columns"],
+    rate: float,
+    key: DropoutKey | None,
+    *indices: Int[Array, " _"],
+    first_column: int = 0,
+) -> Float[Array, "b *i columns"]:
     """Zero elements of `x` with probability `rate` and scale the others by 1 / (1 − rate).
 
     Args:
-      x: [b, i, …, columns]; dims between the first and the last are numbered by `indices`.
       rate: probability; 0 returns `x`.
       key: selects the masks; None (evaluation) returns `x`.
       indices: for each middle dim, the *global* index of each of its local elements (positions, heads).
@@ -103,13 +110,8 @@ def dropout(x: Array, rate: float, key: DropoutKey | None, *indices: Array, firs
     return _dropout(x, (first, second), rate)
 
 
-def dropout_tokens(x: Array, rate: float, key: DropoutKey | None, tokens: Tokens) -> Array:
-    """`dropout` of a residual stream, whose rows are tokens: the mask of [b, s, h], wherever the rows are.
-
-    Args:
-      x: [t, h], the rows that `tokens` describes.
-      rate, key: as for `dropout`.
-    """
+def dropout_tokens(x: Float[Array, "t h"], rate: float, key: DropoutKey | None, tokens: Tokens) -> Float[Array, "t h"]:
+    """`dropout` of a residual stream, whose rows `tokens` describes: the mask of [b, s, h], wherever the rows are."""
     if key is None or rate == 0.0:
         return x
     rows = key.rows(tokens.position_ids())  # [b, s] each

@@ -17,7 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.parallel import mappings
 
@@ -29,8 +29,8 @@ def wide_type(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def add_bias(y: Array, bias: Array) -> Array:
-    """y + b for every row of y. Shapes: y [t, *out], bias [*out] → [t, *out]."""
+def add_bias(y: Float[Array, " t *out"], bias: Float[Array, "*out"]) -> Float[Array, " t *out"]:
+    """y + b for every row of y."""
     return _add_bias(y, mappings.vary(bias, mappings.varying_axes(y)))
 
 
@@ -46,14 +46,13 @@ _add_bias.defvjp(
 )
 
 
-def sum_rows(x: Array) -> Array:
-    """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x. Shapes: [t, *out] →
-    [*out]."""
+def sum_rows(x: Float[Array, " t *out"]) -> Float[Array, "*out"]:
+    """Sum over the first dim, accumulated in float32 or wider and rounded to the dtype of x."""
     return in_two_stages(widened(x)).astype(x.dtype)
 
 
-def in_two_stages(x: Array) -> Array:
-    """Sum over the first dim: of blocks of rows, and then of their sums. Shapes: [t, *out] → [*out].
+def in_two_stages(x: Float[Array, " t *out"]) -> Float[Array, "*out"]:
+    """Sum over the first dim: of blocks of rows, and then of their sums.
 
     On a GPU the kernel that computes x can add up blocks as it writes, or instead of writing; over all rows it cannot,
     and XLA does not always cut the sum by itself.
@@ -64,7 +63,7 @@ def in_two_stages(x: Array) -> Array:
     return jax.lax.optimization_barrier(blocks).sum(0)
 
 
-def widened(x: Array) -> Array:
+def widened(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """`x` in float32, or as it is if that is wider; a bf16 is converted by its bits, the upper half of a float32.
 
     XLA drops a conversion to bf16 whose result is converted back. A sum of float32 values would then read them before
@@ -79,8 +78,8 @@ def widened(x: Array) -> Array:
     return jax.lax.bitcast_convert_type(bits << 16, jnp.float32)
 
 
-def lookup(table: Array, ids: Array) -> Array:
-    """table[ids]. Shapes: table [rows, h], ids int [t], each below rows → [t, h]."""
+def lookup(table: Float[Array, "rows h"], ids: Int[Array, " t"]) -> Float[Array, "t h"]:
+    """table[ids]; each id is below rows."""
     return _lookup(table.shape[0], mappings.vary(table, mappings.varying_axes(ids)), ids)
 
 
@@ -99,8 +98,8 @@ _lookup.defvjp(lambda rows, table, ids: (_lookup(rows, table, ids), ids), _looku
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def tile_rows(rows: Array, count: int) -> Array:
-    """`rows` repeated `count` times. Shapes: [s, h] → [count · s, h]."""
+def tile_rows(rows: Shaped[Array, "s h"], count: int) -> Shaped[Array, "{count}*s h"]:
+    """`rows` repeated `count` times."""
     return jnp.tile(rows, (count, 1))
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Int, Shaped
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.parallel import mappings, scopes
@@ -58,8 +58,8 @@ class Tokens:
         """Positions of a whole sequence."""
         return self.positions * (mappings.size(CONTEXT) if self.across else 1)
 
-    def position_ids(self) -> Array:
-        """Which positions of its sequences this rank has: int32 [s]."""
+    def position_ids(self) -> Int[Array, " s"]:
+        """Which positions of its sequences this rank has."""
         local = jnp.arange(self.positions, dtype=jnp.int32)
         if not self.across:
             return local
@@ -69,15 +69,14 @@ class Tokens:
         last = 2 * mappings.size(CONTEXT) - 1
         return jnp.where(local < half, rank * half + local, (last - rank) * half + local - half)
 
-    def cut(self, x: Array) -> Array:
-        """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank:
-        [..., s] → the same."""
+    def cut(self, x: Shaped[Array, "... s"]) -> Shaped[Array, "... s"]:
+        """The columns of a batch's array for the positions `position_ids`, from those that the mesh gives this rank."""
         with jax.named_scope(scopes.EMBEDDING):
             return mappings.balanced(x) if self.across == "gather" else x
 
-    def all_positions(self, x: Array, dim: int = 1) -> Array:
-        """An array with this rank's positions along a dim, with those of all ranks, in order: [b, s, …] → [b, whole,
-        …]; its transpose sums, and keeps this rank's."""
+    def all_positions(self, x: Shaped[Array, " ..."], dim: int = 1) -> Shaped[Array, " ..."]:
+        """An array with this rank's positions along a dim, with those of all ranks, in order; its transpose sums, and
+        keeps this rank's."""
         if not self.across:
             return x
         x = mappings.gather_shards(x, CONTEXT, dim)
@@ -87,23 +86,22 @@ class Tokens:
         first, second = (jax.lax.index_in_dim(halves, i, dim + 1, keepdims=False) for i in (0, 1))
         return jnp.concatenate([first, jnp.flip(second, dim)], dim).reshape(x.shape)
 
-    def enter(self, x: Array) -> Array:
-        """f: open a tensor-parallel region, in which every rank sees all rows: [t, h] → [b · s, h]."""
+    def enter(self, x: Shaped[Array, " t *dims"]) -> Shaped[Array, " bs *dims"]:
+        """f: open a tensor-parallel region, in which every rank sees all rows."""
         return mappings.gather_tokens(x) if self.split else mappings.enter(x)
 
-    def leave(self, partial: Array) -> Array:
-        """g: close a region: sum the partial results of all ranks [b · s, h] → [t, h]."""
+    def leave(self, partial: Shaped[Array, " bs *dims"]) -> Shaped[Array, " t *dims"]:
+        """g: close a region: sum the partial results of all ranks."""
         return mappings.scatter_tokens(partial) if self.split else mappings.leave(partial)
 
-    def local_rows(self, rows: Array) -> Array:
-        """This rank's rows of an array that has one row per token and is replicated over `model`: [b · s, …] → [t,
-        …]."""
+    def local_rows(self, rows: Shaped[Array, " bs *dims"]) -> Shaped[Array, " t *dims"]:
+        """This rank's rows of an array that has one row per token and is replicated over `model`."""
         if not self.split:
             return rows
         count = self.count // mappings.size(MODEL)
         rank = mappings.rank(MODEL)
         return jax.lax.dynamic_slice_in_dim(rows, rank * count, count)
 
-    def by_sequence(self, rows: Array) -> Array:
-        """All rows [b · s, …] as [b, s, …]."""
+    def by_sequence(self, rows: Shaped[Array, " bs *dims"]) -> Shaped[Array, "b s *dims"]:
+        """All rows by sequence and position."""
         return rows.reshape(self.sequences, self.positions, *rows.shape[1:])
