@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.config.model import ModelConfig
@@ -25,7 +25,7 @@ from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with the heads split over `model`. Shapes: x [t, h] → [t, h]."""
+    """Multi-head attention with the heads split over `model`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Attention(nnx.Module):
         self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
@@ -76,7 +76,9 @@ class Attention(nnx.Module):
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens)
 
-    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], KeyValues]:
         """Like `Block.decode`, for attention alone."""
         q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
         slopes = self.positions.slopes()
@@ -90,8 +92,10 @@ class Attention(nnx.Module):
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)
 
-    def _by_head(self, parts: Sequence[Array], context: Context) -> tuple[Array, Array, Array]:
-        """Queries [b, s, n / p, d] and keys and values of this rank's heads, at least one, with their positions."""
+    def _by_head(
+        self, parts: Sequence[Float[Array, "bs _ d"]], context: Context
+    ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
+        """Queries, and keys and values, of this rank's heads, at least one, with their positions."""
         q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
         if self.query_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -103,22 +107,22 @@ class Attention(nnx.Module):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of the positions read so far: [b, S, n / p, d] each, or [l, b, S, n / p, d] of all layers."""
+    """Keys and values of the positions read so far, of one layer or of all."""
 
-    keys: Array
-    values: Array
+    keys: Float[Array, "*l b S n d"]
+    values: Float[Array, "*l b S n d"]
 
 
 def attend_cached(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "b 1 n d"],
+    k: Float[Array, "b 1 k d"],
+    v: Float[Array, "b 1 k d"],
     cached: KeyValues,
-    lengths: Array,
-    slots: Array,
-    slopes: Array | None = None,
+    lengths: Int[Array, " b"],
+    slots: Int[Array, " S"],
+    slopes: Float[Array, " n"] | None = None,
     window: int | None = None,
-) -> Array:
+) -> Float[Array, "b 1 n d"]:
     """Attention of one new position of each sequence over the positions before it and itself.
 
     The cache is only read, so a scan over layers need not copy it; the new key and value are a separate column. Where
@@ -126,16 +130,16 @@ def attend_cached(
     and sequence join the parts (flash-decoding).
 
     Args:
-      q, k, v: [b, 1, n, d], of the new positions.
-      cached: [b, S, n, d].
-      lengths: int [b], positions of each sequence before the new one.
-      slots: int [S], which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
+      q, k, v: of the new positions.
+      cached: of this layer.
+      lengths: positions of each sequence before the new one.
+      slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
         ranks of `context`, or split over it.
-      slopes: [n], of ALiBi for these heads.
+      slopes: of ALiBi for these heads.
       window: how many positions the new one sees, including itself; None: all.
 
     Returns:
-      [b, 1, n, d], the same on all ranks of `context`.
+      What each position attends to, the same on all ranks of `context`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     over = frozenset({CONTEXT}) & mappings.varying_axes(slots)

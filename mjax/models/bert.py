@@ -29,7 +29,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.model import BERTConfig, EncoderConfig
@@ -57,18 +57,18 @@ TOKEN_TYPES = 2
 
 
 class Linear(nnx.Module):
-    """y = x A + b, replicated over `model`. Shapes: x [t, in] → [t, out]."""
+    """y = x A + b, replicated over `model`."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
         self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype)
         self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
         return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
 
 
 class MLMHead(nnx.Module):
-    """What scores the original token at each position, from the stream after the last norm, x [t, h]."""
+    """What scores the original token at each position, from the stream after the last norm."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
         self.activation = config.mlm_activation or config.activation
@@ -76,7 +76,7 @@ class MLMHead(nnx.Module):
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
 
-    def __call__(self, x: Array, embedding: VocabParallelEmbedding) -> Output:
+    def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
         activation = recomputed(partial(activate, name=self.activation))
         return Output(embedding, self.norm(activation(self.transform(x))), self.bias[...])
 
@@ -101,8 +101,8 @@ class Encoder(LanguageModel):
         else:
             self.embedding_norm = norm
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
-        """The stream before the first layer: tokens and token types int [b, s] → [t, h]."""
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+        """The stream before the first layer, of `tokens` and `token_types`, int [b, s]."""
         tokens, token_types = context.tokens, context.tokens.local_rows(batch["token_types"].reshape(-1))
         x = self.embedding(batch["tokens"], tokens)
         x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
@@ -112,18 +112,18 @@ class Encoder(LanguageModel):
             x = self.embedding_norm(x)
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def normed(self, x: Array) -> Array:
-        """The input of the heads, from the stream after the last layer. Shapes: [t, h] → [t, h]."""
+    def normed(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
+        """The input of the heads, from the stream after the last layer."""
         return self.final_norm(x) if self.config.layernorm == "pre" else x
 
-    def pooled(self, x: Array, tokens: Tokens) -> tuple[Array, Array]:
+    def pooled(self, x: Float[Array, "t h"], tokens: Tokens) -> tuple[Float[Array, "b h"], Bool[Array, " b"]]:
         """The pooler's output for each sequence, from its first token.
 
         Args:
-          x: [t, h], the result of `normed`.
+          x: the result of `normed`.
 
         Returns:
-          [b, h], and for which sequences it is valid, bool [b]: with sequence parallelism, or sequences split over
+          The outputs, and for which sequences they are valid: with sequence parallelism, or sequences split over
           `context`, a rank has only those whose first token it has.
         """
         first = jnp.arange(tokens.sequences) * tokens.positions
@@ -149,18 +149,19 @@ class BERT(Encoder):
         self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
         self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
 
-    def __call__(self, ids: Array, token_types: Array, documents: Array) -> tuple[Array, Array]:
+    def __call__(
+        self, ids: Int[Array, "b s"], token_types: Int[Array, "b s"], documents: Int[Array, "b s"]
+    ) -> tuple[Float[Array, "b s v_local"], Float[Array, "b 2"]]:
         """The outputs of the two heads, without dropout.
 
         Args:
-          ids: int [b, s], replicated over `model`.
-          token_types: int [b, s], 0 or 1.
-          documents: int [b, s], positions with different numbers do not attend to each other: 0 for text, 1 for
-            padding.
+          ids: replicated over `model`.
+          token_types: 0 or 1.
+          documents: positions with different numbers do not attend to each other: 0 for text, 1 for padding.
 
         Returns:
-          Scores of the token at each position [b, s, v / p], varying over `model`; and scores of the segments being in
-          order and swapped [b, 2].
+          Scores of the token at each position, varying over `model`; and scores of the segments being in order and
+          swapped.
         """
         tokens = Tokens(*ids.shape)
         context = Context(tokens, documents=documents)
@@ -168,8 +169,8 @@ class BERT(Encoder):
         x = self.normed(run_blocks(self.blocks, x, context)[0])
         return tokens.by_sequence(self.output(x).logits(tokens)), self.order(self.pooled(x, tokens)[0])
 
-    def output(self, x: Array) -> Output:
-        """What scores the original token at each position; x [t, h] is the result of `normed`."""
+    def output(self, x: Float[Array, "t h"]) -> Output:
+        """What scores the original token at each position, from the result of `normed`."""
         return self.mlm(x, self.embedding)
 
     @classmethod
@@ -182,7 +183,7 @@ class BERT(Encoder):
         masked = batch["loss_mask"].sum(dtype=jnp.int32)
         return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
 
-    def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
         """The cross entropy of the masked tokens, that of the order of the sequences, and the number of correct orders.
 
         These heads have no dropout.

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.attention import KeyValues
@@ -32,13 +32,13 @@ class Cache(NamedTuple):
     """What a model has read of some sequences.
 
     Attributes:
-      layers: keys and values of all layers, [l, b, S, n / p, d].
-      slots: int32 [S], which positions this rank's slots hold: all, in order, or its part of them, which then varies
+      layers: keys and values of all layers.
+      slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
         over `context`.
     """
 
     layers: KeyValues
-    slots: Array
+    slots: Int[Array, " S"]
 
 
 class CausalModel(LanguageModel):
@@ -46,37 +46,34 @@ class CausalModel(LanguageModel):
 
     loss_weights: ClassVar[dict[str, float]] = {"loss": 1.0}
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
-        """The stream before the first layer: `batch["tokens"]` int [b, s] → [t, h]."""
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+        """The stream before the first layer, of `batch["tokens"]`, int [b, s]."""
         raise NotImplementedError
 
-    def output(self, x: Array) -> Output:
-        """What scores the next token after the last layer, x [t, h]."""
+    def output(self, x: Float[Array, "t h"]) -> Output:
+        """What scores the next token after the last layer."""
         raise NotImplementedError
 
-    def logits(self, x: Array, tokens: Tokens) -> Array:
-        """Scores of the next token after the last layer: x [t, h] → [b · s, v / p], varying over `model`."""
+    def logits(self, x: Float[Array, "t h"], tokens: Tokens) -> Float[Array, "bs v_local"]:
+        """Scores of the next token after the last layer, varying over `model`."""
         return self.output(x).logits(tokens)
 
     def __call__(
         self,
-        ids: Array,
+        ids: Int[Array, "b s"],
         key: DropoutKey | None = None,
         recompute: str = "none",
-        positions: Array | None = None,
-        documents: Array | None = None,
-    ) -> Array:
-        """Logits of the next token at every position.
+        positions: Int[Array, "b s"] | None = None,
+        documents: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s v_local"]:
+        """Logits of the next token at every position, in the dtype of the weights, varying over `model`.
 
         Args:
-          ids: int [b, s], replicated over `model`.
+          ids: replicated over `model`.
           key: dropout masks of this forward pass; None for evaluation.
           recompute: `none`, `selective`, `full` or `offload`.
-          positions: int [b, s], position of each token; by default 0 … s − 1.
-          documents: int [b, s], number of each token's document, if attention must stay within it.
-
-        Returns:
-          [b, s, v / p] in the dtype of the weights, varying over `model`.
+          positions: of each token; by default 0 … s − 1.
+          documents: number of each token's document, if attention must stay within it.
         """
         context = Context(Tokens(*ids.shape), key, positions, documents)
         x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context, recompute)
@@ -88,7 +85,7 @@ class CausalModel(LanguageModel):
             return {"loss": batch["labels"].size}
         return {"loss": batch["loss_mask"].sum(dtype=jnp.int32)}
 
-    def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
         """The cross entropy of the labels that count. The head has no dropout."""
         if context.loss_chunks == 1:  # of a model's own `logits`, too
             losses = vocab_parallel_cross_entropy(self.logits(x, context.tokens), batch["labels"].reshape(-1))
@@ -104,9 +101,11 @@ class CausalModel(LanguageModel):
 
     # --- Generation ---------------------------------------------------------------------------------------------------
 
-    def all_logits(self, ids: Array, decode: DecodeBlocks = decode_blocks, across: Across | None = None) -> Array:
-        """Logits of the next token after every position of whole texts, as `prefill` reads them: int [b, s] →
-        [b, s, v], replicated over `model` and `context`."""
+    def all_logits(
+        self, ids: Int[Array, "b s"], decode: DecodeBlocks = decode_blocks, across: Across | None = None
+    ) -> Float[Array, "b s v"]:
+        """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
+        `model` and `context`."""
         ranks = mappings.size(CONTEXT) if across else 1
         context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
         x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
@@ -121,12 +120,12 @@ class CausalModel(LanguageModel):
 
     def prefill(
         self,
-        prompts: Array,
-        lengths: Array,
+        prompts: Int[Array, "b s"],
+        lengths: Int[Array, " b"],
         slots: int,
         decode: DecodeBlocks = decode_blocks,
         across: Across | None = None,
-    ) -> tuple[Array, Cache]:
+    ) -> tuple[Float[Array, "b v"], Cache]:
         """Read whole prompts at once, and keep the keys and values of their positions.
 
         The slot in the cache is the position. So prompts of different lengths are padded on the right: causal attention
@@ -135,15 +134,15 @@ class CausalModel(LanguageModel):
         an equal part, too.
 
         Args:
-          prompts: int [b, s], padded on the right with any valid id.
-          lengths: int [b], tokens of each prompt, at least 1.
+          prompts: padded on the right with any valid id.
+          lengths: tokens of each prompt, at least 1.
           slots: size of the cache over all ranks of `context`, at least s; both are multiples of
             `Config.sequence_chunks` and of that axis.
           decode: runs the layers; not `decode_blocks` if they are spread over a pipeline.
           across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
 
         Returns:
-          Logits of the token after each prompt [b, v], replicated over `model` and `context`, and the cache.
+          Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
         """
         width, ranks = prompts.shape[1], mappings.size(CONTEXT) if across else 1
         context = Context(Tokens(prompts.shape[0], width // ranks, across=across))
@@ -162,18 +161,22 @@ class CausalModel(LanguageModel):
         )
 
     def decode(
-        self, tokens: Array, cached: Cache, lengths: Array, decode: DecodeBlocks = decode_blocks
-    ) -> tuple[Array, Cache]:
+        self,
+        tokens: Int[Array, " b"],
+        cached: Cache,
+        lengths: Int[Array, " b"],
+        decode: DecodeBlocks = decode_blocks,
+    ) -> tuple[Float[Array, "b v"], Cache]:
         """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 
         Args:
-          tokens: int [b], the tokens at positions `lengths`.
+          tokens: the tokens at positions `lengths`.
           cached: by `prefill` and `decode`.
-          lengths: int [b], below the number of all slots.
+          lengths: below the number of all slots.
           decode: as for `prefill`.
 
         Returns:
-          Logits of the next token [b, v], replicated over `model` and `context`, and the cache including it.
+          Logits of the next token, replicated over `model` and `context`, and the cache including it.
         """
         slots = cached.slots
         context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=slots)
@@ -189,6 +192,6 @@ class CausalModel(LanguageModel):
 
         return self._row(x), Cache(jax.tree.map(written, cached.layers, new), slots)
 
-    def _row(self, x: Array) -> Array:
-        """Logits of one position of each sequence: x [b, h] → [b, v], replicated over `model`."""
+    def _row(self, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
+        """Logits of one position of each sequence, replicated over `model`."""
         return mappings.gather_whole(self.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
@@ -17,23 +17,23 @@ class Context:
     Attributes:
       tokens: which tokens the rows are.
       key: dropout masks of this forward pass, inside a layer those of the layer; None: no dropout.
-      positions: int [b, s], position of each token; None: those of `tokens.position_ids`.
-      documents: int [b, s], number of a token's document, if attention must stay within it; of whole sequences, also
+      positions: of each token; None: those of `tokens.position_ids`.
+      documents: number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
       layer_in_group: number of a layer in the group that the model repeats, from 0.
       layer: number of a layer in the model, from 1.
-      slots: int [S], which positions the slots of a cache hold on this rank; only where one is read.
+      slots: which positions the slots of a cache hold on this rank; only where one is read.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 
     tokens: Tokens
     key: DropoutKey | None = None
-    positions: Array | None = None
-    documents: Array | None = None
+    positions: Int[Array, "b s"] | None = None
+    documents: Int[Array, "b s"] | None = None
     layer_in_group: int = 0
     loss_chunks: int = 1
     layer: Array | int = 0
-    slots: Array | None = None
+    slots: Int[Array, " S"] | None = None
 
     def of_layer(self, number: Array | int, layer_in_group: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
@@ -44,6 +44,6 @@ class Context:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""
         return None if self.key is None else self.key.fold(site)
 
-    def dropout(self, x: Array, rate: float, site: int) -> Array:
-        """Dropout of the stream, [t, h] → [t, h], with the masks of a site."""
+    def dropout(self, x: Float[Array, "t h"], rate: float, site: int) -> Float[Array, "t h"]:
+        """Dropout of the stream with the masks of a site."""
         return dropout_tokens(x, rate, self.key_of(site), self.tokens)

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.model import BERTTaskConfig
@@ -43,11 +43,11 @@ class TaskBERT(Encoder):
             self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
         self.head = Linear(head, config.hidden, config.outputs, config.init_std, dtype)
 
-    def scores(self, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def scores(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> Float[Array, "b ..."]:
         """The scores of each sample, from the stream after the last layer.
 
         Args:
-          x: [t, h].
+          x: this rank's rows.
           batch: the arrays of `BERTTaskConfig.batch`, c sequences per sample, [b · c, s].
           context: of its tokens.
 
@@ -77,7 +77,7 @@ class TaskBERT(Encoder):
         samples = mappings.counted_once(len(batch[self.config.label_names[0]]))
         return {"loss": samples, "accuracy": samples}
 
-    def loss(self, x: Array, batch: dict[str, Array], context: Context) -> dict[str, Array]:
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
         """The cross entropy of the labels, and the number of samples whose labels have the highest scores."""
         scores = self.scores(x, batch, context)
         labels = jnp.stack([batch[name] for name in self.config.label_names], axis=1)  # [b, 1], for a span [b, 2]

@@ -9,8 +9,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from mjax.config.llama import LlamaConfig
 from mjax.config.model import TransformerConfig
@@ -20,7 +21,7 @@ from mjax.parallel.sums import wide_type
 
 
 class MLP(nnx.Module):
-    """y = gelu(x A + a) B + b. Shapes: x [t, h] → [t, h]."""
+    """y = gelu(x A + a) B + b."""
 
     def __init__(self, key: Array, config: TransformerConfig, dtype):
         up, down = jax.random.split(key)
@@ -28,7 +29,7 @@ class MLP(nnx.Module):
         self.up = ColumnParallelLinear(up, config.hidden, (config.mlp_width,), 0, config.init_std, dtype)
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         up = checkpoint_name(self.up(x, context.tokens), "mlp_up")
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(activate, name=self.activation))
@@ -36,7 +37,7 @@ class MLP(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """y = (act(x A) ⊙ x B) C: SwiGLU or GeGLU (arXiv 2002.05202). Shapes: x [t, h] → [t, h].
+    """y = (act(x A) ⊙ x B) C: SwiGLU or GeGLU (arXiv 2002.05202).
 
     A and B are one product [h, 2, f]: a rank has the same columns of both.
     """
@@ -48,19 +49,19 @@ class GatedMLP(nnx.Module):
         self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False)
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
         activation = recomputed(partial(gated, activation=self.activation))
         return self.down(activation(both), context.tokens)
 
 
-def gated(both: Array, activation: str) -> Array:
-    """act(x A) ⊙ x B of both halves. Shapes: [t, 2, f] → [t, f]."""
+def gated(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:
+    """act(x A) ⊙ x B of both halves."""
     return activate(both[:, 0], activation) * both[:, 1]
 
 
-def activate(x: Array, name: str) -> Array:
-    """`gelu_tanh`, `gelu_erf` or `silu` of x, in float32 or wider. Shapes: any."""
+def activate(x: Float[Array, "*dims"], name: str) -> Float[Array, "*dims"]:
+    """`gelu_tanh`, `gelu_erf` or `silu` of x, computed in float32 or wider."""
     wide = x.astype(wide_type(x.dtype))
     match name:
         case "silu":
@@ -73,7 +74,7 @@ def activate(x: Array, name: str) -> Array:
 
 
 @jax.custom_jvp
-def erf(x: Array) -> Array:
+def erf(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """The error function. Its derivative in jax 0.12 has no rule for varying axes, so it is written here."""
     return lax.erf(x)
 

@@ -14,7 +14,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
@@ -23,20 +23,19 @@ from mjax.parallel.sums import in_two_stages, wide_type
 
 
 class LayerNorm(nnx.Module):
-    """Normalise the last dim to mean 0 and variance 1, then scale and shift. Shapes: x […, h] → […, h]; the weights are
-    replicated."""
+    """Normalise the last dim to mean 0 and variance 1, then scale and shift; the weights are replicated."""
 
     def __init__(self, width: int, epsilon: float, dtype):
         self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
         self.bias = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], self.bias[...], self.epsilon)
 
 
 class RMSNorm(nnx.Module):
-    """Normalise the last dim. Shapes: x […, width] → the same; the weight is replicated.
+    """Normalise the last dim to mean square 1, then scale; the weight is replicated.
 
     `of_heads` says that x are heads, which the ranks of `model` have different ones of.
     """
@@ -47,22 +46,22 @@ class RMSNorm(nnx.Module):
             jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
         )
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], None, self.epsilon)
 
 
 class AllHeadsRMSNorm(nnx.Module):
     """Normalise all heads of a position together: a sum of squares for each position crosses `model`.
 
-    Shapes: x [b, s, n / p, d], this rank's heads → the same; the weight [n, d] is split by heads. With fewer heads than
-    ranks each rank has one, the same as its neighbours.
+    The weight [n, d] is split by heads; x are those of this rank. With fewer heads than ranks each rank has one, the
+    same as its neighbours.
     """
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
         self.scale = nnx.Param(jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = recomputed(_sum_of_squares)(x)
         summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
         mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
@@ -70,7 +69,7 @@ class AllHeadsRMSNorm(nnx.Module):
         return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
 
 
-def _sum_of_squares(x: Array) -> Array:
+def _sum_of_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
     return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
 
 
@@ -84,7 +83,9 @@ def _scaled(x: Array, inverse: Array, scale: Array) -> Array:
 # --- Of one dim -------------------------------------------------------------------------------------------------------
 
 
-def _norm(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
+def _norm(
+    x: Float[Array, "*rows h"], scale: Float[Array, " h"], bias: Float[Array, " h"] | None, epsilon: float
+) -> Float[Array, "*rows h"]:
     """LayerNorm of the last dim, or without a bias RMSNorm."""
     axes = mappings.varying_axes(x)
     return _one_dim(x, *(None if weight is None else mappings.vary(weight, axes) for weight in (scale, bias)), epsilon)
@@ -129,15 +130,15 @@ _one_dim.defvjp(
 )
 
 
-def _statistics(x: Array, epsilon: float, centred: bool) -> tuple[Array, ...]:
-    """Mean of the last dim, if `centred`, and the inverse of the root of the mean square around it or around 0: […, 1]
-    each, float32 or wider."""
+def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tuple[Float[Array, "*rows 1"], ...]:
+    """Mean of the last dim, if `centred`, and the inverse of the root of the mean square around it or around 0; in
+    float32 or wider."""
     wide = x.astype(wide_type(x.dtype))
     mean = [wide.mean(-1, keepdims=True)] if centred else []
     return *mean, jax.lax.rsqrt(jnp.square(_around(wide, mean)).mean(-1, keepdims=True) + epsilon)
 
 
-def _in_one_pass(x: Array, epsilon: float) -> tuple[Array, Array]:
+def _in_one_pass(x: Float[Array, "*rows h"], epsilon: float) -> tuple[Float[Array, "*rows 1"], Float[Array, "*rows 1"]]:
     """Mean and inverse standard deviation, of the distances from the first element of a row: their sum and that of
     their squares are one kernel, and neither is large beside the variance."""
     wide = x.astype(wide_type(x.dtype))
@@ -148,7 +149,7 @@ def _in_one_pass(x: Array, epsilon: float) -> tuple[Array, Array]:
 
 
 def _normed(x: Array, statistics: tuple[Array, ...]) -> Array:
-    """x with mean 0, if that is among the statistics, and mean square 1: […, h], float32 or wider."""
+    """x with mean 0, if that is among the statistics, and mean square 1, in float32 or wider."""
     *mean, inverse = statistics
     return _around(x.astype(inverse.dtype), mean) * inverse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
 from mjax.parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
@@ -17,20 +17,20 @@ class Output(NamedTuple):
 
     Attributes:
       table: the embedding of the tokens, or one of its own.
-      x: after the final norm, this rank's rows of the stream [t, h].
-      bias: of each token [v / p], added to its score.
+      x: after the final norm, this rank's rows of the stream.
+      bias: of each token, added to its score.
     """
 
     table: VocabParallelEmbedding
-    x: Array
-    bias: Array | None = None
+    x: Float[Array, "t h"]
+    bias: Float[Array, " v_local"] | None = None
 
-    def logits(self, tokens: Tokens) -> Array:
-        """Scores of all rows [b · s, v / p], varying over `model`."""
+    def logits(self, tokens: Tokens) -> Float[Array, "bs v_local"]:
+        """Scores of all rows, varying over `model`."""
         return self.table.logits(self.x, tokens, self.bias)
 
-    def cross_entropy(self, labels: Array, context: Context) -> Array:
-        """The loss of each token: labels int [b, s] → [b · s], float32 or wider, the same on every rank of `model`."""
+    def cross_entropy(self, labels: Int[Array, "b s"], context: Context) -> Float[Array, " bs"]:
+        """The loss of each token, float32 or wider, the same on every rank of `model`."""
         labels, tokens, chunks = labels.reshape(-1), context.tokens, context.loss_chunks
         if chunks == 1:
             return vocab_parallel_cross_entropy(self.logits(tokens), labels)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.models.context import Context
@@ -39,21 +39,22 @@ from mjax.parallel.tokens import Tokens
 class Positions:
     """The position encoding of attention; this one does nothing. Subclasses override one of the two methods."""
 
-    def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
-        """Queries and keys [b, s, n, d] as attention compares them; a rotary embedding rotates them here."""
+    def turn(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
+    ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
+        """Queries and keys as attention compares them; a rotary embedding rotates them here."""
         return q, k
 
-    def slopes(self) -> Array | None:
-        """By how much one position of distance lowers a score, for each of this rank's heads [n / p]; None: not at
-        all."""
+    def slopes(self) -> Float[Array, " n"] | None:
+        """By how much one position of distance lowers a score, for each of this rank's heads; None: not at all."""
         return None
 
 
 NO_POSITIONS = Positions()
 
 
-def positions_of(table: Array, tokens: Tokens) -> Array:
-    """The rows of a learned table of positions [S, h] for all tokens, [b · s, h]."""
+def positions_of(table: Float[Array, "S h"], tokens: Tokens) -> Float[Array, "bs h"]:
+    """The rows of a learned table of positions for all tokens."""
     if not tokens.across:
         return tile_rows(table[: tokens.positions], tokens.sequences)
     return tile_rows(lookup(table, tokens.position_ids()), tokens.sequences)
@@ -69,29 +70,23 @@ class ALiBi(Positions):
 
     heads: int
 
-    def slopes(self) -> Array:
-        """The slopes of this rank's heads, inside `shard_map`: [n / p], varying over `model`."""
+    def slopes(self) -> Float[Array, " n"]:
+        """The slopes of this rank's heads, inside `shard_map`, varying over `model`."""
         local = self.heads // mappings.size(MODEL)
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(alibi_slopes(self.heads)), mappings.rank(MODEL) * local, local)
 
 
-def alibi_slopes(heads: int) -> np.ndarray:
-    """The slopes m of all heads of a layer: float64 [n], above 0."""
+def alibi_slopes(heads: int) -> Float[np.ndarray, " {heads}"]:
+    """The slopes m of all heads of a layer, above 0."""
     lower = 1 << (heads.bit_length() - 1)
     slopes = 2.0 ** (-8 * np.arange(1, lower + 1) / lower)
     between = 2.0 ** (-8 * np.arange(1, 2 * lower, 2) / (2 * lower))
     return np.concatenate([slopes, between])[:heads]
 
 
-def distance_penalty(slopes: Array, ahead: Array, dtype) -> Array:
-    """The bias for the scores, −m (i − j).
+def distance_penalty(slopes: Float[Array, " n"], ahead: Int[Array, "*b q k"], dtype) -> Float[Array, "*b n q k"]:
+    """The bias for the scores, −m (i − j), in their dtype.
 
-    Args:
-      slopes: [n].
-      ahead: int [*b, q, k], j − i: how far a key is ahead of its query, below 0 for the past.
-      dtype: of the scores.
-
-    Returns:
-      [*b, n, q, k].
+    `ahead` is j − i: how far a key is ahead of its query, below 0 for the past.
     """
     return slopes[:, None, None].astype(dtype) * ahead[..., None, :, :].astype(dtype)

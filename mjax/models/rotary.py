@@ -24,7 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
 from mjax.models.positions import Positions
@@ -52,15 +52,17 @@ class Rotary(Positions):
     factor: float = 1.0
     original: int | None = None
 
-    def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
-        """Queries and keys [b, s, n, d], turned by the positions of their tokens within their documents."""
+    def turn(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
+    ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
+        """Queries and keys, turned by the positions of their tokens within their documents."""
         positions = context.positions
         if positions is None:
             positions = context.tokens.position_ids()[None]
         return _rotate(q, positions, self), _rotate(k, positions, self)
 
-    def frequencies(self) -> np.ndarray:
-        """Radians a position, of each pair: float64 [dims / 2]."""
+    def frequencies(self) -> Float[np.ndarray, " pairs"]:
+        """Radians a position, of each pair of dims."""
         plain = self.theta ** (-np.arange(0, self.dims, 2) / self.dims)
         if self.scaling == "linear":
             return plain / self.factor
@@ -86,8 +88,7 @@ class Rotary(Positions):
 # Written out because a rotation is linear: all its gradient needs is the positions, where autodiff would keep cos and
 # sin of every layer.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rotate(x: Array, positions: Array, rotary: Rotary) -> Array:
-    """x [b, s, n, d] at positions int [b or 1, s]."""
+def _rotate(x: Float[Array, "b s n d"], positions: Int[Array, "#b s"], rotary: Rotary) -> Float[Array, "b s n d"]:
     return _rotate_by(x, positions, rotary, 1.0)
 
 

@@ -190,7 +190,9 @@ def test_pipeline_runs_its_table(schedule, chunks):
 
 def test_reader_rejects_what_it_cannot_count(monkeypatch):
     def loop(x):
-        return jax.lax.while_loop(lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.leave(x), {"model"}), x)
+        return jax.lax.while_loop(
+            lambda x: x.sum() > 0, lambda x: mappings.vary(mappings.leave(x), frozenset({"model"})), x
+        )
 
     mesh = abstract_mesh(MeshConfig(data=2, model=4))
     inside = jax.shard_map(loop, mesh=mesh, in_specs=P("model"), out_specs=P("model"), check_vma=True)
