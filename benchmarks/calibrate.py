@@ -183,7 +183,7 @@ def _flash_runs(compute: str) -> bool:
     """Whether a model's attention would be cuDNN's on this device; if not, prints the reason."""
     import jax
 
-    from mjax.models.kernel_trial import resolve_attention
+    from mjax.step.kernel_trial import resolve_attention
 
     if jax.default_backend() != "gpu":
         return False

@@ -60,8 +60,8 @@ class Mjax:
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
 
-        from mjax.models.kernel_trial import with_kernel
         from mjax.parallel.mesh import make_mesh
+        from mjax.step.kernel_trial import with_kernel
         from mjax.step.step import build_program
 
         if jax.default_backend() != platform:

@@ -141,8 +141,8 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     from mjax.checkpoint.checkpoint import restore_weights
     from mjax.cluster import processes
     from mjax.generation.inference import inference_config, run_tokenizer
-    from mjax.models.kernel_trial import with_kernel
     from mjax.parallel.mesh import make_mesh
+    from mjax.step.kernel_trial import with_kernel
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------

@@ -56,9 +56,9 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.cluster import processes
     from mjax.finetuning.tuning import Finetuning
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
-    from mjax.models.kernel_trial import with_kernel
     from mjax.run.agreement import agree, check_shared, facts_of
     from mjax.run.display import lasting_console
+    from mjax.step.kernel_trial import with_kernel
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = lasting_console(sys.stderr, processes.is_first())

@@ -21,10 +21,11 @@ from mjax.config.model import GPTConfig, ModelConfig
 from mjax.doctor import GREEN, RED, YELLOW, Found, advice_on, check, listed
 from mjax.doctor.devices import by_kind, called
 from mjax.errors import UsageError
-from mjax.models import attention_kernels, kernel_trial
+from mjax.models import attention_kernels
 from mjax.models.norms import LayerNorm
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.mesh import make_mesh
+from mjax.step import kernel_trial
 
 # Relative error of products in full float32; TF32 rounds inputs to 11 bits, with errors of 1e-4 and more.
 FULL_FLOAT32 = 1e-5

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
@@ -41,34 +41,34 @@ without them."""
 
 @jax.named_scope(scopes.ATTENTION)
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b S k d"],
+    v: Float[Array, "b S k d"],
     kernel: str,
     rate: float = 0.0,
     key: DropoutKey | None = None,
-    documents: Array | None = None,
+    documents: Int[Array, "b S"] | None = None,
     causal: bool = True,
-    slopes: Array | None = None,
+    slopes: Float[Array, " n"] | None = None,
     window: int | None = None,
-    first_head: Array | None = None,
-    position_ids: Array | None = None,
-) -> Array:
+    first_head: Int[Array, ""] | None = None,
+    position_ids: Int[Array, " s"] | None = None,
+) -> Float[Array, "b s n d"]:
     """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
     only the last `window`, and only those in its document, if given.
 
     Args:
-      q, k, v: [b, s, n, d]; keys and values may have fewer heads, each shared by as many neighbouring query heads, and
-        with `position_ids` more positions.
+      q, k, v: keys and values may have fewer heads, each shared by as many neighbouring query heads, and with
+        `position_ids` more positions.
       kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
       rate, key: dropout of the probabilities; not with `cudnn`.
-      documents: int [b, s], number of a token's document; None: a sample is one document.
+      documents: number of a token's document; None: a sample is one document.
       causal: whether a query sees no later position; False: bidirectional (BERT).
-      slopes: [n], of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
+      slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
       window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
       first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
         parts over `model`.
-      position_ids: int32 [s], positions of the queries among those of the keys, ascending in each half; None: the same.
+      position_ids: positions of the queries among those of the keys, ascending in each half; None: the same.
     """
     assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
     assert window is None or causal, "a window ends at a query's own position"
@@ -110,14 +110,16 @@ class _Seen(NamedTuple):
     first_head: Array | None
     position_ids: Array | None
 
-    def heads(self, count: int) -> Array:
-        """The numbers of this rank's heads among those of all ranks: int32 [n]."""
+    def heads(self, count: int) -> Int[Array, " n"]:
+        """The numbers of this rank's heads among those of all ranks."""
         first = mappings.rank(MODEL) * count if self.first_head is None else self.first_head
         return first + jnp.arange(count)
 
 
-def for_every_query(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values repeated to one head per query head: [b, s, n, d]."""
+def for_every_query(
+    q: Float[Array, "b _ n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s n d"]]:
+    """Keys and values repeated to one head per query head."""
     if (group := q.shape[2] // k.shape[2]) == 1:
         return k, v
     return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
@@ -243,14 +245,14 @@ def _never_run(results, *inputs: Array) -> list[Array]:
     return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
 
 
-def _written_out(slopes: Array, positions: int, dtype) -> Array:
-    """ALiBi's penalty between all positions of a sample: [1, n, s, s]."""
+def _written_out(slopes: Float[Array, " n"], positions: int, dtype) -> Float[Array, "1 n s s"]:
+    """ALiBi's penalty between all positions of a sample."""
     query, other = (jax.lax.broadcasted_iota(jnp.int32, (positions, positions), dim) for dim in (0, 1))
     return distance_penalty(slopes, other - query, dtype)[None]
 
 
-def _same_document(queries: Array, keys: Array) -> Array:
-    """Mask of query and key pairs within a document: int [b, q], int [b, k] → bool [b, q, k]."""
+def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:
+    """Mask of query and key pairs within a document."""
     return queries[:, :, None] == keys[:, None, :]
 
 
@@ -278,24 +280,27 @@ HEADS, POSITIONS = 2, 1
 
 
 def attend_across(
-    q: Array, k: Array, v: Array, kernel: str, tokens: Tokens, slopes: Array | None = None, **seen
-) -> Array:
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k d"],
+    kernel: str,
+    tokens: Tokens,
+    slopes: Float[Array, " n"] | None = None,
+    **seen,
+) -> Float[Array, "b s n d"]:
     """`attend` for the positions of all ranks of `context`.
 
     Args:
-      q, k, v: [b, s, n, d], with this rank's positions, and its heads of `model`; keys and values may have fewer.
+      q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
       tokens: which positions they are, and how to attend to those of other ranks.
-      slopes: [n].
+      slopes: of ALiBi.
       seen: as for `attend`; documents are of whole sequences.
-
-    Returns:
-      [b, s, n, d].
     """
     if tokens.across == "heads":
-        own = q.shape[HEADS] // mappings.size(CONTEXT)
-        first = mappings.rank(CONTEXT) * own
+        local = q.shape[HEADS] // mappings.size(CONTEXT)
+        first = mappings.rank(CONTEXT) * local
         if slopes is not None:
-            slopes = jax.lax.dynamic_slice_in_dim(slopes, first, own)
+            slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
         q, k, v = (mappings.exchange(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
         attended = attend(q, k, v, kernel, slopes=slopes, first_head=first, **seen)
@@ -306,7 +311,7 @@ def attend_across(
     return attend(q, k, v, kernel, slopes=slopes, **seen)
 
 
-def _enough(x: Array) -> Array:
+def _enough(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:
     """Key-value heads repeated until `context` divides their number."""
     heads, ranks = x.shape[HEADS], mappings.size(CONTEXT)
     copies = math.lcm(heads, ranks) // heads

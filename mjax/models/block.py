@@ -54,8 +54,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
@@ -77,8 +77,7 @@ Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
-    """One transformer layer, with norms before attention and MLP. Shapes: x [t, h], this rank's rows of the stream →
-    the same."""
+    """One transformer layer, with norms before attention and MLP, of this rank's rows of the stream."""
 
     def __init__(
         self,
@@ -101,19 +100,21 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.dropout, self.period = dropout, period
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         y = self.attention(self.attention_norm(x), context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], KeyValues]:
         """The layer without dropout, and the keys and values of `x`, for generation.
 
         Args:
-          x: [t, h], whole prompts; with a cache one position per sequence, the one after the cached ones.
+          x: whole prompts; with a cache one position per sequence, the one after the cached ones.
           context: of these tokens.
-          cached: this layer's keys and values of the `lengths` int [b] positions before `x`; None at the start.
+          cached: this layer's keys and values of the `lengths` positions before `x`; None at the start.
         """
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + y
@@ -123,7 +124,7 @@ class Block(nnx.Module):
 class PostNormBlock(Block):
     """One transformer layer of the original BERT, with a norm after each residual sum."""
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         y = self.attention(x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
@@ -136,7 +137,7 @@ class PostNormBlock(Block):
 class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the stream."""
 
-    def __call__(self, x: Array, context: Context) -> Array:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         y = self.attention(x, context)
         y = self.attention_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
@@ -144,7 +145,9 @@ class OutputNormBlock(Block):
         y = self.mlp_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], KeyValues]:
         y, new = self.attention.decode(x, context, cached, lengths)
         x = x + self.attention_norm(y)
         return x + self.mlp_norm(self.mlp(x, context)), new
@@ -182,18 +185,18 @@ def map_layers(function: Callable, blocks) -> list[list]:
 
 def run_blocks(
     blocks,
-    x: Array,
+    x: Float[Array, "t h"],
     context: Context,
     recompute: str = "none",
-    first_layer: Array | int = 1,
+    first_layer: Int[Array, ""] | int = 1,
     weights_of: Sequence[Sequence[Callable | None]] | None = None,
     unroll: bool = False,
-) -> tuple[Array, Sums]:
+) -> tuple[Float[Array, "t h"], Sums]:
     """Apply stacked layers one after the other: a scan, so that compile time does not grow with depth.
 
     Args:
       blocks: a stack of layers, or a `Group`, or an `nnx.List` of these.
-      x: [t, h].
+      x: this rank's rows of the stream.
       context: of its tokens.
       recompute: `none`, `selective`, `full` or `offload`.
       first_layer: number of the first of these layers in the model, from 1; it selects the dropout masks.
@@ -203,7 +206,7 @@ def run_blocks(
         GPU has to fill and to read layer by layer: a sixth of a step of `gpt_1b`.
 
     Returns:
-      The stream after the layers [t, h], and the sums of the layers by name, float32 [] each.
+      The stream after the layers, and the sums of the layers by name, in float32.
     """
     sums: Sums = {}
     for group, gathers, count in _with_weights(blocks, weights_of):
@@ -295,12 +298,12 @@ def _by_group(group: Sequence, layers: Sequence[Callable], aux, join: Callable[[
 
 def decode_blocks(
     blocks,
-    x: Array,
+    x: Float[Array, "t h"],
     context: Context,
     cached: KeyValues | None,
-    lengths: Array,
+    lengths: Int[Array, " b"],
     weights_of: Sequence[Sequence[Callable | None]] | None = None,
-) -> tuple[Array, KeyValues]:
+) -> tuple[Float[Array, "t h"], KeyValues]:
     """`decode` of stacked layers: `cached` and the returned keys and values have a leading layer dim, over all stacks.
 
     `weights_of` is as in `run_blocks`.

@@ -35,8 +35,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import EXPERT, MODEL
 from mjax.config.mixture import MixtureConfig
@@ -51,8 +51,7 @@ from mjax.parallel.tokens import Tokens
 
 
 class Experts(nnx.Module):
-    """E gated MLPs of which each token takes k, and a shared one that all take. Shapes: x [t, h] → [t, h], this rank's
-    rows of the stream."""
+    """E gated MLPs of which each token takes k, and a shared one that all take."""
 
     def __init__(self, key: Array, config: MixtureConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
@@ -78,8 +77,8 @@ class Experts(nnx.Module):
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)
 
-    def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
-        """The sum of the experts' results [t, h], and what the router adds to the means of the model."""
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
+        """The sum of the experts' results for this rank's rows, and what the router adds to the means of the model."""
         local = self.up[...].shape[0]
         region = Region(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
@@ -95,8 +94,8 @@ class Experts(nnx.Module):
         y, sums = in_turn(y, self.router.sums_of_rows(choice, context.tokens), context.tokens.split)
         return y, self.router.sums(sums, context)
 
-    def _of_experts(self, x: Array, weights: Array, groups: Groups) -> Array:
-        """Each row's expert's result times its weight: x [r, h], weights [r] → this rank's part of a sum [r, h]."""
+    def _of_experts(self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups) -> Float[Array, "r h"]:
+        """Each row's expert's result times its weight: this rank's part of a sum."""
         up = self.up[...]
         both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.config.grouped_kernel)
         both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
@@ -133,8 +132,10 @@ class Region:
         """Whether tokens are gathered over `expert`."""
         return self.ranks > 1 and self.split
 
-    def enter(self, x: Array, weights: Array) -> tuple[Array, Array]:
-        """f of two arrays: [t, …] → [T, …]. With sequence parallelism each row crosses `expert` once, then `model`."""
+    def enter(
+        self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
+    ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
+        """f of two arrays. With sequence parallelism each row crosses `expert` once, then `model`."""
         for enter, waits in ((self._over_experts, self.gathers), (self.tokens.enter, self.tokens.split)):
             x, weights = in_turn(enter(x), weights, waits)
             weights, x = in_turn(enter(weights), x, waits)
@@ -145,8 +146,8 @@ class Region:
             return x
         return mappings.gather_tokens(x, EXPERT) if self.split else mappings.enter(x, EXPERT)
 
-    def leave(self, partial: Array) -> Array:
-        """g: the sum of all ranks' partial results [T, …] → [t, …]."""
+    def leave(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
+        """g: the sum of all ranks' partial results."""
         y = self.tokens.leave(partial)
         if self.ranks == 1:
             return y
@@ -160,15 +161,17 @@ def in_turn(collected: Array, others, waits: bool) -> tuple:
     return jax.lax.optimization_barrier((collected, others)) if waits else (collected, others)
 
 
-def _entered(x: Array, choice: Choice, region: Region) -> tuple[Array, Array, Array]:
-    """f of the rows x, and of their weights and experts, which travel together: [t, h] → [T, h] and twice [T, k]."""
+def _entered(
+    x: Float[Array, "t h"], choice: Choice, region: Region
+) -> tuple[Float[Array, "T h"], Float[Array, "T k"], Int[Array, "T k"]]:
+    """f of the rows x, and of their weights and experts, which travel together."""
     routing = jnp.concatenate([choice.weights, choice.experts.astype(choice.weights.dtype)], axis=-1)
     x, routing = region.enter(x, routing)
     weights, experts = jnp.split(routing, 2, axis=-1)
     return x, weights, experts.astype(jnp.int32)
 
 
-def _weighted(both: Array, weights: Array, activation: str) -> Array:
+def _weighted(both: Float[Array, "r 2 f"], weights: Float[Array, " r"], activation: str) -> Float[Array, "r f"]:
     return (gated(both, activation).astype(weights.dtype) * weights[:, None]).astype(both.dtype)
 
 
@@ -183,41 +186,41 @@ class Sent:
     """Where assignments of tokens to experts are among the rows of a grouped product.
 
     Attributes:
-      rows: int32 [t, k], the row of each assignment; the number of rows for one without.
-      sources: int32 [r], the assignment of each row, numbered token by token; t · k for rows that fill tiles.
+      rows: the row of each assignment; the number of rows for one without.
+      sources: the assignment of each row, numbered token by token; t · k for rows that fill tiles.
     """
 
-    rows: Array
-    sources: Array
+    rows: Int[Array, "t k"]
+    sources: Int[Array, " r"]
 
     @property
-    def tokens(self) -> Array:
-        """The token of each row, int32 [r]; t for rows that fill tiles."""
+    def tokens(self) -> Int[Array, " r"]:
+        """The token of each row; t for rows that fill tiles."""
         return self.sources // self.rows.shape[1]
 
 
-def _sources(row_of: Array, rows: int) -> Array:
-    """The assignment in each of the rows: place int32 [a] → int32 [rows]."""
+def _sources(row_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
+    """The assignment in each of the rows."""
     none = jnp.full_like(row_of, row_of.size, shape=rows)
     return none.at[row_of].set(jnp.arange(row_of.size, dtype=row_of.dtype), mode="drop", unique_indices=True)
 
 
 @jax.custom_vjp
-def dispatched(x: Array, sent: Sent) -> Array:
-    """The rows of the assignments: x [t, h] → [r, h], zeros in rows that fill tiles."""
+def dispatched(x: Float[Array, "t h"], sent: Sent) -> Float[Array, "r h"]:
+    """The rows of the assignments, zeros in rows that fill tiles."""
     return _looked_up(x, sent.tokens)
 
 
 @jax.custom_vjp
-def combined(rows: Array, sent: Sent) -> Array:
-    """The sum of each token's rows, in float32 or wider: [r, h] → [t, h]."""
+def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
+    """The sum of each token's rows, in float32 or wider."""
     wide = wide_type(rows.dtype)
     return sum(_looked_up(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
 
 
 @jax.custom_vjp
-def of_rows(weights: Array, sent: Sent) -> Array:
-    """The number of each row: [t, k] → [r], 0 for rows that fill tiles."""
+def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
+    """The weight of each row, 0 for rows that fill tiles."""
     return _looked_up(weights.reshape(-1), sent.sources)
 
 
@@ -226,6 +229,6 @@ combined.defvjp(lambda rows, sent: (combined(rows, sent), sent), lambda sent, g:
 of_rows.defvjp(lambda weights, sent: (of_rows(weights, sent), sent), lambda sent, g: (_looked_up(g, sent.rows), None))
 
 
-def _looked_up(table: Array, places: Array) -> Array:
-    """table[places], and zeros behind its end."""
-    return table.at[places].get(mode="fill", fill_value=0)
+def _looked_up(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:
+    """table[ids], and zeros behind its end."""
+    return table.at[ids].get(mode="fill", fill_value=0)

@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int, UInt32
 
 from mjax.config.kernels import BLOCK
 from mjax.parallel.random import keeps
@@ -54,24 +55,28 @@ class Aux(NamedTuple):
     """The arrays besides queries, keys and values; None where there is no such thing.
 
     Attributes:
-      first, second: words of the rows of probabilities (`DropoutKey.rows`), uint32 [b, n, s] each.
-      documents: number of each token's document, int32 [b, s].
-      slopes: of ALiBi, float32 [n].
-      starts: the first block of each half of the queries among those of the keys, int32 [2], where the queries are not
+      first, second: words of the rows of probabilities (`DropoutKey.rows`).
+      documents: number of each token's document.
+      slopes: of ALiBi.
+      starts: the first block of each half of the queries among those of the keys, where the queries are not
         all positions, in order; then there are more keys than queries.
     """
 
-    first: Array | None = None
-    second: Array | None = None
-    documents: Array | None = None
-    slopes: Array | None = None
-    starts: Array | None = None
+    first: UInt32[Array, "b n s"] | None = None
+    second: UInt32[Array, "b n s"] | None = None
+    documents: Int[Array, "b S"] | None = None
+    slopes: Float[Array, " n"] | None = None
+    starts: Int[Array, 2] | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def flash_attention(q: Array, k: Array, v: Array, aux: Aux, how: How) -> Array:
-    """Attention of the queries [b, s, n, d] to keys and values [b, S, k, d], of which each has n / k neighbouring query
-    heads: [b, s, n, d]. S is s, or with `aux.starts` more; documents are those of the keys."""
+def flash_attention(
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k d"], aux: Aux, how: How
+) -> Float[Array, "b s n d"]:
+    """Attention of the queries to keys and values, of which each has n / k neighbouring query heads.
+
+    S is s, or with `aux.starts` more; documents are those of the keys.
+    """
     return _forward(q, k, v, aux, how)[0]
 
 

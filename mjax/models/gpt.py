@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.model import GPTConfig
 from mjax.models.block import stack
@@ -43,7 +43,7 @@ class GPT(CausalModel):
         self.blocks = stack(blocks, config.layers, lambda key: transformer_layer(key, config, dtype, positions=within))
         self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
         tokens = context.tokens
         x = self.embedding(batch["tokens"], tokens)
         if self.config.embedding_layernorm:
@@ -54,5 +54,5 @@ class GPT(CausalModel):
             x = x + lookup(self.positions[...], tokens.local_rows(context.positions.reshape(-1)))
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def output(self, x: Array) -> Output:
+    def output(self, x: Float[Array, "t h"]) -> Output:
         return Output(self.embedding, self.final_norm(x))

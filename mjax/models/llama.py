@@ -19,7 +19,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.llama import LlamaConfig
 from mjax.models.attention import Attention
@@ -64,11 +64,11 @@ class Llama(CausalModel):
         """The layers of a config, stacked."""
         return stack(key, config.layers, lambda key: self.layer(key, config, dtype))
 
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
         x = self.embedding(batch["tokens"], context.tokens)
         return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
 
-    def output(self, x: Array) -> Output:
+    def output(self, x: Float[Array, "t h"]) -> Output:
         return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
 
 

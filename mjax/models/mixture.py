@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
 from mjax.config.mixture import MixtureConfig
 from mjax.models.attention import KeyValues
@@ -96,13 +96,15 @@ class Mixture(Llama):
 class MixtureBlock(Block):
     """A layer with experts: its MLP returns sums beside its result."""
 
-    def __call__(self, x: Array, context: Context) -> tuple[Array, Sums]:
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
         y = self.attention(self.attention_norm(x), context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y, sums = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
 
-    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], KeyValues]:
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + y
         return x + self.mlp(self.mlp_norm(x), context)[0], new

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config.model import ModelConfig
 from mjax.models.context import Context
@@ -42,8 +42,8 @@ class Model(Protocol):
     loss_weights: dict[str, float]
     blocks: Any
 
-    def embed(self, batch: Batch, context: Context) -> Array:
-        """The stream before the first layer: this rank's rows [t, h]."""
+    def embed(self, batch: Batch, context: Context) -> Float[Array, "t h"]:
+        """The stream before the first layer: this rank's rows."""
         ...
 
     def counts(self, batch: Batch) -> dict[str, Array | int]:
@@ -55,11 +55,11 @@ class Model(Protocol):
         """
         ...
 
-    def loss(self, x: Array, batch: Batch, context: Context) -> dict[str, Array]:
-        """The sums by name over this micro-batch, float32 [], replicated over `model`.
+    def loss(self, x: Float[Array, "t h"], batch: Batch, context: Context) -> dict[str, Array]:
+        """The sums by name over this micro-batch, float32, replicated over `model`.
 
         Args:
-          x: the stream after the last layer [t, h].
+          x: the stream after the last layer.
           batch: the arrays of the micro-batch [b, …].
           context: of its tokens.
         """

@@ -30,9 +30,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.config.mixture import MixtureConfig
@@ -49,22 +49,21 @@ class Choice(NamedTuple):
     """The router's result for rows of the stream.
 
     Attributes:
-      experts: int32 [t, k], from 0.
-      weights: [t, k], float32 or wider.
-      scores: [t, E], before softmax or sigmoid.
-      probabilities: [t, E], of every expert, with sum 1.
+      experts: from 0.
+      weights: float32 or wider, like the others.
+      scores: before softmax or sigmoid.
+      probabilities: of every expert, with sum 1.
     """
 
-    experts: Array
-    weights: Array
-    scores: Array
-    probabilities: Array
+    experts: Int[Array, "t k"]
+    weights: Float[Array, "t k"]
+    scores: Float[Array, "t E"]
+    probabilities: Float[Array, "t E"]
 
 
 class Router(nnx.Module):
-    """Scores and chooses experts. Shapes: x [t, h], this rank's rows of the stream; the weight [h, E] is replicated,
-    and so is the bias [E], without gradient and weight decay, in the master weights' dtype: `Mixture.adjustments`
-    moves it."""
+    """Score and choose experts. The weight [h, E] is replicated, and so is the bias [E], without gradient and weight
+    decay, in the master weights' dtype: `Mixture.adjustments` moves it."""
 
     def __init__(self, key: Array, config: MixtureConfig, dtype):
         self.config = config
@@ -74,7 +73,7 @@ class Router(nnx.Module):
         if config.balance_bias:
             self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, keep_fp32=True)
 
-    def __call__(self, x: Array) -> Choice:
+    def __call__(self, x: Float[Array, "t h"]) -> Choice:
         config, wide = self.config, wide_type(x.dtype)
         kernel = self.kernel[...].astype(wide)
         scores = jnp.dot(x.astype(wide), kernel, precision=jax.lax.Precision.HIGHEST)
@@ -90,8 +89,8 @@ class Router(nnx.Module):
         )
         return Choice(experts, weights * config.router_scale, scores, probabilities)
 
-    def _best(self, affinities: Array) -> Array:
-        """The k best experts of each row of [t, E], in order: int32 [t, k]. Of equal ones the first."""
+    def _best(self, affinities: Float[Array, "t E"]) -> Int[Array, "t k"]:
+        """The k best experts of each row, in order; of equal ones the first."""
         config = self.config
         if config.top_groups < config.router_groups:
             groups = affinities.reshape(len(affinities), config.router_groups, -1)
@@ -114,7 +113,7 @@ class Router(nnx.Module):
         return sums
 
     def sums(self, of_rows: Sums, context: Context) -> Sums:
-        """What a layer adds to the means of the model: its losses, float32 [] each, and the tokens of each expert, in
+        """What a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _of_all(of_rows, context.tokens)
         moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
@@ -124,8 +123,8 @@ class Router(nnx.Module):
             sums |= self._balance(sums.pop("used"), sums.pop("given"), context.tokens)
         return sums
 
-    def _balance(self, used: Array, given: Array, tokens: Tokens) -> Sums:
-        """The balance loss of the assignments and the probabilities of each expert: [b, E] or [E]."""
+    def _balance(self, used: Float[Array, "*b E"], given: Float[Array, "*b E"], tokens: Tokens) -> Sums:
+        """The balance loss of the assignments and the probabilities of each expert, by sequence or of all."""
         config = self.config
         if tokens.across:  # of whole sequences
             used, given = mappings.leave(jnp.stack([used, given]), CONTEXT)
@@ -134,9 +133,9 @@ class Router(nnx.Module):
         return {"balance_loss": products if config.balance_over == "sequence" else products * tokens.sequences}
 
 
-def towards_balance(load: Array) -> Array:
-    """By expert 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as many: [l, E], from its tokens
-    [l, E], which are whole numbers in a float dtype. In integers, so that a tie is one in any order of sums."""
+def towards_balance(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
+    """By expert 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as many, from its tokens, which
+    are whole numbers in a float dtype. In integers, so that a tie is one in any order of sums."""
     load = jnp.round(load).astype(jnp.int32)
     mean, rest = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])
     return jnp.where(load == mean, jnp.sign(rest), jnp.sign(mean - load))
@@ -154,8 +153,8 @@ def _of_all(sums: Sums, tokens: Tokens) -> Sums:
     return back(mappings.leave(flat))
 
 
-def _by_sequence(rows: Array, tokens: Tokens) -> Array:
-    """The sums over this rank's tokens of each sequence: [t, …] → [b, …]."""
+def _by_sequence(rows: Float[Array, "t E"], tokens: Tokens) -> Float[Array, "b E"]:
+    """The sums over this rank's tokens of each sequence."""
     if not tokens.split:
         return tokens.by_sequence(rows).sum(1)
     sequences = tokens.local_rows(jnp.arange(tokens.count) // tokens.positions)

@@ -98,7 +98,7 @@ def cut_into_chunks(model, mesh: MeshConfig):
     if mesh.chunks == 1:
         return model
 
-    def cut(path: tuple, weight: Array) -> Array:
+    def cut(path: tuple, weight):
         return weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if is_layer(leaf_name(path)) else weight
 
     return jax.tree_util.tree_map_with_path(cut, model)

@@ -27,7 +27,6 @@ from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import open_data
-from mjax.models.kernel_trial import with_kernel
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
@@ -36,6 +35,7 @@ from mjax.run.health import Guard, broken_state, check_start, continue_from, not
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
 from mjax.run.start import first_state, write_folder, write_origin
+from mjax.step.kernel_trial import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState

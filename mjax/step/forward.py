@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
 from mjax.errors import UsageError
@@ -48,7 +48,7 @@ class Forward:
     config: Config
     plan: Any
     factors: dict[str, Array | float]
-    step: Array | None = None
+    step: Int[Array, ""] | None = None
     head: Callable | None = None
     loss_fn: Callable | None = None
 
@@ -60,12 +60,14 @@ class Forward:
         return sums if self.head else sums | aux
 
     @jax.named_scope(scopes.EMBEDDING)
-    def embed(self, weights: Model, micro_batch: MicroBatch) -> Array:
+    def embed(self, weights: Model, micro_batch: MicroBatch) -> Float[Array, "t h"]:
         """The stream before the first layer [t, h]."""
         return weights.embed(micro_batch, self.context(micro_batch))
 
     @jax.named_scope(scopes.LAYER)
-    def layers(self, blocks, x: Array, micro_batch: MicroBatch, first: Array | int = 1) -> tuple[Array, Sums]:
+    def layers(
+        self, blocks, x: Float[Array, "t h"], micro_batch: MicroBatch, first: Int[Array, ""] | int = 1
+    ) -> tuple[Float[Array, "t h"], Sums]:
         """The stream after some layers, the first of which has number `first`, and the parts of means that they add."""
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
@@ -76,7 +78,7 @@ class Forward:
         return x, {} if self.head else self._parts(sums)
 
     @jax.named_scope(scopes.HEAD)
-    def loss(self, weights: Model, x: Array, micro_batch: MicroBatch):
+    def loss(self, weights: Model, x: Float[Array, "t h"], micro_batch: MicroBatch):
         """The parts of the means by name, from the stream after the last layer; or the result of `head`."""
         context = self.context(micro_batch)
         if self.head is not None:

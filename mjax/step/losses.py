@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from mjax.models.protocol import Batch, Model
 from mjax.parallel import mappings, scopes
@@ -21,7 +21,7 @@ Count = Array | np.ndarray | int
 
 @jax.named_scope(scopes.LOSS)
 def global_counts(model: Model, batch: Batch) -> dict[str, Count]:
-    """`Model.counts` of the global batch, from this replica's part: int32 [], the same on every device, or numbers."""
+    """`Model.counts` of the global batch, from this replica's part: the same on every device."""
 
     def everywhere(count: Count) -> Count:
         if isinstance(count, (int, np.ndarray)):
@@ -58,25 +58,24 @@ class StepMetrics:
     """The metrics of a step; the same on every device.
 
     Attributes:
-      loss: float32 [], mean cross entropy over the labels of the global batch that count, before the update, in nats;
+      loss: mean cross entropy over the labels of the global batch that count, before the update, in nats;
         0 if none counts; as `reported_loss` if a model has several losses.
-      grad_norm: float32 [], global L2 norm of the unscaled gradient before clipping.
-      learning_rate: float32 [].
-      loss_scale: float32 [], as used in this step.
-      skipped: bool [], whether nothing was updated: a gradient was not finite, or the loss was above the limit.
-      nonfinite: int32 [], number of gradients that are not finite.
-      first_nonfinite: int32 [], index into `TrainProgram.gradient_names` of the one the backward pass reached first.
-      metrics: the other means by name, float32 [] each: for a BERT its separate losses, and the accuracy of the order;
+      grad_norm: global L2 norm of the unscaled gradient before clipping.
+      learning_rate, loss_scale: as used in this step.
+      skipped: whether nothing was updated: a gradient was not finite, or the loss was above the limit.
+      nonfinite: number of gradients that are not finite.
+      first_nonfinite: index into `TrainProgram.gradient_names` of the one the backward pass reached first.
+      metrics: the other means by name: for a BERT its separate losses, and the accuracy of the order;
         and the arrays of `Model.summary`.
     """
 
-    loss: Array
-    grad_norm: Array
-    learning_rate: Array
-    loss_scale: Array
-    skipped: Array
-    nonfinite: Array
-    first_nonfinite: Array
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+    loss_scale: Float[Array, ""]
+    skipped: Bool[Array, ""]
+    nonfinite: Int[Array, ""]
+    first_nonfinite: Int[Array, ""]
     metrics: dict[str, Array] = field(default_factory=dict)
 
 
@@ -86,13 +85,13 @@ class EvalMetrics:
     """The metrics of the evaluation of one batch; the same on every device.
 
     Attributes:
-      loss: float32 [], as in `StepMetrics`.
-      means: by name, without dropout, float32 []; losses in nats, 0 if nothing counts. Also the arrays of
+      loss: as in `StepMetrics`.
+      means: by name, without dropout; losses in nats, 0 if nothing counts. Also the arrays of
         `Model.summary`, which have no count.
-      counts: by name, the denominator of each mean, int32 []: the weight of this batch among others.
+      counts: by name, the denominator of each mean: the weight of this batch among others.
     """
 
-    loss: Array
+    loss: Float[Array, ""]
     means: dict[str, Array]
     counts: dict[str, Array]
 

@@ -21,7 +21,7 @@ import math
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.layers import metadata_of
@@ -39,8 +39,8 @@ ITERATE_IN = {"fp8": "bf16", "bf16": "bf16", "fp16": "fp32", "fp32": "fp32", "fp
 """By compute dtype, the dtype of the iteration."""
 
 
-def newton_schulz(x: Array) -> Array:
-    """Matrices with the singular vectors of `x` and singular values near 1. Shapes: [k, r, c] → the same.
+def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows columns"]:
+    """Matrices with the singular vectors of `x` and singular values near 1.
 
     Each is scaled to Frobenius norm 1 first, so that the iteration X ← aX + (bA + cA²)X, A = XXᵀ, is defined.
     """

@@ -36,8 +36,8 @@ from mjax.generation.chat import Chat
 from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
 from mjax.generation.text import written_after
-from mjax.models.kernel_trial import with_kernel
 from mjax.parallel.mesh import make_mesh
+from mjax.step.kernel_trial import with_kernel
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 

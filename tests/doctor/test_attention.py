@@ -10,7 +10,8 @@ from mjax.config import load_config
 from mjax.doctor import GREEN, RED
 from mjax.doctor.numerics import check_attention
 from mjax.errors import UsageError
-from mjax.models import attention_kernels, kernel_trial
+from mjax.models import attention_kernels
+from mjax.step import kernel_trial
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 from mjax.config import GPTConfig
 from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
-from mjax.models import attention_kernels, kernel_trial
+from mjax.models import attention_kernels
 from mjax.models.attention_kernels import attend
-from mjax.models.kernel_trial import resolve_attention
+from mjax.step import kernel_trial
+from mjax.step.kernel_trial import resolve_attention
 from tests.small import small_config
 
 MODEL = GPTConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
