@@ -129,11 +129,12 @@ def test_hf_truncation_padding_and_dropout_are_off(tmp_path):
     assert tokenizer.encode("") == []
 
 
-@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> <t> $A"])
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "$A </s>", "<s> <t> $A"])
 def test_hf_takes_one_token_before_texts(tmp_path, template):
     library = hf_byte_pairs(["<s>", "<t>", "</s>"])
-    special = [(token, library.token_to_id(token)) for token in template.split()[:-1]]
-    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    ids = [(token, library.token_to_id(token)) for token in ("<s>", "<t>", "</s>")]
+    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    special = [(token, number) for token, number in ids if token in template.partition("$A")[0]]
     tokenizer = opened(library, tmp_path)
     if len(special) > 1:
         with pytest.raises(UsageError, match=r"puts 2 tokens .*<s> <t>.* --tokenizer hf:"):

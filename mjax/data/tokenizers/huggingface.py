@@ -63,14 +63,14 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return cls(*contents, *names, eod)
 
     def bos_of_files(self) -> int | None:
-        """The one token that the post-processor puts before a text.
+        """The one token that the post-processor puts before a text; one that it puts behind is not carried.
 
         Raises:
           UsageError: it puts several there.
         """
         with_it, alone = (self.library.encode("a", add_special_tokens=added).ids for added in (True, False))
-        count = len(with_it) - len(alone)
-        before = with_it[:count] if with_it[count:] == alone else []
+        starts = range(len(with_it) - len(alone) + 1)
+        before = with_it[: next((i for i in starts if with_it[i : i + len(alone)] == alone), 0)]
         if len(before) > 1:
             tokens = " ".join(self.library.id_to_token(number) for number in before)
             raise UsageError(
