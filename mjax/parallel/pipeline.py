@@ -421,9 +421,10 @@ def branch(name: str, condition: Array, then: Callable, otherwise: Callable, *op
         return lax.switch(condition, [otherwise, then], *operands)
 
 
-def put(buffer: Array, slot: Array, value: Array) -> Array:
+def put(buffer: Array, slot: Array, value) -> Array:
     """`buffer` [slots, …] with `value` in a slot."""
-    return lax.dynamic_update_index_in_dim(buffer, mappings.vary(value, mappings.varying_axes(buffer)), slot, 0)
+    value = mappings.vary(jnp.asarray(value), mappings.varying_axes(buffer))  # a residual may be a NumPy constant
+    return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
 
 
 def zeros_like(kind, dtype=None) -> Array:
