@@ -115,7 +115,8 @@ def measure(arguments: Arguments, compute: str) -> Iterator[Measurement]:
 
 
 def kernels(arguments: Arguments, compute: str, flash: bool, devices: Sequence) -> Iterator[Kernel]:
-    """What `measure` times; `flash` says whether there is attention, and `devices` are those of the all-reduces."""
+    """The operations that `measure` times; `flash` says whether there is attention, and `devices` are those of the
+    all-reduces."""
     import jax
     import jax.numpy as jnp
 

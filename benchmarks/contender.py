@@ -37,7 +37,7 @@ DISTINCT_BATCHES = 4  # tokens are drawn before the clock runs, and used in turn
 
 
 class Contender(Protocol):
-    """What a benchmark needs from a library.
+    """The interface that a benchmark needs from a library.
 
     Attributes:
       device: it runs on, as the library names it.

@@ -75,7 +75,7 @@ class Arguments:
 
 
 def about(day: Day) -> None:
-    """What machine this is."""
+    """Describe this machine."""
     if shutil.which("nvidia-smi"):
         day.run("nvidia-smi", ["nvidia-smi", "-q", "-d", "CLOCK,POWER,PERFORMANCE,MEMORY"], 30)
     day.run("packages", [PYTHON, "-c", "from mjax.utils.packages import installed; print(installed())"], 60)
@@ -93,7 +93,7 @@ def _pytest(day: Day, name: str, limit: float, *chosen: str) -> None:
 
 
 def tests(day: Day) -> None:
-    """What the suite skips without a GPU."""
+    """Run the tests that the suite skips without a GPU."""
     _pytest(day, "tests", 240, "-m", "gpu", *(() if day.tiny else ("tests/doctor",)), "tests/models/test_attention.py")
 
 
@@ -241,7 +241,7 @@ def fp16(day: Day) -> None:
 
 
 def profile(day: Day) -> None:
-    """Where the time of a step goes: the table that `--profile` prints."""
+    """Print the table of `--profile`: the time of a step by kind of work."""
     shutil.rmtree(day.folder / "runs" / "profiled", ignore_errors=True)
     chosen = () if day.tiny else _sequences(8, 8)
     flags = ("--profile", "6:9", "--checkpoint.interval", "0", *chosen)

@@ -77,7 +77,8 @@ def chained(function: Callable) -> Callable:
 
 
 def all_kernels(config: Config, kernel: str) -> Iterator[Timed]:
-    """Those of a training step; attention by `kernel`. Attention's forward pass is part of `forward and backward`."""
+    """Time the kernels of a training step; attention by `kernel`. Attention's forward pass is part of `forward and
+    backward`."""
     yield from _products(config)
     yield from _attention(config, kernel)
     yield from _memory(config)

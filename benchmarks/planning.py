@@ -28,7 +28,7 @@ from mjax.trace.collectives import ledger
 
 
 def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
-    """Of one call, in the fastest round."""
+    """Seconds of one call, in the fastest round."""
     work()
     found = []
     for _ in range(rounds):

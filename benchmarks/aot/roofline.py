@@ -146,7 +146,7 @@ class _Replay:
         self.now += waited
 
     def _cost(self, line: Line, shapes: dict[str, str]) -> _Cost | None:
-        """What a line costs when it runs; None if it is neither a kernel nor a collective between devices."""
+        """Cost of a line when it runs; None if it is neither a kernel nor a collective between devices."""
         if self.module.operation_of(line):
             return self._collective(line, shapes)
         if line.opcode in (*FREE, *CONTROL) or line.opcode.endswith(("-done", "async-update")):

@@ -1,4 +1,4 @@
-"""What runs beside the collectives of a compiled program, and the kernels that it launches.
+"""Work that overlaps the collectives of a compiled program, and the kernels that it launches.
 
 A collective is two lines of scheduled HLO, and the kernels between them overlap with it:
 
@@ -73,7 +73,7 @@ def _beside(module: Kernels, computation: list[Line], place: int) -> Beside:
 
 
 def read_launches(text: str) -> dict[str, dict[str, int]]:
-    """By type of kernel, how many are `different` and the `launches` of a step, with every branch taken."""
+    """Count the `different` kernels and the `launches` of a step by type of kernel, with every branch taken."""
     module, launches, different = Kernels(text), Counter(), defaultdict(set)
     for computation, times, _ in module.executed():
         for line in computation:

@@ -69,7 +69,7 @@ def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np
 
 
 def _new_metadata(leaf: Any, chunk: list[int]) -> dict[str, Any]:
-    """Of a Zarr 3 array like `leaf`, in chunks of a shape."""
+    """Metadata of a Zarr 3 array like `leaf`, in chunks of a shape."""
     return {
         "shape": list(leaf.shape),
         "data_type": str(leaf.dtype),

@@ -139,7 +139,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def or_end(self) -> Iterator[None]:
-        """With several processes, an error inside ends this one here, after the others have been told.
+        """End this process at an error inside, after telling the other processes.
 
         Propagating it through the callers would wait for saves and collectives that need the others.
         """

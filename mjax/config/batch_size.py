@@ -69,8 +69,8 @@ class BatchSizes:
 
     @classmethod
     def _of_changes(cls, changes: list[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> BatchSizes:
-        """From (samples, size), with ascending samples from 0: a step that begins at or after them has this size,
-        unless it is one of those `taken`."""
+        """A schedule from pairs (samples, size), with ascending samples from 0: a step that begins at or after them has
+        this size, unless it is one of those `taken`."""
         starts = [start for start, _ in changes]
         pieces: list[tuple[int, int, int]] = []
         step = sample = 0

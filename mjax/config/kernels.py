@@ -69,14 +69,14 @@ def choose_kernel(
 
 
 def position_unit(config: Config) -> int:
-    """What the positions of a program are a multiple of, with the kernel in `model.attention`: ranks of `context` have
-    equal parts, and `flash` takes whole blocks."""
+    """The number that the positions of a program are a multiple of, with the kernel in `model.attention`: ranks of
+    `context` have equal parts, and `flash` takes whole blocks."""
     block = BLOCK if config.model.attention in ("flash", FLASH_INTERPRETED) else 1
     return math.lcm(block * config.sequence_chunks, config.mesh.context)
 
 
 def ways_across(config: Config) -> list[str]:
-    """How attention can see the positions of other ranks of `context` (`--mesh.context-attention`): by heads where
+    """Choose how attention sees the positions of other ranks of `context` (`--mesh.context-attention`): by heads where
     their number allows it, by gathered keys unless `model.attention` is cuDNN's, which takes as many queries as keys;
     and the positions have to be a multiple of `position_unit`."""
 

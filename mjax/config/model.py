@@ -41,7 +41,7 @@ Gelu = Literal["gelu_tanh", "gelu_erf"]
 
 @dataclass(frozen=True)
 class Metric:
-    """How a run shows one of the means of a model.
+    """The labels under which a run shows one mean of a model.
 
     Attributes:
       name: of the mean, as in metrics.jsonl.
@@ -144,7 +144,7 @@ class ModelConfig:
         return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
 
     def limits(self) -> dict[str, int]:
-        """By name of an array of integers in a batch what its values, which are at least 0, must be below."""
+        """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""
         return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.sequence}
 
     def check_values(self, batch: Mapping[str, Any], of: str) -> None:
@@ -213,7 +213,7 @@ class ModelConfig:
         return 0
 
     def taken_experts(self) -> int:
-        """Of `parted_experts`, those that a token uses."""
+        """Number of experts that each token is routed to; 0 for a dense model."""
         return 0
 
     def check(self, config) -> None:
@@ -440,7 +440,7 @@ def register_folders() -> None:
 
 
 def imported(name: str) -> Any:
-    """What MODULE:NAME names."""
+    """Import the object that MODULE:NAME names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -64,7 +64,7 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
 
 
 def _vocabularies(config: Config) -> dict[str, int]:
-    """By dataset the vocabulary recorded by `mjax prepare`; Megatron's tools record none.
+    """The vocabulary that `mjax prepare` recorded, by dataset; Megatron's tools record none.
 
     Several datasets have the same one, or `open_data` refuses them.
     """

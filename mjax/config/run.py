@@ -279,7 +279,7 @@ class Config:
 
     @property
     def across(self) -> Literal["heads", "gather"] | None:
-        """How attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
+        """The way attention sees the positions of other ranks of `context`; None: a rank has whole sequences."""
         if self.mesh.context == 1:
             return None
         if self.mesh.context_attention != "auto":

@@ -1,4 +1,5 @@
-"""From text to batches: tokenizers, Megatron's indexed datasets and Megatron's order of samples, in NumPy alone.
+"""The way from text to batches: tokenizers, Megatron's indexed datasets and Megatron's order of samples, in NumPy
+alone.
 
     text ── prepare ──▶ PREFIX.bin, PREFIX.idx ── GPTDataset ── BlendedDataset ──▶ sample i ── Batches ──▶ batches
            tokenizers   indexed                   samples       blend                          batches

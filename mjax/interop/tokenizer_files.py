@@ -76,7 +76,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
 
 
 def _find_fast(folder: Path, settings: dict[str, Any]) -> HuggingFaceTokenizer:
-    """From tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
+    """Read tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
     file, source = folder / "tokenizer.json", folder / SETTINGS
     content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
     check_sizes(content, str(file))

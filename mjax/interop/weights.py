@@ -93,8 +93,8 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
 
 
 def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], tuple[str, int]]:
-    """By name of a weight in a model whose layers are all alike, and layer from 0: the weight that has it and the index
-    in it. Weights outside layers have layer 0."""
+    """Map a weight's name in a model of equal layers, and a layer from 0, to the stacked weight that has it and the
+    index in it. Weights outside layers have layer 0."""
     layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if name.startswith(LAYERS)})
     stored = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
     for name, numbers in layers.items():

@@ -68,7 +68,7 @@ class Linear(nnx.Module):
 
 
 class MLMHead(nnx.Module):
-    """What scores the original token at each position, from the stream after the last norm."""
+    """The head that scores the original token at each position, from the stream after the last norm."""
 
     def __init__(self, key: Array, config: BERTConfig, dtype):
         self.activation = config.mlm_activation or config.activation
@@ -170,7 +170,7 @@ class BERT(Encoder):
         return tokens.by_sequence(self.output(x).logits(tokens)), self.order(self.pooled(x, tokens)[0])
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        """What scores the original token at each position, from the result of `normed`."""
+        """The scores of the original token at each position, from the result of `normed`."""
         return self.mlm(x, self.embedding)
 
     @classmethod

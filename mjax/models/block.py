@@ -253,7 +253,8 @@ def _with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
 
 
 def _policy(recompute: str) -> Callable:
-    """What `jax.checkpoint` keeps: the names of `SAVED`; with `offload` a layer's input in host memory."""
+    """The policy of `jax.checkpoint`, which saves the names of `SAVED`; with `offload` a layer's input in host
+    memory."""
     policies, saved = jax.checkpoint_policies, SAVED[recompute]
     if recompute == "offload":
         return policies.save_and_offload_only_these_names(
@@ -266,7 +267,7 @@ def _policy(recompute: str) -> Callable:
 
 
 def _by_group(group: Sequence, layers: Sequence[Callable], aux, join: Callable[[list], Any]) -> tuple[Callable, Any]:
-    """What a scan over the groups of a stack does, and what it goes through.
+    """The body of a scan over the groups of a stack, and the arrays that it scans.
 
     Args:
       group: the stacks of its layers.

@@ -29,7 +29,7 @@ DecodeBlocks = Callable[[nnx.Module, Array, Context, KeyValues | None, Array], t
 
 
 class Cache(NamedTuple):
-    """What a model has read of some sequences.
+    """The keys and values that a model has read of some sequences.
 
     Attributes:
       layers: keys and values of all layers.
@@ -51,7 +51,7 @@ class CausalModel(LanguageModel):
         raise NotImplementedError
 
     def output(self, x: Float[Array, "t h"]) -> Output:
-        """What scores the next token after the last layer."""
+        """The scores of the next token after the last layer."""
         raise NotImplementedError
 
     def logits(self, x: Float[Array, "t h"], tokens: Tokens) -> Float[Array, "bs v_local"]:

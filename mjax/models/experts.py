@@ -105,7 +105,8 @@ class Experts(nnx.Module):
 
 @dataclass(frozen=True)
 class Region:
-    """Where experts compute: the tokens of all ranks of `model`, and of `expert` if it splits the experts.
+    """The region in which experts compute: the tokens of all ranks of `model`, and of `expert` if it splits the
+    experts.
 
     Attributes:
       tokens: this replica's.
@@ -183,7 +184,7 @@ def _weighted(both: Float[Array, "r 2 f"], weights: Float[Array, " r"], activati
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sent:
-    """Where assignments of tokens to experts are among the rows of a grouped product.
+    """The places of assignments of tokens to experts among the rows of a grouped product.
 
     Attributes:
       rows: the row of each assignment; the number of rows for one without.

@@ -143,14 +143,14 @@ def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.Sha
 
 
 def _name(kernel: str, how: How, products: int) -> str:
-    """Of a kernel in a compiled program: what it does, and how many products of s × s."""
+    """The role of a kernel in a compiled program, and its number of matmuls of s × s."""
     return f"flash_{kernel}{'_causal' * how.causal}_of_{products}"
 
 
 class _Specs:
-    """What a program of the grid (block, sample, head) gets of each array. A head is a query head, or with `queries`
-    above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles need;
-    `_load` masks the padding."""
+    """The part of each array that a program of the grid (block, sample, head) gets. A head is a query head, or with
+    `queries` above 1 a key-value head with its query heads. Head sizes are padded to a power of two, as Triton's tiles
+    need; `_load` masks the padding."""
 
     def __init__(self, q: Array, k: Array, aux: Aux, queries: int = 1):
         positions, size, group = q.shape[1], pl.next_power_of_2(q.shape[-1]), q.shape[2] // k.shape[2] // queries
@@ -282,7 +282,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
 
 
 def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how: How, size: int):
-    """Of a tile: the probabilities after dropout, and the gradient of the scores."""
+    """The probabilities of a tile after dropout, and the gradient of its scores."""
     probabilities = jnp.exp2(_scores(q, k, query, key, aux, how, size) - log_sums[:, None])
     to_dropped = _dropped(triton.dot(gradient, v.T), query, key, aux, how)
     to_scores = probabilities * (to_dropped - deltas[:, None]) * (1 / math.sqrt(size))

@@ -46,7 +46,7 @@ class Positions:
         return q, k
 
     def slopes(self) -> Float[Array, " n"] | None:
-        """By how much one position of distance lowers a score, for each of this rank's heads; None: not at all."""
+        """The penalty of one position of distance on a score, for each of this rank's heads; None: no penalty."""
         return None
 
 

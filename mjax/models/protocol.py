@@ -74,8 +74,8 @@ class Model(Protocol):
         ...
 
     def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
-        """What a step adds to weights besides the update of the optimizer, unless it is skipped; from the means before
-        their summary.
+        """The amounts that a step adds to weights after the optimizer's update, unless it is skipped; from the means
+        before their summary.
 
         By name of the weight, such as `blocks.mlp.router.bias`, its whole array, layers as [l, …], the same on every
         device. So a weight can follow a rule rather than a gradient. Compute with its `stop_gradient`, and name it

@@ -81,7 +81,7 @@ class Rotary(Positions):
         return plain * unscaled + plain / self.factor * (1 - unscaled)
 
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
 
 

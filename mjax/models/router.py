@@ -113,7 +113,7 @@ class Router(nnx.Module):
         return sums
 
     def sums(self, of_rows: Sums, context: Context) -> Sums:
-        """What a layer adds to the means of the model: its losses and the tokens of each expert, in
+        """The sums that a layer adds to the means of the model: its losses and the tokens of each expert, in
         this layer's row of [l, E], of the l layers with experts."""
         config, sums = self.config, _of_all(of_rows, context.tokens)
         moe_layer = (context.layer - config.dense_layers) // config.expert_interval - 1
@@ -134,8 +134,9 @@ class Router(nnx.Module):
 
 
 def towards_balance(load: Float[Array, "l E"]) -> Int[Array, "l E"]:
-    """By expert 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as many, from its tokens, which
-    are whole numbers in a float dtype. In integers, so that a tie is one in any order of sums."""
+    """The sign of each expert's adjustment: 1 if it had fewer tokens than the mean of its layer, -1 if more, 0 if as
+    many, from its tokens, which are whole numbers in a float dtype. In integers, so that a tie is one in any order of
+    sums."""
     load = jnp.round(load).astype(jnp.int32)
     mean, rest = jnp.divmod(load.sum(-1, keepdims=True), load.shape[-1])
     return jnp.where(load == mean, jnp.sign(rest), jnp.sign(mean - load))

@@ -115,15 +115,15 @@ class _How(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Of the rows so far, for each token: the highest logit m, the sum of exp(logit − m), and the label's logit, 0 if
-    it is not among them."""
+    """The sums over the rows so far, for each token: the highest logit m, the sum of exp(logit − m), and the label's
+    logit, 0 if it is not among them."""
 
     highest: Float[Array, " bs"]
     total: Float[Array, " bs"]
     label: Float[Array, " bs"]
 
     def and_rows(self, other: _Running) -> _Running:
-        """Of the rows of both."""
+        """The sums over the rows of both."""
         highest = jnp.maximum(self.highest, other.highest)
         return _Running(highest, self.up_to(highest) + other.up_to(highest), self.label + other.label)
 

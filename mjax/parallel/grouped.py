@@ -164,8 +164,8 @@ def grouped_product(
 
 @jax.named_scope(scopes.GROUPED)
 def _stand_in(x: Array, kernels: Array, groups: Groups, whole: bool) -> Array:
-    """As many FLOPs as assignments need, in one product with as many rows for each group: of E groups, or of fewer if E
-    does not divide them; or `whole`, of all rows with one matrix."""
+    """Stand in for the products with as many FLOPs as assignments need, in one product with as many rows for each
+    group: of E groups, or of fewer if E does not divide them; or `whole`, of all rows with one matrix."""
     if whole:
         return x @ kernels[0]
     some = math.gcd(groups.assignments, len(kernels))
@@ -255,7 +255,8 @@ MULTIPLE = 16  # of the rows of a tile, and of all sizes: Triton's smallest prod
 
 
 def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool, interpret: bool = False) -> Array:
-    """As `product_in_loops`, for sizes that are multiples of 16 and tiles whose rows are a power of two from 16."""
+    """Compute `product_in_loops` in Pallas, for sizes that are multiples of 16 and tiles whose rows are a power of two
+    from 16."""
     depth, width = reversed(kernels.shape[1:]) if transposed else kernels.shape[1:]
     block, rows = _block(width), groups.rows
     return pl.pallas_call(
@@ -276,7 +277,7 @@ def product_in_pallas(x: Array, kernels: Array, groups: Groups, transposed: bool
 
 
 def kernel_gradients_in_pallas(x: Array, gradient: Array, groups: Groups, interpret: bool = False) -> Array:
-    """As `kernel_gradients_in_loops`, for the same sizes."""
+    """Compute `kernel_gradients_in_loops` in Pallas, for the same sizes."""
     (rows, h), (_, f), number = x.shape, gradient.shape, len(groups.first)
     high, wide = _block(h), _block(f)
     of_group = pl.BlockSpec((None,), lambda column, row, one: (one,))

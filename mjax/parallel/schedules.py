@@ -130,8 +130,8 @@ class Schedule:
         return int(sum(slots.on for slots in self._kinds).max()) == 1
 
     def runs(self) -> dict[str, np.ndarray]:
-        """How often each stage runs each pass, and the parts of it that belong to the first or the last virtual stage:
-        int64 [stages] by the names in `scopes`."""
+        """The number of times each stage runs each pass, and the parts of it that belong to the first or the last
+        virtual stage: int64 [stages] by the names in `scopes`."""
         counts = {}
         for name, slots in zip((scopes.F, scopes.B, scopes.W), (self.forward, self.backward, self.weight), strict=True):
             if slots is not None:

@@ -46,7 +46,7 @@ REPLICAS = axes.holding()
 
 @dataclass(frozen=True)
 class Storage:
-    """How one weight is stored, and how it is gathered for the computation.
+    """The storage of one weight, and the gathers that make it whole for the computation.
 
     Attributes:
       spec: PartitionSpec of the master weight and its moments.
@@ -130,7 +130,7 @@ def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
 
 
 def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
-    """How the weight `name` with this whole shape and its module's `spec` is stored; `partial` as in `Storage`."""
+    """The storage of the weight `name` with this whole shape and its module's `spec`; `partial` as in `Storage`."""
     layers = layer_dims(mesh) if is_layer(name) else 0
     computed = computed_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
@@ -281,7 +281,8 @@ def _gather_layer_backward(storage: Storage, dtype, in_float8: bool, stored: fro
 
 @jax.named_scope(scopes.GRADIENT)
 def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
-    """What this device stores of the sum over the replicas that hold a layer's weight, varying over `stored`."""
+    """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
+    `stored`."""
     for names, dim in gathers:  # one at most: a stage holds its layers, so they are not gathered over `pipe`
         gradient = mappings.scatter_sum(gradient, names, dim)
     return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)

@@ -112,7 +112,7 @@ class Calibration:
         return (*RATES, "float8") if compute == "fp8" else RATES
 
     def source_of(self, name: str) -> str:
-        """Where a rate comes from."""
+        """The source of a rate."""
         return self.sources.get(name, "assumed" if name == "float8" else "its source is not known")
 
     def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:

@@ -229,7 +229,7 @@ class LayerTime:
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
-        """By part: the forward pass, and the halves of the backward pass: inputs, weights."""
+        """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
         return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
 
     def _forward(self) -> dict[str, float]:

@@ -455,7 +455,7 @@ def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
 
 
 def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
-    """Where the rates come from, those of the same source together."""
+    """The sources of the rates, one line for each source."""
     unknown, sources, rates = calibration.not_measured(gpu, compute), {}, calibration.rates(compute)
     for name in rates:
         sources.setdefault(calibration.source_of(name), []).append(name)

@@ -1,1 +1,1 @@
-"""What happens around the step: the loop, its start and continuation, metrics, display and health."""
+"""The work around the step: the loop, its start and continuation, metrics, display and health."""

@@ -83,7 +83,7 @@ DIGESTS = "data.json"
 def changes_since(
     folder: Path, config: Config, allow: bool = False, resumed: bool = False, step: int | None = None
 ) -> list[str]:
-    """What `config` changes in the run in `folder`, one line each; nothing if there is none.
+    """The changes that `config` makes to the run in `folder`, one line each; nothing if there is none.
 
     Args:
       folder: of the run.
@@ -306,7 +306,7 @@ BY_DEFAULT = {"feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "he
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights of a run come from: the contents of init.json.
+    """The origin of a run's weights: the contents of init.json.
 
     Attributes:
       run: absolute path of the run folder.

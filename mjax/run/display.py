@@ -1,4 +1,4 @@
-"""What a run prints: its plan, the progress line, and its results.
+"""The lines that a run prints: its plan, the progress line, and its results.
 
 On a terminal the progress line is redrawn in place; elsewhere (a log file, a CI run) a line is printed from time to
 time.
@@ -192,7 +192,7 @@ def verdict(loss: float, metrics: dict[str, float], sequences: int, shown: Seque
 
 
 def _values(metric: Metric, metrics: dict[str, float]) -> dict[str, float]:
-    """What the texts of a metric are formats of."""
+    """The values that the texts of a metric format."""
     value = metrics[metric.name]
     values = {**metrics, "value": value, "perplexity": _perplexity(value)}
     guess = metrics.get(metric.guess) if isinstance(metric.guess, str) else metric.guess

@@ -1,1 +1,2 @@
-"""What is compiled: the train step, its forward pass, losses, optimizer, precision, and the layout of its state."""
+"""The compiled programs: the train step, its forward pass, losses, optimizer, precision, and the layout of its
+state."""

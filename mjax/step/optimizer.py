@@ -98,7 +98,7 @@ def has_none(node) -> bool:
 
 @jax.named_scope(scopes.OPTIMIZER)
 def squared_norms(gradients, mesh: MeshConfig) -> Array:
-    """By parameter, layer by layer: the squared L2 norm of its gradient; float32 [parameters of `gradient_names`],
+    """The squared L2 norm of each parameter's gradient, layer by layer; float32 [parameters of `gradient_names`],
     replicated.
 
     The square root of their sum is the global norm; `optax.global_norm` would give every rank its own. A norm that is
@@ -112,7 +112,7 @@ def squared_norms(gradients, mesh: MeshConfig) -> Array:
 
 
 def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
-    """By parameter, layer by layer: how many of its weights and moments are not finite, or far too large; float32
+    """The number of each parameter's weights and moments, layer by layer, that are not finite or far too large; float32
     [parameters of `gradient_names`], replicated.
 
     Not part of the step, which would read all of them once more for it: 3% of the time of a small batch on a GPU.

@@ -353,7 +353,7 @@ def _filler(data: str, tokenizer: Tokenizer, most: int) -> np.ndarray:
 
 
 def _sentence_ends(filler: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Where a sentence may begin: indices of the tokens after those that end one, ascending."""
+    """The possible beginnings of a sentence: indices of the tokens after those that end one, ascending."""
     ids = [token for token in np.unique(filler).tolist() if tokenizer.decode([token]).endswith(SENTENCE_ENDS)]
     return np.flatnonzero(np.isin(filler, ids)) + 1
 

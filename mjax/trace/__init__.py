@@ -1,1 +1,1 @@
-"""What a step does, read from its traced and its compiled program."""
+"""The work of a step, read from its traced and its compiled program."""

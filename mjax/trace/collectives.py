@@ -137,7 +137,7 @@ class Ledger:
     records: tuple[Collective, ...]
 
     def over(self, *axes: str) -> Ledger:
-        """Those over exactly these axes."""
+        """The collectives over exactly these mesh axes."""
         return Ledger(tuple(record for record in self.records if set(record.axes) == set(axes)))
 
     def grouped(self, *names: str) -> dict[Any, Ledger]:

@@ -39,7 +39,8 @@ def model_flops(config: Config, causal: bool = False) -> float:
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
-    """As `model_flops`, with the forward products that `train.recompute` and `train.loss_chunks` do again."""
+    """FLOPs of a step: `model_flops` and the forward products that `train.recompute` and `train.loss_chunks` do
+    again."""
     train = config.train
     whole = _layers(config, causal)
     again = {"none": 0.0, "selective": _attention(config, causal), "full": whole, "offload": whole}

@@ -31,7 +31,7 @@ SMALL = 1 / 8  # of a region's largest array: what is smaller is a sum
 
 
 class Moved(NamedTuple):
-    """What kernels move, for the samples of the trace.
+    """The bytes that kernels move, for the samples of the trace.
 
     Attributes:
       bytes: read and written, without `scores`.
@@ -49,7 +49,7 @@ class Moved(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What the kernels of a layer and of the head move, backward with what is computed again; and the bytes
+    """The bytes that the kernels of a layer and of the head move, backward with what is computed again; and the bytes
     that a layer keeps for its backward pass."""
 
     forward: Moved
@@ -76,7 +76,7 @@ def kernels_of(of: trace.Traced, kernel: str, recompute: str) -> Kernels:
 
 
 def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) -> Kernels:
-    """As `kernels_of`, for the samples of a micro-batch."""
+    """`kernels_of` for the samples of a micro-batch."""
     one = kernels_of(of, kernel, recompute)
 
     def proportional(of: trace.Traced) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) 
 
 
 def at_least(of: trace.Traced, kernel: str, recompute: str, samples: int) -> Kernels:
-    """What `of_micro_batch` finds at least, from the trace of a whole sample: ranks of `model` and `context` have a
+    """The least that `of_micro_batch` can find, from the trace of a whole sample: ranks of `model` and `context` have a
     part of each of its arrays."""
     whole, ranks = of.of_sample(), of.ranks * of.context
 
@@ -120,7 +120,7 @@ def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
 
 
 def moved(program: Program, tokens: Iterable[int], last_dims: tuple[int, int], ranks: int, kept: bool = False) -> Moved:
-    """What the regions of a program move.
+    """The bytes that the regions of a program move.
 
     Args:
       tokens: inputs that depend on the tokens.

@@ -188,7 +188,8 @@ class Traced:
 
 
 def of_micro_batch(of: Traced, samples: int, sizes_of: Callable[[Traced], tuple[float, ...]]) -> list[float]:
-    """What `sizes_of` reads from the trace of one sample, for the samples of a micro-batch: it is proportional to them.
+    """The results of `sizes_of`, read from the trace of one sample, for the samples of a micro-batch: it is
+    proportional to them.
 
     But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a layer with
     experts is traced for one sample and for two.
@@ -243,7 +244,7 @@ def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
 
 
 def head(of: Traced) -> Head:
-    """What follows the last layer."""
+    """The trace of the head, which follows the last layer."""
     return _head_of(replace(of, kind=None, across=None))
 
 
@@ -280,7 +281,7 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
 
 @lru_cache(maxsize=256)
 def _layout(config: Config) -> Layout:
-    """Of the weights: the same for every recomputation."""
+    """The trace of the weights, the same for every recomputation."""
     return lay_out(config, abstract_mesh(config.mesh))
 
 

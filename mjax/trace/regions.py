@@ -82,7 +82,8 @@ class Regions:
         return self._region.get(value)
 
     def read_for_scale(self, region: Region) -> set[int] | None:
-        """What a region reads that finds the largest magnitude of an array for its float8 scale; None for any other.
+        """The value read by a region that finds an array's largest magnitude for its float8 scale; None for other
+        regions.
 
         A kernel that sums over tokens, or computes an activation function, finds it as it writes the array.
         """

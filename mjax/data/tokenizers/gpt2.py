@@ -47,7 +47,7 @@ class GPT2Tokenizer(LibraryTokenizer):
 
     @classmethod
     def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: vocab.json,merges.txt or a tiktoken file."""
+        """Make it from the files that follow the kind on the command line: vocab.json,merges.txt or a tiktoken file."""
         names = files.split(",")
         if len(names) > 2:
             raise UsageError(f"--tokenizer gpt2:{files} names {len(names)} files; use --tokenizer {cls.form}")

@@ -53,13 +53,14 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @classmethod
     def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: a tokenizer.json, and perhaps `,eod=TOKEN`."""
+        """Make it from the files that follow the kind on the command line: a tokenizer.json, and perhaps
+        `,eod=TOKEN`."""
         file, _, eod = files.partition(",eod=")
         return cls(read_given(cls, files, file), file, eod or None)
 
     @classmethod
     def from_contents(cls, contents, names, eod: int) -> Self:
-        """From the files of a folder that `save` wrote; the id says which token was chosen."""
+        """Make it from the files of a folder that `save` wrote; the id says which token was chosen."""
         return cls(*contents, *names, eod)
 
     def bos_of_files(self) -> int | None:

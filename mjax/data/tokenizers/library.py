@@ -54,7 +54,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: one file, unless the kind says otherwise.
+        """Make it from the files that follow the kind on the command line: one file, unless the kind says otherwise.
 
         Raises:
           UsageError: a file is missing or not what the kind needs.
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def from_contents(cls, contents: Sequence[bytes], names: Sequence[str], eod: int) -> Self:
-        """From the files of a folder that `save` wrote: their bytes, and their names for error messages.
+        """Make it from the files of a folder that `save` wrote: their bytes, and their names for error messages.
 
         Raises:
           UsageError: a file is not what the kind needs.
@@ -140,7 +140,7 @@ class ByteTokenizer(Tokenizer):
 
     @classmethod
     def from_files(cls, files: str) -> Self:
-        """From what follows the kind on the command line: nothing."""
+        """Make it; nothing follows the kind on the command line."""
         if files:
             raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes needs none; use --tokenizer bytes")
         return cls()

@@ -114,7 +114,7 @@ class RankTensors:
 
 
 def gathered(shares: Sequence[Share], source: str) -> Share:
-    """What the expert ranks of one tensor rank hold, as one share with a tensor for each matrix of each expert.
+    """Join the expert ranks of one tensor rank into one share with a tensor for each matrix of each expert.
 
     Args:
       shares: in the order of expert ranks, by current names; all but experts is the same in each.

@@ -51,7 +51,7 @@ class Gemma3Config(LlamaConfig):
 
     @property
     def period(self) -> int:
-        """With layers after the last group, all layers: a pipeline cannot split them."""
+        """All layers if some follow the last group, because a pipeline cannot split them."""
         if self.rest == self.layers:
             return 1
         return self.layers if self.rest else super().period
