@@ -23,14 +23,12 @@ from mjax.config import DataConfig
 from mjax.config.checks import validate
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
-FILES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+FILES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in sorted(FILES)}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Train or plan for seconds; what python.md trains, notebook 07 does too.
-MARKS = dict.fromkeys(
-    ("docs/extending.md", "docs/how-it-works.md", "docs/pipeline.md", "docs/planning.md"), pytest.mark.ci
-)
-MARKS["docs/python.md"] = pytest.mark.all
+# Pages train or plan for seconds; what train-from-python.md trains, notebook 07 does too.
+MARKS = {page: pytest.mark.ci for page in PAGES if page.startswith("docs/")}
+MARKS |= dict.fromkeys(("docs/python.md", "docs/how-to/train-from-python.md"), pytest.mark.all)
 MARK = "===== end of block ====="
 
 
@@ -91,7 +89,7 @@ def _commands():
                 words = shlex.split(line, comments=True)
                 if "train.py" in words:
                     yield page, ["train", *words[words.index("train.py") + 1 :]]
-                elif "mjax" in words and words[words.index("mjax") - 1] == "-m":
+                elif "mjax" in words and words[words.index("mjax") - 1 : words.index("mjax")] in ([], ["-m"]):
                     yield page, words[words.index("mjax") + 1 :]
 
 
