@@ -23,7 +23,10 @@ from mjax.errors import UsageError, either, exit_code, explain
 from mjax.profiling import profiled_steps
 
 if TYPE_CHECKING:
+    from mjax.data.sources import TrainingData
     from mjax.run.continuing import Origin
+    from mjax.run.loop import Run
+    from mjax.step.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,6 @@ def train(argv: Sequence[str]) -> int:
 
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
-    from mjax.generation.text import print_sample
     from mjax.planner.fit import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
@@ -100,12 +102,43 @@ def train(argv: Sequence[str]) -> int:
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
-        options = Options(name=label, step=step, origin=origin, on_end=print_sample, watchdog=watchdog)
+        options = Options(name=label, step=step, origin=origin, on_end=_print_sample, watchdog=watchdog)
         if arguments.profile is not None and processes.is_first():
             steps = profiled_steps(arguments.profile, config.train.steps)
             options = replace(options, profile=Recorder(steps, arguments.resume))
         result = loop.train(config, arguments.resume, options)
     return result.exit_code
+
+
+def _print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
+    """Print how the trained model continues `log.prompt`, or the beginning of a validation sample.
+
+    It prints nothing if the run has no tokenizer, if `log.sample_tokens` is 0, or if the model is not causal.
+    """
+    from rich.text import Text
+
+    from mjax.data.tokenizers import tokenizer_from_folder
+    from mjax.generation.generate import Generator, Sampling
+    from mjax.generation.text import continue_ids
+    from mjax.utils.progress import status
+
+    log, display = run.config.log, run.display
+    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
+        return
+    tokenizer = tokenizer_from_folder(data.tokenizer)
+    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
+        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
+        prompt = tokenizer.decode(ids)
+    else:
+        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
+    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
+    display.say("")
+    with status("writing a sample", display.console):
+        generator = Generator(run.config, run.mesh)
+        (sample,) = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
+    text = Text(prompt, style="dim") + Text(sample.continuation)
+    display.console.print(text, soft_wrap=True, highlight=False)
+    display.say("")
 
 
 def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin | None, list[str]]:

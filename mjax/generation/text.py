@@ -11,17 +11,12 @@ from typing import Literal
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
 from mjax.config import MeshConfig
-from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, in_python
 from mjax.generation.generate import Continuation, Generator, Sampling
 from mjax.generation.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
-from mjax.run.loop import Run
-from mjax.step.train_state import TrainState
 
 Decode = Callable[[list[int]], str]
 
@@ -243,27 +238,3 @@ def _opened(
     opened = run if isinstance(run, OpenRun) else open_run(run, step, mesh)
     generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
     return opened, generator, opened.weights_for(generator.abstract_model)
-
-
-def print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
-    """Let a causal model that was just trained continue `log.prompt`, or the beginning of a validation sample.
-
-    This is the `on_end` of `training.loop.train`; it prints nothing if the run has no tokenizer or `log.sample_tokens`
-    is 0.
-    """
-    log, display = run.config.log, run.display
-    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
-        return
-    tokenizer = tokenizer_from_folder(data.tokenizer)
-    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
-        prompt = tokenizer.decode(ids)
-    else:
-        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
-    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
-    display.say("")
-    generator = Generator(run.config, run.mesh)
-    (sample,) = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
-    text = Text(prompt, style="dim") + Text(sample.continuation)
-    display.console.print(text, soft_wrap=True, highlight=False)
-    display.say("")

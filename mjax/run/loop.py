@@ -40,6 +40,7 @@ from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState
 from mjax.trace.flops import model_flops, peak_tflops
+from mjax.utils.progress import status
 
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
 DAY = 86_400.0
@@ -70,7 +71,9 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     check_devices(config, jax.device_count(), options.name)
 
     # --- Kernels and loops for these devices --------------------------------------------------------------------------
-    resolved = with_kernel(config)
+    display = Display(config.train.steps, shown=is_first() and options.show, metrics=config.model.metrics)
+    with status("choosing kernels", display.console):
+        resolved = with_kernel(config)
     mesh = make_mesh(config.mesh)
 
     # --- Processes: all of them run this program on this data ---------------------------------------------------------
@@ -82,7 +85,6 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
-    display = Display(config.train.steps, shown=is_first() and options.show, metrics=config.model.metrics)
     watchdog.say = options.profile.say = display.say
     with contextlib.ExitStack() as stack:
         if is_first():
@@ -92,7 +94,8 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         )
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
-        start, state, origin = first_state(checkpoints, program, options.origin, display.say)
+        with status("compiling and filling the state", display.console):
+            start, state, origin = first_state(checkpoints, program, options.origin, display.say)
         announce_start(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")

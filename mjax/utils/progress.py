@@ -1,7 +1,7 @@
-"""A progress bar, on a terminal only: elsewhere nothing is printed."""
+"""A progress bar and a spinner, on a terminal only: elsewhere nothing is printed."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import (
@@ -35,3 +35,8 @@ def progress(
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as shown:
         task = shown.add_task("", total=total)
         yield lambda done, **changes: shown.update(task, advance=done, **changes)
+
+
+def status(text: str, console: Console) -> AbstractContextManager[object]:
+    """Show a spinner with `text` for work whose length is unknown; it disappears at the end."""
+    return console.status(f"{text} …") if console.is_terminal else nullcontext()
