@@ -34,7 +34,7 @@ from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import GPTConfig
 from mjax.errors import UsageError
 from mjax.planner.calibration import Calibration, Rates, write_calibration
-from mjax.planner.section import table
+from mjax.utils.figures import table
 
 # m, n, k of the layers of 345M to 8B parameters, split or not, and of their logits: forward, for inputs, for weights.
 PRODUCTS = (

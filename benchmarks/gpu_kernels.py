@@ -24,9 +24,9 @@ from mjax.config import Config, MeshConfig, load_config
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.section import table
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.trace.flops import model_flops
+from mjax.utils.figures import table
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.command import check_output, in_one_sentence
 from mjax.cluster import launch
-from mjax.cluster.hardware import GIB
 from mjax.config import Config, from_dict, load_config, to_dict
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.planner.compile import check_compile
 from mjax.planner.compile import versions as compiler_versions
 from mjax.planner.memory import KINDS, predict_memory
+from mjax.utils.figures import GIB
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "planner" / "compiled_memory.json"
 TOLERANCE = 0.05

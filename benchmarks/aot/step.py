@@ -25,7 +25,7 @@ from benchmarks.aot.saved_program import check_save, save_program
 from benchmarks.aot.schedule import Overlapped, read_launches, read_overlaps
 from benchmarks.command import in_one_sentence
 from mjax.cluster import launch
-from mjax.cluster.hardware import gpu_named, human_bytes
+from mjax.cluster.hardware import gpu_named
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import choose_config
 from mjax.config import Config
@@ -33,7 +33,7 @@ from mjax.config.bounds import Count
 from mjax.config.checks import validate
 from mjax.config.resolve import resolve
 from mjax.planner.compile import check_compile
-from mjax.planner.section import table
+from mjax.utils.figures import human_bytes, table
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mjax.errors import UsageError, suggestion
+from mjax.utils.figures import GB, MIB
 
 # Share of a GPU's memory that mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
 USABLE_FRACTION = 0.9
@@ -109,7 +110,6 @@ def _peaks(sixteen_bit: float, fp32: float, bf16: bool = True, fp8: float | None
     return peaks if fp8 is None else {**peaks, "fp8": fp8}
 
 
-GB, MIB, GIB = 1e9, 2**20, 2**30
 # All latencies: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
 _V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
 _A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
@@ -316,12 +316,3 @@ def gpu_named(name: str) -> Gpu:
 def gpu_of(device_kind: str) -> Gpu | None:
     """The GPU with this device kind in JAX, or None if the table has none."""
     return next((gpu for gpu in GPUS if device_kind in gpu.device_kinds), None)
-
-
-def human_bytes(count: float) -> str:
-    """'23.79 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

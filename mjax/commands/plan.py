@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from mjax.cluster.hardware import Gpu, gpu_named, human_bytes
+from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
@@ -27,7 +27,8 @@ from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import UsageError, check_picture
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.planner.search_flags import SearchArguments, check_search, write_config
-from mjax.planner.section import Section, named_rows, table
+from mjax.planner.section import Section
+from mjax.utils.figures import human_bytes, named_rows, table
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mjax.cluster.hardware import GIB, Gpu, human_bytes
+from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
+from mjax.utils.figures import GIB, human_bytes
 
 KIND_COLOURS = {
     "parameters": "#0072B2",

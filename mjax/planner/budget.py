@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mjax.cluster.hardware import GIB, Gpu
+from mjax.cluster.hardware import Gpu
 from mjax.config import Config, as_flag, available_configs, differences, load_config
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.model import ModelConfig
@@ -29,8 +29,9 @@ from mjax.planner.calibration import Calibration
 from mjax.planner.search import SEARCHED, Candidate, SearchResult, candidates, rank, search, value_of, with_values
 from mjax.planner.search_command import check_searchable, find, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
-from mjax.planner.section import Section, good_to, table
+from mjax.planner.section import Section, good_to
 from mjax.trace.flops import model_flops
+from mjax.utils.figures import GIB, table
 
 STRAIGHT = 5  # trials after which halves are taken
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs

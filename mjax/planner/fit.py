@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mjax.cluster.hardware import GIB, USABLE_FRACTION, Gpu
+from mjax.cluster.hardware import USABLE_FRACTION, Gpu
 from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
 from mjax.config.axes import PIPE, in_words
@@ -38,9 +38,10 @@ from mjax.errors import UsageError
 from mjax.models.build import is_unrolled, repeats_in_stack
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
-from mjax.planner.section import Section, layers_in_words, named_rows
+from mjax.planner.section import Section, layers_in_words
 from mjax.step.precision import in_float8
 from mjax.trace.layers import kinds_of, layer_forward
+from mjax.utils.figures import GIB, named_rows
 
 # Ranks of the cost of a change; a combination costs their sum.
 SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (

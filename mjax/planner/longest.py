@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mjax.cluster.hardware import GIB, Gpu
+from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, axes
 from mjax.errors import UsageError
 from mjax.models.build import scores_in_chunks
@@ -27,7 +27,8 @@ from mjax.planner.calibration import Calibration
 from mjax.planner.memory import HEADROOM
 from mjax.planner.search import CHUNKS, SEARCHED, Candidate, MemoryOf, TimeOf, candidates, search
 from mjax.planner.search_command import predictions
-from mjax.planner.section import Section, table
+from mjax.planner.section import Section
+from mjax.utils.figures import GIB, table
 from mjax.utils.progress import progress
 
 STEP = 1024

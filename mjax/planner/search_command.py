@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from mjax.cluster.hardware import GIB, Gpu, gpu_named
+from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, DataConfig, MeshConfig
 from mjax.config.batch_size import BatchSizes, at_batch
 from mjax.config.checks import validate
@@ -44,8 +44,9 @@ from mjax.planner.search import (
     word,
 )
 from mjax.planner.search_flags import WIDTH, SearchArguments
-from mjax.planner.section import Section, good_to, table
+from mjax.planner.section import Section, good_to
 from mjax.planner.time import LeastTime, StepTime, predict_time, run_tokens
+from mjax.utils.figures import GIB, table
 from mjax.utils.progress import progress
 
 INDEPENDENT_OF_BATCH = (

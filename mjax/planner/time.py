@@ -48,11 +48,12 @@ from mjax.config.batch_size import BatchSizes
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration, Rates, default_calibration
 from mjax.planner.layer_time import MJAX, Common, LayerTime, Software
-from mjax.planner.section import Section, good_to, named_rows, table
+from mjax.planner.section import Section, good_to
 from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.step.precision import in_float8
 from mjax.trace import layers as trace
 from mjax.trace.flops import hardware_flops, model_flops
+from mjax.utils.figures import named_rows, table
 
 # Parts of a step in display order, with their names in a plan.
 NAMES = {

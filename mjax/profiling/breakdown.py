@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from mjax.planner.section import table
 from mjax.profiling.kernels import COLLECTIVES, COPIES, KINDS, Trace
+from mjax.utils.figures import table
 
 IDLE, UNKNOWN = "idle", "elsewhere"
 RANKS = {COPIES: 1, COLLECTIVES: 2}  # others: 0

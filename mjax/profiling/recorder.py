@@ -24,10 +24,10 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
-from mjax.cluster.hardware import human_bytes
 from mjax.profiling.breakdown import break_down, kinds_table, parts_table
 from mjax.profiling.kernels import ASIDE, WINDOW, Trace, newest_trace, read_trace
 from mjax.run.options import Profile
+from mjax.utils.figures import human_bytes
 from mjax.utils.files import make_folder, write_whole
 
 FOLDER, MEMORY = "profile", "memory.pprof"

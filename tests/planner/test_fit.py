@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from mjax.cluster import launch
-from mjax.cluster.hardware import GIB, USABLE_FRACTION
+from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.launch import claim_gpu_memory
 from mjax.commands import cli
 from mjax.config import load_config
@@ -16,6 +16,7 @@ from mjax.errors import UsageError
 from mjax.planner import fit
 from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory
+from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.planner.configs import changed
 from tests.products import one_in

@@ -8,13 +8,14 @@ from unittest.mock import Mock
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.cluster.hardware import GIB, gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.pictures.plan import draw_longest
 from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
 from mjax.planner.memory import HEADROOM, Memory
+from mjax.utils.figures import GIB
 from tests.small import small_config
 
 _, OVER, WITHOUT = WAYS

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.cluster.hardware import GIB, gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
 from mjax.planner.search_command import Question, report
 from mjax.planner.time import StepTime
+from mjax.utils.figures import GIB
 
 
 def seconds_of(matmul, model=0.0, bubble=0.0):

@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.aot.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from benchmarks.aot.schedule import read_overlaps
-from mjax.cluster.hardware import GIB, gpu_named
+from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
 from mjax.models.build import MOST_UNROLLED, with_unrolling
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
+from mjax.utils.figures import GIB
 from tests.planner.configs import changed
 
 H100 = gpu_named("h100")

@@ -1,0 +1,37 @@
+"""Numbers in words and in tables of text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GB, MIB, GIB = 1e9, 2**20, 2**30
+
+
+def human_bytes(count: float) -> str:
+    """'23.79 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def named_rows(rows: Mapping[str, Any]) -> list[str]:
+    """One line per name and value, with aligned values."""
+    width = max(map(len, rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+    """Lines of a table, with at least two spaces between columns.
+
+    Args:
+      header: one word per column.
+      rows: one cell per column.
+      left: how many of the first columns are left-aligned; numbers are right-aligned.
+    """
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    for column in range(len(header)):
+        width = max(len(row[column]) for row in cells)
+        for row in cells:
+            row[column] = row[column].ljust(width) if column < left else row[column].rjust(width)
+    return ["  ".join(row).rstrip() for row in cells]
