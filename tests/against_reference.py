@@ -39,13 +39,13 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """What is reported and the gradients, computed once for all meshes, kernels and kinds of recomputation."""
+    """Return reported values and gradients, computed once for all meshes, kernels and kinds of recomputation."""
     train = replace(config.train, micro_batch=1, recompute="none", loss_chunks=1, unroll="auto")
     return _serial(replace(config, model=replace(config.model, attention="xla"), mesh=MeshConfig(), train=train))
 
 
 def largest_error(config, scale=1.0) -> dict[str, float]:
-    """By name, for what is reported and for the gradient of every weight."""
+    """Return the largest error by name, of reported values and of the gradient of every weight."""
     with jax.enable_x64(True):
         program, place = gradient_program(config)
         weights, batch = place(), batch_of(config)

@@ -97,7 +97,7 @@ def activated(x, name):
 
 
 def alibi_slopes(heads):
-    """As the authors' code computes them (arXiv 2108.12409, footnote 8), by recursion."""
+    """Return the slopes of the authors' code (arXiv 2108.12409, footnote 8), by recursion."""
     lower = 2 ** int(np.floor(np.log2(heads)))
     if heads == lower:
         start = 2 ** -(2 ** -(np.log2(heads) - 3))
@@ -302,7 +302,7 @@ def scores(weights, model, batch):
 
 @functools.partial(jax.jit, static_argnums=1)
 def task_scores(weights, model, batch, masks=None):
-    """Of classes or choices [b, n], or of the first and the last token of an answer [b, 2, s], -inf at padding."""
+    """Return scores of classes or choices [b, n], or of an answer's first and last token [b, 2, s], -inf at padding."""
     rows = {name: array.reshape(-1, model.sequence) for name, array in batch.items() if array.ndim == 3}
     x, _ = encoded(weights, model, rows, masks)
     if model.head == "span":
@@ -352,6 +352,6 @@ differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), static_argnums
 
 
 def loss_and_gradients(weights, model, batch, masks=None):
-    """What is reported, and the gradients of the loss."""
+    """Return the reported values, and the gradients of the loss."""
     (_, (figures, _)), gradients = differentiated(weights, model, batch, masks)
     return figures, gradients

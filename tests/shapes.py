@@ -1,4 +1,4 @@
-"""How the tests check the types of signatures in `parallel/`, `models/` and `step/`: shapes, dtypes and the rest."""
+"""Import hook that checks types of signatures in `parallel/`, `models/` and `step/`: shapes, dtypes and the rest."""
 
 from collections.abc import Callable
 

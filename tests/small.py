@@ -174,7 +174,7 @@ MEANS = {
 
 
 def as_vector(means, names):
-    """What a model reports as one array, in the order of the serial references: [] of one name, else [k]."""
+    """Return a model's report as one array, in the order of the serial references: [] of one name, else [k]."""
     means = {name: mean for name, mean in means.items() if not mean.ndim}
     assert means.keys() == set(names)
     values = [means[name] for name in names]

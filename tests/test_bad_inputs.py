@@ -28,7 +28,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 
 def sentence_of(argv, code, capsys):
-    """What stderr has when the command line ends with `code`."""
+    """Return stderr of a command line that must end with `code`."""
     try:
         found = cli.main(argv)
     except SystemExit as stop:  # tyro's own errors

@@ -87,7 +87,7 @@ def test_benchmark_rejects_flags_in_one_sentence(name, flags, sentence, monkeypa
 
 
 def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys):
-    """Of steps whose times are given; they give the error bar, but no rate."""
+    """Given times of steps yield the error bar, but no rate."""
     times, file = iter([0.9, 1.1]), tmp_path / "rates.json"
     monkeypatch.setattr(predicted, "measure", lambda *_: (next(times), 3.0 * 2**30, "a slow device"))
     flags = ["--gpu", "h100", "--configs", CONFIG, CONFIG, "--write", str(file)]

@@ -56,7 +56,7 @@ def test_every_module_is_in_a_room():
 
 
 def test_readme_counts_the_lines_of_the_core():
-    """Those of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the files
+    """Lines of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the files
     that the step of a GPT runs through while it is traced."""
     step = ROOT / "mjax" / "step" / "step.py"
     core = {*(ROOT / "mjax" / "parallel").glob("*.py"), *(ROOT / "mjax" / "models").glob("*.py"), step}

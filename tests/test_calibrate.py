@@ -1,4 +1,4 @@
-"""What benchmarks/calibrate.py times reads its arrays from memory: the loops hold no array as a constant."""
+"""Arrays of benchmarks/calibrate.py are read from memory: its loops hold no array as a constant."""
 
 import jax
 import numpy as np

@@ -77,7 +77,7 @@ def test_unusable_home_is_one_line(own_home, monkeypatch):
 
 @pytest.mark.parametrize("folder", [None, "/elsewhere"])
 def test_imported_jax_is_told(folder, monkeypatch):
-    """By a config file, for example; unless it has a folder."""
+    """A config file may have imported JAX; a folder set before stays."""
     told = {}
     config = SimpleNamespace(jax_compilation_cache_dir=folder, update=told.__setitem__)
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))

@@ -201,7 +201,7 @@ def test_save_config_replaces_whole_file(tmp_path):
     assert read_config(file) == config
 
 
-def test_as_flag_parses_back():
+def test_flag_text_parses_back():
     config = Config(
         data=DataConfig(path=("0.3", "my data", "0.7", "b"), mock=True),
         train=TrainConfig(batch_schedule="0:768 250B:1536"),
@@ -249,7 +249,7 @@ def test_invalid_config_json_names_field(values, words):
     assert words in str(error.value)
 
 
-def test_what_changed_no_number_is_dropped_from_config_json(tmp_path):
+def test_fields_without_effect_are_dropped_from_config_json(tmp_path):
     old = {"train": {"streams": 2, "seed": 3}, "data": {"test_path": ["data/c"]}}
     old["health"] = {"unhealthy_share": 0.5, "good_after": 10}
     old["optimizer"] = {"muon_momentum": 0.95, "warmup_from": 0.0}

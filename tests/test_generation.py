@@ -361,7 +361,7 @@ def test_generate_rejects_wrong_flags_and_runs(place, run, flags, words, monkeyp
     assert words in capsys.readouterr().err
 
 
-def test_closed_stdin_is_no_prompt(place, monkeypatch, capsys):
+def test_closed_stdin_is_not_a_prompt(place, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     assert cli.main(["generate", "--checkpoint", str(place / "run")]) == 2
     assert "there is no prompt" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a GPU has to show before its figures count: attention with its gradients, steps against float64, fp16, bits.
+"""Proofs that a GPU computes correctly: attention with its gradients, steps against float64, fp16, bits.
 
 On a CPU the same tests run at toy sizes, with XLA's attention. On a machine with a GPU:
 
@@ -35,7 +35,6 @@ in_ci = pytest.mark.gpu if GPU else pytest.mark.ci
 )
 @in_ci
 def test_attention_equals_xla_in_float32(size, positions, kernel, rate):
-    """With its gradients."""
     shape = (2, positions, 4, size) if GPU else (1, 64, 2, size)
     rng = np.random.default_rng(0)
     arrays = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What surrounds a process before JAX starts: launchers, devices, memory, folders; and the exit codes at its end."""
+"""Surroundings of a process before JAX starts: launchers, devices, memory, folders; and the exit codes at its end."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ def test_memory_share_of_user_stays(name, monkeypatch):
     assert environment == {name: "0.5"}  # JAX refuses both at once
 
 
-def test_without_home_there_is_no_cache(monkeypatch):
+def test_cache_is_off_without_home(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert str(cache_home()) == "/cache/mjax"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""What is installed, and of which build."""
+"""Installed packages, and their builds."""
 
 import sys
 import tomllib

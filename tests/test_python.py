@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_texts_and_their_ids_are_continued_alike(run):
+def test_texts_and_their_ids_have_same_continuation(run):
     texts = ["The city", "A"]
     samples = mjax.generate(run, texts, tokens=6, temperature=0)
     assert [sample.prompt for sample in samples] == texts

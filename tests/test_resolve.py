@@ -1,4 +1,4 @@
-"""What `train` and `plan` take from the data and from the length of a run, so that nobody has to type it."""
+"""Settings that `train` and `plan` read from the data and from the length of a run."""
 
 import json
 import shlex
@@ -133,7 +133,7 @@ def test_resumed_run_keeps_config_but_takes_tokens(data, started):
 
 
 def test_existing_weights_keep_their_vocabulary(data, started, capsys):
-    """Of the run itself, and of the one whose weights a new run starts from, which may be gone later."""
+    """The vocabulary is read from the run, or from the run that gave the weights, which may be gone later."""
     run = run_of(data / "runs" / "new")
     assert resolved("--data.path a", run=run)[0].model.vocabulary == 50_257
     save_origin(run, Origin(str(data / "gone"), 0, {}))

@@ -9,7 +9,7 @@ from mjax.generation.generate import draw
 
 
 def reference_probabilities(logits, temperature, top_k, top_p):
-    """What a token's probability should be, one row at a time and in float64."""
+    """Return the probability of each token, one row at a time and in float64."""
     scaled = np.asarray(logits, np.float64) / temperature
     order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
     order = order[:top_k] if top_k else order
@@ -36,7 +36,7 @@ def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
     [(1.0, 0, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.6), (2.0, 0, 0.01), (0.7, 4, 0.8)],
 )
 def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p):
-    """By 200 sequences at 200 positions each; of two tokens with one logit the first comes first."""
+    """Draws 200 positions of 200 sequences; of two tokens with one logit the first comes first."""
     logits = np.array([2.0, 1.0, 1.0, 0.5, 0.0, -1.0, 9.0, 9.0], np.float32)  # the last two are padding
     settings = np.float32(temperature), np.int32(top_k), np.float32(top_p), np.uint32(7)
     positions = jnp.tile(jnp.arange(200)[:, None], (1, 200))

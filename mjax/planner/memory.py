@@ -412,7 +412,7 @@ def _backward(sizes: _Sizes) -> Memory:
 
 
 def _head(sizes: _Sizes) -> Memory:
-    """With the logits, which their gradient overwrites; or those of a chunk of the vocabulary."""
+    """The logits, which their gradient overwrites; or the logits of a chunk of the vocabulary."""
     layers, shared = _computed(sizes)
     table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.

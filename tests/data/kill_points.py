@@ -76,7 +76,7 @@ def deaths(command: Callable[[], None], folder: Path, start: Path) -> Iterator[i
 
 
 def command_of(kind: str, inputs: Path, folder: Path, overwrite: bool) -> Callable[[], None]:
-    """What is killed; its output is in `folder`."""
+    """Return the command to kill; its output is in `folder`."""
     texts, lines = (inputs / "b.txt", inputs / "a.txt"), inputs / "in.jsonl"
     common = {"inputs": (lines,), "output": folder / "out.jsonl", "overwrite": overwrite, "workers": 1}
 

@@ -25,7 +25,7 @@ def failing(number):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """What reaches the disk, in order: ("sync", path) and ("rename", new name)."""
+    """Record what reaches the disk, in order: ("sync", path) and ("rename", new name)."""
     events, fsync, replace = [], os.fsync, os.replace
 
     def recording_fsync(descriptor):

@@ -35,7 +35,7 @@ def write_parquet(file, texts, **options):
 
 
 def places(corpus):
-    """Where the malformed lines were."""
+    """Return the positions of malformed lines."""
     return [example.split(": ")[0].rsplit("/")[-1] for example in corpus.malformed.examples]
 
 

@@ -1,4 +1,4 @@
-"""What `--data.*` opens: one dataset, blends, a blend for every part, sentences for a BERT, and what is rejected."""
+"""Data that `--data.*` opens: one dataset, blends, a blend for every part, sentences for a BERT; and rejections."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def config_of(steps=10, batch=4, **data):
 
 
 def rows(batches, steps):
-    """Of every sample its tokens, in order."""
+    """Return the tokens of every sample, in order."""
     return [row for step in range(steps) for row in batches.at(step)["tokens"].tolist()]
 
 

@@ -1,4 +1,4 @@
-"""What holds for tokenizers of every kind: the laws of `encode`, the folder they live in, and what is rejected."""
+"""Laws of tokenizers of every kind: `encode`, the folder they live in, and rejections."""
 
 import json
 import random

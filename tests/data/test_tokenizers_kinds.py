@@ -1,4 +1,4 @@
-"""What each kind of tokenizer does in its own way, and vocabularies that are trained on the user's text."""
+"""Behaviour of each kind of tokenizer, and vocabularies that are trained on the user's text."""
 
 import itertools
 import json

@@ -106,7 +106,7 @@ T5 = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "user_defined_symbols
 
 
 def hf_unigram() -> tokenizers.Tokenizer:
-    """As T5's or XLM-R's: the model itself knows `</s>` as a piece."""
+    """Write a model like T5's or XLM-R's, which knows `</s>` as a piece."""
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<pad>", "</s>", "<unk>"]
@@ -119,7 +119,7 @@ def hf_unigram() -> tokenizers.Tokenizer:
 
 
 def hf_byte_pairs(special=("<|endoftext|>", "<|im_end|>")) -> tokenizers.Tokenizer:
-    """As GPT-NeoX's or Llama 3's: bytes, and special tokens added."""
+    """Write a model like GPT-NeoX's or Llama 3's: bytes, and special tokens added."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.train_from_iterator(

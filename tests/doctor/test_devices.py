@@ -1,4 +1,4 @@
-"""What JAX sees, beside what the driver shows."""
+"""Devices that JAX sees, compared with the driver's."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What can happen to a file: kinds of damage that `mutations.py` draws from, to bytes and to the values of JSON."""
+"""Kinds of damage to a file that `mutations.py` draws from, to bytes and to the values of JSON."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Reader:
 
     @property
     def compared(self) -> str:
-        """How a silent difference would be seen."""
+        """Describe how a silent difference would be seen."""
         return "second reader" if self.expected else "checksums" if self.checked else "-"
 
 

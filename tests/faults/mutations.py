@@ -157,7 +157,7 @@ def mutated(reader: Reader, files: Files, seed: int, case: int) -> tuple[str, Fi
 
 
 def _read(reader: Reader, files: Files, folder: Path) -> Any:
-    """What the reader makes of `files`, in a new folder: None is a missing file, `...` a folder in its place."""
+    """Return the reader's result for `files`, in a new folder: None is a missing file, `...` a folder instead of it."""
     try:
         for name, content in files.items():
             place = folder / name

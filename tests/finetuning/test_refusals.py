@@ -1,4 +1,4 @@
-"""What users may get wrong with `mjax finetune`: one clear sentence each, before anything is trained."""
+"""Mistakes with `mjax finetune`: one clear sentence each, before anything is trained."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What fine-tuning starts from."""
+"""Weights that fine-tuning starts from."""
 
 from dataclasses import replace
 

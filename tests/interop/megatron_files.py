@@ -61,7 +61,7 @@ def share(
     weights: dict[str, np.ndarray], model: ModelConfig, version: float, rank: int = 0, ranks: int = 1,
     stage: int = 0, stages: int = 1, padded: int | None = None, nested: bool = True,
 ) -> dict:  # fmt: skip
-    """What a rank holds, nested and named as in 2020, or with the names of megatron-core.
+    """Return the share of a rank, nested and named as in 2020, or with the names of megatron-core.
 
     Args:
       weights: the model.

@@ -151,7 +151,7 @@ def with_masks(tensors):
 
 
 def stored_twice(tensors):
-    """With tied tensors and with buffers, as versions of transformers before 4.31 stored them."""
+    """Store tied tensors twice, and buffers, like versions of transformers before 4.31."""
     return tensors | {
         "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].copy(),
         "cls.predictions.decoder.bias": tensors["cls.predictions.bias"].copy(),
@@ -332,7 +332,7 @@ def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("said", [None, {"do_lower_case": True, "strip_accents": False}])
-def test_vocabulary_of_unknown_case_is_no_tokenizer(said, tmp_path):
+def test_vocabulary_of_unknown_case_is_rejected(said, tmp_path):
     bert_file(tmp_path, True)
     if said is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))

@@ -15,7 +15,7 @@ EXACT = [name for name in NAMES if name not in ("sentencepiece, unigram", "sente
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """By name a tokenizer and what is written of it, as `transformers` reads it."""
+    """Return by name a tokenizer and its written files, as `transformers` reads them."""
     given = specs(tmp_path_factory.mktemp("tokenizers"))
     ours = {name: load_tokenizer(given[name]) for name in EXACT} | {"trained": train_sentencepiece(TEXTS, 380)}
     # It has pieces for runs of several lengths, as code with its indentation leads to.

@@ -36,7 +36,7 @@ def part_of(array, rank, ranks, axis=0):
 
 
 def gate_and_up(layer, expert, rank, ranks):
-    """What a tensor rank has of linear_fc1: its gate, then what the gate lets through."""
+    """Return a tensor rank's part of linear_fc1: its gate, then the half that the gate multiplies."""
     return np.concatenate([part_of(matrix(layer, part, F, H, expert), rank, ranks) for part in ("gate", "up")])
 
 
@@ -58,7 +58,7 @@ def of_experts(layout, layer, rank, ranks, expert_rank, expert_ranks):
 
 
 def share(layout, stage, rank, ranks, expert_rank=0, expert_ranks=1):
-    """What a rank holds of two stages of two layers each; without a `layout` a decoder without experts."""
+    """Return a rank's share of two stages of two layers each; without a `layout` a decoder without experts."""
     found = {}
     for local in range(2):
         layer, name = 2 * stage + local, f"decoder.layers.{local}"

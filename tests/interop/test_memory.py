@@ -1,4 +1,4 @@
-"""What `mjax convert` holds in memory: a layer of one weight, not the model."""
+"""Memory of `mjax convert`: a layer of one weight, not the model."""
 
 import os
 import re
@@ -18,7 +18,7 @@ LARGE |= {"vocab_size": 8201}
 
 
 def peak_of(argv):
-    """How much anonymous memory a command takes at most, in bytes."""
+    """Return the peak of anonymous memory of a command, in bytes."""
     held, done = [], threading.Event()
 
     def watch():

@@ -28,7 +28,7 @@ def weight_arrays(family, weights, model):
 
 
 def reader_of(weights):
-    """What `write_run` reads, from whole weights."""
+    """Return a reader for `write_run`, from whole weights."""
     arrays = {name: np.asarray(leaf) for name, leaf in leaves(weights).items()}
     return lambda name, first, end: arrays[name][first:end]
 

@@ -41,5 +41,5 @@ def test_penalty_is_computed_in_each_layer():
 
 
 def _penalties(jaxpr):
-    """How often it computes the penalty of a rank's three heads."""
+    """Count computations of the penalty of a rank's three heads."""
     return sum(equation.outvars[0].aval.shape == (3, 16, 16) for equation in equations(jaxpr, "mul"))

@@ -116,7 +116,7 @@ def test_parameters_flops_memory_and_time_are_those_of_layers_added():
     ids=str,
 )
 def test_greedy_text_is_that_of_whole_forward_passes(changes, mesh):
-    """Of mixtures, and of a model that is not part of mjax."""
+    """Covers mixtures, and a model that is not part of mjax."""
     config = small_config(kind="mixture", dropout=0.0, grouped="xla", **({} if changes is OWN else changes))
     config = own_config(compute="fp32") if changes is OWN else replace(config, mesh=MeshConfig(**mesh))
     twin = as_llama(config.model) if changes is OWN else config.model

@@ -58,7 +58,7 @@ def test_flipped_bit_of_an_expert_is_found():
 
 
 def test_ledger_has_what_the_docstring_of_experts_says():
-    """Of a layer: rows and routing gathered, results scattered; and the transposes of these in the backward pass."""
+    """A layer gathers rows and routing and scatters results; the backward pass has their transposes."""
     config = small_config(8, 1, 1, compute="bf16", mesh={"expert": 4}, **{**MIXTURE, "layers": 3, "sequence": 16})
     found = ledger(config).over("expert").grouped("part")[scopes.LAYER]
     rows, routing = 16 * 32 * 2, 16 * 2 * 2 * 4  # bytes of this rank: [t, h] in bf16, [t, 2 k] in float32

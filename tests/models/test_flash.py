@@ -106,7 +106,6 @@ def test_plan_counts_no_scores_of_flash():
 
 @pytest.mark.compiler
 def test_flash_compiles_to_three_kernels_for_h100():
-    """Of a layer, without scores."""
     config = gpt_1b("flash")
     found = compile_step(config, "h100", options={"xla_gpu_enable_triton_gemm": False})
     assert "1024,1024]" not in found.text

@@ -1,4 +1,4 @@
-"""What the losses of a mixture of experts depend on, what its router does once, its kernels, sizes and refusals."""
+"""Losses, router, kernels, sizes and refusals of a mixture of experts."""
 
 from dataclasses import replace
 

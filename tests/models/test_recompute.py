@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, counted in the traced step of 8.3 billion parameters."""
+"""Saved activations of a layer, counted in the traced step of 8.3 billion parameters."""
 
 import math
 from dataclasses import replace

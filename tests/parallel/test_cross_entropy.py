@@ -86,7 +86,7 @@ def loss_and_gradients(ways, chunks, split, biased, given):
     ],
 )
 def test_loss_of_stream_equals_log_softmax(ways, chunks, split, biased, scale):
-    """With all its gradients, of the real tokens alone."""
+    """Compares all gradients too, of the real tokens alone."""
     given = embedding, x, bias, labels, weights = output_layer(scale=scale)
 
     def serial(table, x, bias):
@@ -100,7 +100,7 @@ def test_loss_of_stream_equals_log_softmax(ways, chunks, split, biased, scale):
 
 
 def test_chunked_bf16_gradients_are_as_exact():
-    """As those of one product: the stream's gradient is a float32 sum over chunks."""
+    """The stream's gradient is a float32 sum over chunks, as exact as that of one product."""
     given, exact = output_layer(jnp.bfloat16), output_layer()
     exact[0].table[...] = given[0].table[...].astype(jnp.float64)
     exact = (exact[0], given[1].astype(jnp.float64), *exact[2:])

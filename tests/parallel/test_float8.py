@@ -94,7 +94,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_bf16_layer_is_bit_equal_to_emulation(name):
-    """With integers of 7 bits every sum is exact in float32, in whatever order it is added, and rounded once."""
+    """Integers of 7 bits have exact sums in float32, in whatever order they are added, and are rounded once."""
     layer, random, tokens = LAYERS[name], np.random.default_rng(4), Tokens(4, 8, float8=True)
     shapes = (32, 48), (48, 64), (32, 64)
     x, kernel, to_y = (random.integers(-127, 128, shape).astype(np.float64) for shape in shapes)

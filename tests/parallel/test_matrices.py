@@ -22,7 +22,7 @@ ROWS, COLUMNS = (-4,), (-2, -1)
     ],
 )
 def test_function_sees_every_matrix_in_order(spec, mesh, each):
-    """Of the 18 matrices of three stacks a rank has `each`, and no other the same."""
+    """A rank has `each` of the 18 matrices of three stacks, and no other rank has the same."""
     mesh = MeshConfig(**mesh)
     matrices = Matrices(SHAPE, P(*spec), ROWS, COLUMNS, mesh)
     given = np.random.default_rng(0).integers(-8, 8, SHAPE).astype(np.float32)  # sums are exact in any order

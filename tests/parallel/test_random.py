@@ -24,7 +24,7 @@ def mask(**changes):
 
 
 def spread(counts, size, rate=RATE):
-    """By how many standard deviations each number of kept elements of `size` is off."""
+    """Return by how many standard deviations each number of kept elements of `size` is off."""
     return (counts - size * (1 - rate)) / np.sqrt(size * rate * (1 - rate))
 
 
@@ -73,7 +73,7 @@ def test_every_bit_of_seed_and_step_counts():
 
 
 def test_masks_are_those_of_global_indices():
-    """Of the samples, rows and columns that a device has: also of blocks of columns, as `xla_blocks` draws them."""
+    """Masks follow the samples, rows and columns of a device: also blocks of columns, as `xla_blocks` draws them."""
     key = DropoutKey.of(1, jnp.int32(0), jnp.arange(8))
     x = jnp.ones((8, 16, 32))
     whole = jax.jit(lambda: dropout(x, 0.5, key, jnp.arange(16)))()

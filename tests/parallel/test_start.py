@@ -1,4 +1,4 @@
-"""How a process finds out what it is: the environments of launchers, with JAX's own start replaced by a recorder."""
+"""Discovery of a process's place: the environments of launchers, with JAX's own start replaced by a recorder."""
 
 import threading
 from types import SimpleNamespace

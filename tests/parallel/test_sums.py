@@ -44,7 +44,7 @@ def summed_by_id(gradient):
     ],
 )
 def test_bf16_gradient_is_float32_sum_over_8192_tokens(function, shape, expected, mean):
-    """With mean 1 the terms add up, as those of common tokens do."""
+    """Terms with mean 1 add up, like the gradients of common tokens."""
     gradient = jnp.asarray(np.random.default_rng(0).normal(mean, 1.0, (ROWS, 16)), jnp.bfloat16)
     weight = jnp.zeros(shape, jnp.bfloat16)
     found = jax.jit(lambda weight, gradient: jax.vjp(function, weight)[1](gradient)[0])(weight, gradient)
@@ -63,7 +63,7 @@ def sums_in_16_bits(jaxpr):
 
 
 def carried_in_16_bits(program, jaxpr):
-    """What a loop carries with the shape of the matrices of layers and 16 bits: a sum over micro-batches."""
+    """Return 16-bit carries of loops in the shape of the matrices of layers: sums over micro-batches."""
     leaves = jax.tree.leaves(program.abstract_state.model)
     matrices = {leaf.sharding.shard_shape(leaf.shape) for leaf in leaves if leaf.ndim > 2}
     for loop in equations(jaxpr, "scan"):

@@ -57,7 +57,7 @@ def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, dt
 
 
 def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1):
-    """What `write_megatron_core.py` leaves in a folder, run as that many processes."""
+    """Run `write_megatron_core.py` in a folder, in that many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

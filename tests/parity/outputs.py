@@ -1,4 +1,4 @@
-"""What models of `transformers` make of our batches, and their weights and gradients in our trees."""
+"""Outputs of models of `transformers` for our batches, and their weights and gradients in our trees."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def logits_of(peer, batch):
 
 
 def outputs_of_pretraining(peer, batch):
-    """What a …ForPreTraining of BERT gives for a batch of pairs: both scores and the loss."""
+    """Return both scores and the loss of a …ForPreTraining of BERT for a batch of pairs."""
     tensors = {name: torch.tensor(array.astype(np.int64)) for name, array in batch.items()}
     return peer(
         input_ids=tensors["tokens"],

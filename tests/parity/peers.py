@@ -1,4 +1,4 @@
-"""What comparisons with models of `transformers` share: a peer's weights in a run folder."""
+"""Shared by comparisons with models of `transformers`: a peer's weights in a run folder."""
 
 from dataclasses import replace
 from pathlib import Path

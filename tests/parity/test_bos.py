@@ -35,7 +35,7 @@ def set_post_processor(folder, change):
 @pytest.mark.parametrize("settings", [{"add_bos_token": True}, {"add_bos_token": False}, {}], ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "llama 3, sequence", "llama 3, none", "gpt2"])
 def test_texts_begin_as_in_transformers(kind, settings, tmp_path):
-    """From a model folder, from a run, and from the tokenizer.json of an export."""
+    """Reads a model folder, a run, and the tokenizer.json of an export."""
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     out.mkdir()

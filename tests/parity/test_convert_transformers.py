@@ -25,7 +25,7 @@ def _peer(vocabulary=101):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """By name what to type after --tokenizer; "trained" is what `mjax prepare` learns where none is given."""
+    """Return the argument of --tokenizer by name; "trained" is the one that `mjax prepare` trains by default."""
     folder = tmp_path_factory.mktemp("tokenizers")
     train_sentencepiece(TEXTS, 380).save(folder / "trained")
     return specs(folder) | {"trained": f"sentencepiece:{folder}/trained/tokenizer.model"}

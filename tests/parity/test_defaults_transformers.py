@@ -1,4 +1,4 @@
-"""What a config.json omits is what the config class of `transformers` says."""
+"""Omitted settings of a config.json have the defaults of the config class of `transformers`."""
 
 from dataclasses import asdict
 

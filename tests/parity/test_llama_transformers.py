@@ -128,7 +128,7 @@ def both(name, folder):
 
 
 def table_of(model):
-    """Where the tensors of `transformers`, which holds some fused, are in our model."""
+    """Map tensors of `transformers`, which holds some fused, to our model."""
     family = family_of(model)
     return replace(family, names={**family.names, **family.fused})
 
@@ -157,7 +157,7 @@ def logits_of(config, weights, batch):
 
 
 def outputs_of(peer, batch, **options):
-    """What the peer gives for a batch, and the mean of its loss over all labels."""
+    """Return the peer's output for a batch, and the mean of its loss over all labels."""
     found = peer(torch.tensor(batch["tokens"], dtype=torch.long), **options)
     labels = torch.tensor(batch["labels"], dtype=torch.long)
     return found, torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
@@ -195,7 +195,7 @@ def test_model_equals_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["mixtral, window", "qwen 3 moe, first layer dense"])
 def test_auxiliary_loss_equals_transformers(family, tmp_path):
-    """With gradients, on one device: transformers has the tokens of the whole batch together."""
+    """Compares gradients too, on one device: transformers has the tokens of the whole batch together."""
     with jax.enable_x64(True):
         peer, model, _ = both(family, tmp_path)
         model = replace(model, balance_loss=0.5, balance_over="micro_batch")

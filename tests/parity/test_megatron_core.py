@@ -64,7 +64,7 @@ def test_scores_match_megatron_core(written, ranks, kind, layout, tmp_path):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_training_has_losses_and_gradients_of_megatron_core(written, kind, tmp_path):
-    """Where the config has the coefficients of Megatron's arguments: cross entropy, auxiliary losses, and the gradients
+    """The config has the coefficients of Megatron's arguments: cross entropy, auxiliary losses, and the gradients
     of all of them together in the routers."""
     folder, run = written("one rank"), tmp_path / "run"
     assert convert(folder / f"{kind}_torch", run) == 0  # all rows are tokens: Megatron's softmax has those of padding

@@ -1,4 +1,4 @@
-"""What a checkpoint of Megatron may get wrong, or what it may want to execute: refused in one sentence each.
+"""Damaged, foreign or executable checkpoints of Megatron: rejected in one sentence each.
 
 tests/interop/test_megatron.py has what needs no torch.
 """

@@ -36,7 +36,6 @@ STYLES = {
 @pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize("style", STYLES)
 def test_schedule_equals_megatron(style, warmup):
-    """From 3e-4 to 1e-5."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     optimizer.param_groups[0].update(max_lr=3e-4, min_lr=1e-5)
     constant = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 40 * BATCH, "wd_incr_style": "constant"}

@@ -92,7 +92,7 @@ def test_trial_counts_tokens_of_a_ramp_up():
 
 @pytest.mark.ci
 def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
-    """Of a few milliseconds of two GPUs."""
+    """The budget is a few milliseconds of two GPUs."""
     file = tmp_path / "found.py"
     plan = ["plan", "--config", str(ROOT / "tests" / "tiny_config.py"), "--gpu", "h100", "--devices", "2", "--json"]
     assert cli.main([*plan, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0

@@ -82,7 +82,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path, monkeypatch):
 
 
 def check_report(config, compiled, expected, folder):
-    """What `mjax plan` says of it: one more compilation would cost a minute."""
+    """Check the report of `mjax plan`: one more compilation would cost a minute."""
     section = compile_section(compiled, expected, Memory(1.1 * compiled.memory.total, 0.0, 0.0))
     values = json.loads(json.dumps(section.values))
     assert all(row["ledger"]["bytes"] == row["compiled"]["bytes"] > 0 for row in values["ledger"])

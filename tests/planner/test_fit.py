@@ -1,4 +1,4 @@
-"""What does not fit into the memory of a GPU is refused before it is compiled, with what would fit."""
+"""A config that exceeds a GPU's memory is rejected before it is compiled, with changes that fit."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock

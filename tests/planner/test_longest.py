@@ -29,7 +29,7 @@ def small():
 
 
 def memory_of(config):
-    """Of a model whose weights are shared by all ranks, and its tokens by those of `context` and `model`."""
+    """Return the memory of a model whose ranks share all weights and split tokens over `context` and `model`."""
     tokens = config.train.micro_batch * config.model.sequence / (config.mesh.context * config.mesh.model)
     return Memory(GIB / config.mesh.devices, 0.0, 0.0, 8192 * tokens)
 
@@ -42,7 +42,7 @@ def time_of(config):
 
 
 def test_largest_number_within_limit_is_found():
-    """Of functions with steps and bends; one that fits exactly is found too."""
+    """Tries functions with steps and bends; a number that fits exactly is found too."""
     assert largest(lambda number: 5.0 + 0.5 * number, 10.0) == 10
     assert largest(lambda number: max(7.0, 3 * number - 4), 100.0) == 34
     assert largest(lambda number: 11.0 + number, 10.0) == 0

@@ -1,4 +1,4 @@
-"""What a plan says of Muon: the collectives of the ledger, the products of the iteration, one moment for a matrix."""
+"""Muon in a plan: collectives of the ledger, products of the iteration, one moment for a matrix."""
 
 from collections import Counter
 from dataclasses import replace

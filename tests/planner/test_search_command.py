@@ -58,7 +58,7 @@ def test_bounds_leave_the_fastest(name):
 
 
 def test_search_plans_the_fastest(capsys):
-    """With another batch, a field that is kept, and a server of two with its own network, by JAX's name of the GPU."""
+    """Sets another batch, a fixed field, and a server of two with its own network, by JAX's name of the GPU."""
     flags = ["--target-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2", "--top", "500"]
     server = ["--gpu", "NVIDIA H200", "--devices", "2", "--devices-per-node", "2", "--network", "800"]
     tiny = str(ROOT / "tests" / "tiny_config.py")

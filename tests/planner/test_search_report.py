@@ -1,4 +1,4 @@
-"""What the search prints and hands over, from made-up memory and time."""
+"""Output and result of the search, from made-up memory and time."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from mjax.utils.figures import GIB
 
 
 def seconds_of(matmul, model=0.0, bubble=0.0):
-    """Of a run whose batch grows."""
+    """Return the seconds of a run with a growing batch."""
     parts = {"matmul": matmul, "model": model, "bubble": bubble}
     return StepTime(parts, 400.0, 0.4, 0.05, 0.9 * sum(parts.values()))
 

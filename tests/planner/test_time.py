@@ -80,7 +80,7 @@ def test_rates_in_code_are_those_fitted(calibration, runs, names):
 @pytest.mark.ci
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 11, 2)], ids=str)
 def test_error_bars_hold_on_published_runs(monkeypatch, version):
-    """What mjax would take, compiled by either jax, against what other programs took: no rate was fitted to it, but
+    """Times of mjax, compiled by either jax, against the times of other programs: no rate was fitted to it, but
     those of the A100 to Megatron-LM's own program."""
     monkeypatch.setattr(jax, "__version_info__", version)
     weak_scaling = tuple(run for run in v100_scaling() if run.source.endswith("figure 5"))
@@ -140,7 +140,7 @@ MORE_COMPILED_STEPS = (
 def test_time_is_that_of_compiled_step(
     monkeypatch, name, micro_batch, recompute, unroll, compute, mesh, micro_batches, ms, tolerance
 ):
-    """With the rates of the roofline; what it has no number for is set to nothing."""
+    """Uses the rates of the roofline; parts without a rate take no time."""
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))  # which compiled them
     name, _, layers = name.partition(", ")
     config = load_config(name)
@@ -231,7 +231,7 @@ def test_each_micro_batch_is_accumulated():
 
 
 def test_experts_compute_whole_tiles_and_worst_router_more(monkeypatch):
-    """Of 256 tokens each of 8 experts has 64. At worst two experts of a rank have all tokens of all ranks."""
+    """Each of 8 experts has 64 of 256 tokens. At worst two experts of a rank have all tokens of all ranks."""
     model = MixtureConfig(layers=2, hidden=1024, heads=8, experts=8, experts_per_token=2, sequence=256)
     config = Config(model=model, train=TrainConfig(global_batch=4, micro_batch=1), mesh=MeshConfig(data=4))
 

@@ -66,7 +66,7 @@ def test_backward_sum_over_ranks_overlaps_a_matmul():
 @pytest.mark.compiler
 @pytest.mark.parametrize(("zero", "recompute"), [(1, "full"), (3, "none")])
 def test_without_a_loop_zero_overlaps_layers(zero, recompute):
-    """By itself XLA would join the sums of all layers, and keep what the gradients are computed from for them."""
+    """XLA alone would join the sums of all layers, and keep the inputs of the gradients for them."""
     shown = {}
     for unroll in ("off", "on"):
         config = gpt_1b(12, unroll, data=16, zero=zero, recompute=recompute, micro_batch=8)

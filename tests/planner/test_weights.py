@@ -18,7 +18,7 @@ from tests.products import one_in
 
 
 def counted(config):
-    """What `weights_of_device` says, counted on the layout of the arrays."""
+    """Count the values of `weights_of_device` on the layout of the arrays."""
     layout = lay_out(config, abstract_mesh(config.mesh))
     plan = [storage for _, storage in jax.tree_util.tree_leaves_with_path(layout.plan)]
     matrices = matrices_of(layout, config.mesh)

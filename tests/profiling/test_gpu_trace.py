@@ -74,7 +74,7 @@ LINES = {
 
 
 def plane(name, lines):
-    """As of jax.profiler.ProfileData; `lines`: by name, of (event, begin, end, statistics), times in µs."""
+    """Make a plane of jax.profiler.ProfileData; `lines`: by name, of (event, begin, end, statistics), times in µs."""
 
     def event(name, begin, end, stats):
         begin, end = begin * 1e3, end * 1e3

@@ -30,7 +30,7 @@ MNLI_COLUMNS = [
 
 
 class TaskFiles(NamedTuple):
-    """What `open_task` takes."""
+    """Arguments of `open_task`."""
 
     train: list[str]
     validation: list[str]

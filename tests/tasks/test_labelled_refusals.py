@@ -1,4 +1,4 @@
-"""What is wrong with a task's files is said in one sentence that names the file, and the line where there is one."""
+"""Errors in a task's files: one sentence that names the file, and the line where there is one."""
 
 import json
 

@@ -74,7 +74,7 @@ def test_positions_cut_documents_into_whole_stretches(tmp_path):
 
 
 def test_bin_error_is_over_stretches(tmp_path):
-    """What the labels of a stretch have in common does not average out over them."""
+    """Errors that the labels of a stretch share do not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
     task = Positions(str(data), BYTES, LlamaConfig(sequence=8), PositionsOptions(bins=2, spacing="equal"))
     random = np.random.default_rng(0)

@@ -59,7 +59,7 @@ def full_logits():
 
 
 def by_numpy(windows):
-    """What `Scorer` should give, from the definition."""
+    """Return the scores from the definition, in NumPy."""
     total = Score()
     for tokens, counted in windows:
         logits = full_logits()(tokens[:-1])[-counted:]

@@ -101,7 +101,7 @@ def mnli_file(path, *rows, columns=MNLI_COLUMNS, end="\n"):
 
 
 def test_mnli_reads_every_published_table(tokenizer, tmp_path):
-    """By the names of columns; as .jsonl too."""
+    """Columns are found by name; .jsonl is read too."""
     rows = [("a red house", "never", "contradiction"), ("who", "we saw ?", "entailment"), ("tree", "tree", "neutral")]
     # train.tsv has one annotator's label, the dev files five; the original files other columns in front.
     five = [*MNLI_COLUMNS[:-1], "label2", "label3", "label4", "label5", "gold_label"]

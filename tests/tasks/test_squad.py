@@ -112,7 +112,7 @@ def test_span_of_text_is_found_again(real_tokenizer, data):
 @example(370, 369, 128)  # a short last window loses to one that shows a token less
 @settings(max_examples=30)
 def test_window_with_most_context_decides(tokens, room, stride):
-    """By the definition of Google's run_squad.py."""
+    """The rule is the one of Google's run_squad.py."""
     windows = cut_into_windows(tokens, room, stride)
     deciding = deciding_windows(windows, tokens)
 

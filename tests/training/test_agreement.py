@@ -1,4 +1,4 @@
-"""What processes compare before the first step, and the sentence for those that differ."""
+"""Comparison of processes before the first step, and the sentence for differences."""
 
 import re
 import shutil

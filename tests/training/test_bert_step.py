@@ -1,4 +1,4 @@
-"""What a BERT reports: two losses, over masked tokens and over pairs."""
+"""Metrics of a BERT: two losses, over masked tokens and over pairs."""
 
 import math
 from dataclasses import replace
@@ -43,12 +43,12 @@ class Validation:
 
 
 def expected_of(run, weights, batches):
-    """What the serial reference reports of each batch."""
+    """Return the serial reference's metrics of each batch."""
     whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
     return np.array([reference.loss_and_gradients(whole, run.config.model, batch)[0] for batch in batches])
 
 
-def test_evaluation_weighs_masked_tokens_by_number_and_pairs_alike(run):
+def test_evaluation_weighs_masked_tokens_by_number_and_pairs_equally(run):
     run, weights = run
     batches = [batch_of(run.config, seed) for seed in range(2)]
     batches[1]["loss_mask"] &= np.arange(16) < 3

@@ -104,7 +104,7 @@ def test_saving_an_existing_step_changes_nothing(checkpoints):
 
 
 def test_first_checkpoint_stays_until_one_is_good(checkpoints):
-    """Of a run that decides which are good, as training does."""
+    """The run decides which checkpoints are good, as training does."""
     for step in (1, 2, 3, 4):
         checkpoints.save(step, {"model": jnp.ones(3)}, host={"step": step})
     checkpoints.wait()

@@ -108,7 +108,7 @@ def test_renamed_checkpoint_is_neither_used_nor_removed(checkpoints, notices):
 
 
 def test_manifest_without_a_step_opens(checkpoints):
-    """As older versions wrote it."""
+    """Older versions wrote such manifests."""
     target = save_large(checkpoints, 30)
     file = checkpoints.folder / "30" / "manifest.json"
     content = json.loads(file.read_text())

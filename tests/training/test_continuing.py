@@ -1,4 +1,4 @@
-"""What may change between two starts of a run, and what is refused."""
+"""Allowed and rejected changes between two starts of a run."""
 
 import contextlib
 import dataclasses
@@ -104,7 +104,7 @@ def test_run_without_steps_takes_any_setting(run_of):
         changes_since(folder, _with(model={"layers": 3}))
 
 
-def test_values_written_out_are_no_change(run_of):
+def test_values_written_out_change_nothing(run_of):
     config = replace(CONFIG, model=BERTConfig())
     optimizer = {"decay_steps": 300_000, "wsd_decay_steps": 30_000}
     same = _with(config, model={"mlm_activation": "gelu_tanh"}, optimizer=optimizer)

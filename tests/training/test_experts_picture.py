@@ -1,4 +1,4 @@
-"""How a mixture uses its experts: what a run leaves of it."""
+"""Files of a run about its experts."""
 
 import json
 from dataclasses import replace

@@ -37,7 +37,7 @@ def test_loop_over_micro_batches_sums_in_float32(zero, unroll):
 
 
 def shape_in_a_stage(path, weight):
-    """Of a weight as a stage computes with it: layers are split over `pipe`, matrices over `model`."""
+    """Return the shape of a weight in a stage: layers are split over `pipe`, matrices over `model`."""
     splits = {"model": 2, "pipe": 2 if leaf_name(path).startswith("blocks") else 1}
     return tuple(
         size // math.prod(splits.get(axis, 1) for axis in ((axes,) if isinstance(axes, str) else axes or ()))

@@ -76,7 +76,7 @@ def test_gradients_are_those_of_one_device(case, in_float8):
 
 
 @pytest.mark.ci
-def test_step_is_near_bf16_evaluates_alike_and_is_skipped():
+def test_step_is_near_bf16_evaluates_equally_and_is_skipped():
     """Skipped when a weight is not finite, which no float8 number could show."""
     batch, found = batch_of(small_config(), seed=9), {}
     for compute in ("bf16", "fp8"):

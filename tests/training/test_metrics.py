@@ -1,4 +1,4 @@
-"""What a run records and shows: FLOPs, MFU, metrics.jsonl, the curve, the line."""
+"""Records and displays of a run: FLOPs, MFU, metrics.jsonl, the curve, the line."""
 
 import contextlib
 import json

@@ -25,7 +25,7 @@ LLAMA = small_config(kind="llama", dropout=0.0, kv_heads=4, feed_forward=24).mod
 
 
 def orthogonal(u: np.ndarray) -> np.ndarray:
-    """What five iterations do to the singular values of a matrix, by its decomposition."""
+    """Apply five iterations to the singular values of a matrix, by its decomposition."""
     left, values, right = np.linalg.svd(u, full_matrices=False)
     values = values / max(np.linalg.norm(u), 1e-7)
     for _ in range(5):
@@ -134,7 +134,7 @@ def test_direction_of_every_weight_equals_the_serial_twin(model, pipe, chunks, d
 
 
 def _directions(config, layout, weights, gradients):
-    """Of the last of some steps with the same weights."""
+    """Return the directions of the last of some steps with the same weights."""
     transform = optimizer_of(config, layout)
 
     def steps(weights, gradients):

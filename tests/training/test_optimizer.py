@@ -101,7 +101,7 @@ def _step(state, *limit):
 
 
 def test_first_adam_step_equals_numpy():
-    """With clipped gradients; `models/test_balance_bias.py` compares steps that are not clipped."""
+    """Clips gradients; `models/test_balance_bias.py` compares steps that are not clipped."""
     state = _state()
     before = named(state.model)
     state, metrics, _ = _step(state)

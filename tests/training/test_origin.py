@@ -39,7 +39,7 @@ LLAMA = replace(CONFIG, model=LlamaConfig(layers=2, hidden=32, heads=4, kv_heads
 
 @pytest.fixture(scope="module", autouse=True)
 def one_program(quick_runs):
-    """What differs between the runs here is not in the program."""
+    """Share one program: the differences between the runs here are not in it."""
     program = build_program(CONFIG, make_mesh(CONFIG.mesh))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_program", lambda *_, **__: program)

@@ -26,7 +26,7 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
 
 
 def test_evaluation_is_the_mean_over_labels_that_count():
-    """Of all batches together, also where their training has no loss mask."""
+    """The mean is over all batches together, also where their training has no loss mask."""
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"validation_tail": True})
     run, weights = run_of(replace(config, train=replace(config.train, eval_batches=3)))
     assert "loss_mask" not in run.program.abstract_batch

@@ -25,7 +25,7 @@ def with_flipped_bit(array, device, word=0, bit=3):
 
 @pytest.mark.parametrize(("name", "word", "bit"), [("up", 0, 0), ("up", 63, 31), ("bias", 15, 12)])
 def test_flipped_bit_names_its_device(name, word, bit):
-    """Of mesh data 4 × model 2, on which `up` is split over `model`, and `bias` is on every device."""
+    """The mesh is data 4 × model 2: `up` is split over `model`, and `bias` is on every device."""
     mesh = make_mesh(MeshConfig(data=4, model=2))
     model = state_on(mesh, P(None, "model"))["model"]
     replicas = Replicas(abstract(model), mesh)
@@ -38,7 +38,7 @@ def test_flipped_bit_names_its_device(name, word, bit):
 
 
 def test_replicas_compare_what_has_copies():
-    """Of what ZeRO splits there is one copy, and of two that differ either may be wrong."""
+    """ZeRO's shards have one copy each, and of two that differ either may be wrong."""
     mesh = make_mesh(MeshConfig(data=2))
     model = state_on(mesh, P("data"))["model"]
     replicas = Replicas(abstract(model), mesh)

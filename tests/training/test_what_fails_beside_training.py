@@ -1,4 +1,4 @@
-"""What only records or shows may fail: it is announced once, nothing that was recorded is lost, and the run goes on."""
+"""Failures of records and displays: announced once, nothing recorded is lost, and the run continues."""
 
 import errno
 import fcntl

@@ -69,7 +69,7 @@ class Run:
         self.all[0].where = dataclasses.replace(self.all[0].where, **where)
 
     def ask(self, question):
-        """What `question(watchdog, index)` returns or raises in every process, all at once."""
+        """Return or raise `question(watchdog, index)` in every process at the same time."""
         answers = {}
 
         def put(index, one):
