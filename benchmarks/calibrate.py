@@ -73,7 +73,7 @@ class Arguments:
     compute: Literal["bf16", "fp16"] | None = None
     """Type of products and attention; bf16 when not given, or fp16 on a GPU that has no bf16."""
     kinds: tuple[Literal["launch", "copy", "product", "attention", "sum"], ...] = tuple(SETTLES)
-    """What to measure; what is left out keeps the rates of published runs."""
+    """Parts to measure; the others keep the rates of published runs."""
     rounds: int = 5
     """Times each is measured; the fastest counts."""
     shrink: int = 1

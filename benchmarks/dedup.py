@@ -58,7 +58,7 @@ def main() -> int:
     check_counts(arguments, "documents", "workers", "rounds")
     TextFiles([arguments.recall_file, arguments.speed_file])  # refuses a file that is not there
     for threshold in arguments.thresholds:
-        choose_bands(threshold)  # refuses one that is none
+        choose_bands(threshold)  # rejects an invalid one
     check_peers("datasketch", "scipy")
     with tempfile.TemporaryDirectory() as folder:
         good = show_recall(arguments, Path(folder))

@@ -75,7 +75,7 @@ def calibrate(
       compute: type of the measured products and attention.
       start: of the fit.
 
-    No machine is much faster than its data sheet: if the times say so, the arrays were too small to determine a rate.
+    No machine is much faster than its data sheet: if the times imply it, the arrays were too small to determine a rate.
     """
     found, unsettled = dataclasses.replace(start or default_calibration(gpu), gpu=gpu.name), []
     for kind, names in SETTLES.items():

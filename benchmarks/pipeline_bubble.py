@@ -114,7 +114,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
         def sleeping(x):
             same = jax.ShapeDtypeStruct(x.shape, x.dtype)
             result = jax.pure_callback(sleep, same, x, vmap_method="broadcast_all")
-            # What a callback gives is typed as the same on every stage, which it is not.
+            # A callback's result is typed as the same on every stage, which it is not.
             return mappings.vary(result, mappings.varying_axes(x))
 
         return sleeping

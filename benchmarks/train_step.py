@@ -6,7 +6,7 @@
 The peers are transformers' GPT2LMHeadModel with the config's shapes, padded vocabulary, precision, dropout, clipping
 and micro-batches, run by torch eagerly and through torch.compile. Each contender has a process of its own, so its peak
 memory is measured separately. On a CPU the contenders alternate, round by round, and are compared within a round: other
-load on the machine affects all of them alike. On a GPU they run one after the other, since each would reserve most of
+load on the machine affects all of them equally. On a GPU they run one after the other, since each would reserve most of
 the memory.
 
 A config's data-parallel replicas are cut to one, with its share of the global batch; --mesh.data restores them.

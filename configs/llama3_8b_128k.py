@@ -1,4 +1,4 @@
-"""Llama 3.1 8B at its full length: training goes on with sequences of 131,072 tokens.
+"""Llama 3.1 8B at its full length: training continues with sequences of 131,072 tokens.
 
 parameters   8,030,261,248
 hardware     8 GPUs of 80 GB, context 8, ZeRO-3 over it

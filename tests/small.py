@@ -38,7 +38,7 @@ MODEL = GPTConfig(
     attention_dropout=0.1,
 )
 
-# BLOOM's variant, with a number of heads that is no power of two.
+# BLOOM's variant, with a number of heads that is not a power of two.
 BLOOM = {"positions": "alibi", "embedding_layernorm": True, "hidden": 48, "heads": 6}
 
 # Compiled quickly rather than well: compilation is the cost of these tests, and they compare numbers.

@@ -56,7 +56,7 @@ def test_grouped_benchmark_counts_tiles_of_each_load(monkeypatch, capsys):
     assert grouped.main() == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     found = {tuple(row[:3]): float(row[3]) for row in rows if row and row[0] in grouped.LOADS}
-    # 100 rows, 4 experts: ragged_dot computes them for each, and its masks cost something besides.
+    # 100 rows, 4 experts: ragged_dot computes them for each, and its masks cost something as well.
     assert all(4 <= found[load, "ragged_dot", "–"] < 5 for load in grouped.LOADS)
     assert [found[load, "xla", "100"] for load in grouped.LOADS] == [4, 4, 4, 1]
     for load in grouped.LOADS:

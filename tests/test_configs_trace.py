@@ -25,7 +25,7 @@ def test_published_model_traces_with_all_its_parameters(name):
     program, _ = traced_step(config)
     weights = jax.tree.leaves(program.abstract_state.model)
     assert sum(weight.size for weight in weights) == count_parameters(config.model)
-    # What a stage holds is its share of the layers, split over `model`, and a share of the embedding; but 35 stages
+    # A stage holds its share of the layers, split over `model`, and a share of the embedding; but 35 stages
     # (530B) divide no dim of that: there every stage has the whole of it.
     held = sum(math.prod(weight.sharding.shard_shape(weight.shape)) for weight in weights)
     mesh, model = config.mesh, config.model

@@ -1,4 +1,4 @@
-"""`mjax … | head`: a reader that has had enough is no error."""
+"""`mjax … | head`: a reader that has had enough is not an error."""
 
 import errno
 import os

@@ -84,7 +84,7 @@ def test_two_processes_compute_and_stop_as_one(tmp_path, capsys):
     assert f"stopped by SIGTERM after step {last}" in first
     assert f"checkpoint {last} saved" in first
     assert "step" not in second, "process 0 speaks for all"
-    # What they saved opens in one process, on one device.
+    # Their checkpoint opens in one process, on one device.
     longer = [*LONG, "--train.steps", str(last + 2)]
     capsys.readouterr()
     run_here(tmp_path / "two", *longer)

@@ -48,7 +48,7 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
 
 
 def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
-    """The launcher that started several processes, and how many if it says so; None for a single process."""
+    """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for variable, launcher in PROCESS_COUNTS.items():
         count = environment.get(variable, "")
         if count.isdecimal() and int(count) > 1:  # Slurm leaves some empty

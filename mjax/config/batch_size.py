@@ -13,7 +13,7 @@ restart. Sample order does not depend on the sizes; only the split into steps do
     samples   0 1 2 3 4 5 6 7 8 9 …          batch_rampup 2 2 8, global batch 6: 4 samples for each of two increments
     steps     └0┘ └1┘ └──2──┘ └────3────┘ …
 
-A run whose batch was changed under way keeps the steps behind it (train.taken) and goes on from their samples.
+A run whose batch was changed under way keeps the steps behind it (train.taken) and continues from their samples.
 
 The train step is compiled once per size, so few large increments cost less than many small ones.
 """

@@ -72,7 +72,7 @@ def fields_of(cls: type) -> tuple[tuple[str, str, Any, tuple[Any, ...]], ...]:
 
 
 def check_bounds(values: Any, prefix: str = "--") -> None:
-    """Refuse a dataclass, possibly nested, with a number that is out of bounds or a value that is no choice.
+    """Refuse a dataclass, possibly nested, with a number that is out of bounds or an unknown choice.
 
     Args:
       values: the dataclass.

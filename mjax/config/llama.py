@@ -30,7 +30,7 @@ class LlamaConfig(ModelConfig):
     head_dim: Count | None = None
     """Width of an attention head, d; hidden / heads when not given."""
     activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING] = "silu"
-    """What the gate of the MLP goes through: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
+    """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
     qk_norm: Literal["none", "head", "heads"] = "none"
@@ -45,7 +45,7 @@ class LlamaConfig(ModelConfig):
     rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """Share of a head that is turned; the rest knows no positions."""
     rope_scaling: Annotated[RopeScaling, TUNING] = "none"
-    """How frequencies are lowered for sequences longer than those of pretraining: all alike, as Llama 3.1 does, or by
+    """How frequencies are lowered for sequences longer than those of pretraining: all equally, as Llama 3.1 does, or by
     YaRN (arXiv 2309.00071)."""
     rope_factor: Annotated[float, Bounds(ge=1), TUNING] = 1.0
     """By how much: the new length over the old one."""

@@ -18,7 +18,7 @@ from mjax.errors import UsageError
 @register
 @dataclass(frozen=True)
 class MixtureConfig(LlamaConfig):
-    """A Llama with a mixture of experts in the place of its MLPs: Mixtral, Qwen 3 MoE, OLMoE."""
+    """A Llama with a mixture of experts instead of its MLPs: Mixtral, Qwen 3 MoE, OLMoE."""
 
     kind: Literal["mixture"] = "mixture"
     """Architecture of the model."""
@@ -37,7 +37,7 @@ class MixtureConfig(LlamaConfig):
     """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
     after the other."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's scores into the weights of the experts: a softmax over all of them, or a sigmoid of each
+    """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
     (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
     """Divide the weights of a token's experts by their sum. With softmax it is the same as a softmax over the scores of

@@ -377,7 +377,7 @@ class BERTTaskConfig(EncoderConfig):
     kind: Literal["bert_task"] = "bert_task"
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
-    """What the head scores: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
+    """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
     answers: Count = 2
     """Number of classes (head classification) or choices (head multiple_choice)."""
 
@@ -479,7 +479,7 @@ def stand_in(values: Mapping[str, Any], source: str) -> type[ModelConfig]:
     title = {"title": f"{kind!r}, a model of your own"}
     try:
         cls = dataclasses.make_dataclass("StandIn", others, bases=(ModelConfig,), namespace=title, frozen=True)
-    except TypeError as error:  # a name that is no identifier
+    except TypeError as error:  # an invalid name
         raise UsageError(f"{source}: {error}; restore the file") from None
     cls.__module__ = "yours"
     return cls

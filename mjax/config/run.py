@@ -187,7 +187,7 @@ class TrainConfig:
     T: thousands to trillions) that many sequences per step. The last is global_batch."""
     taken: Annotated[tuple[tuple[int, int], ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
-    data, tokens and learning rate go on from their samples. A run writes it; it is no flag."""
+    data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
     micro_batch: Count = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
     recompute: Literal["none", "selective", "full", "offload"] = "none"
@@ -235,7 +235,7 @@ class HealthConfig:
     """Number of steps for the mean and the standard deviation; more than half of them unhealthy, also of a whole run
     that is shorter, end the run with exit code 3."""
     skipped_in_a_row: Count = 20
-    """Skipped steps in a row that end the run with exit code 3. Those in which fp16's dynamic loss scale still falls do
+    """Skipped steps in a row that end the run with exit code 3. Steps in which fp16's dynamic loss scale still falls do
     not count."""
     replica_interval: CountOrZero = 100
     """Steps between comparisons of the weights of all replicas, bit for bit; they are also compared before each

@@ -9,7 +9,7 @@ a new token costs one position of work instead of a whole sequence:
 The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
 as soon as every sequence has ended. The weights are split over `model` as in training, and positions over `context`:
 each of its ranks reads a part of the prompts and keeps a part of the cache. Replicas along `data` do the same work, so
-every process of a cluster has the result. Who wants to see the text grow is called with each token.
+every process of a cluster has the result. A callback receives each token as the text grows.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).

@@ -69,7 +69,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
                 "does; add its tokenizer.json, which save_pretrained of transformers writes"
             )
         tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
-        if settings.get("add_bos_token") is True:  # where no tokenizer.json says so itself
+        if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.bos_of_files()
         return tokenizer
     return None

@@ -55,7 +55,7 @@ def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
 
     Args:
       file: a file in a folder, or its bytes.
-      of_megatron: put stand-ins in the place of the objects in Megatron's checkpoints; else torch rejects them.
+      of_megatron: put stand-ins for the objects in Megatron's checkpoints; else torch rejects them.
 
     Raises:
       Exception: of many kinds, where it is cut off, damaged, no file of torch.save, or wants to call something.
@@ -98,14 +98,14 @@ def _names_in(file: Path) -> set[str]:
 def _names_in_pickle(stream: BinaryIO) -> set[str]:
     try:
         return {value.replace(" ", ".", 1) for code, value, _ in pickletools.genops(stream) if code.name == "GLOBAL"}
-    except ValueError:  # no pickle: torch says so when it opens the file
+    except ValueError:  # not a pickle: torch reports it when it opens the file
         return set()
 
 
 def _check_archive(file: Path | BinaryIO) -> None:
     """Compare a torch.save file with its checksums, which torch itself does not.
 
-    Files of torch before 1.6 are no archives and have none. torch can also be told to leave them out.
+    Files of torch before 1.6 are not archives and have none. torch can also be told to leave them out.
 
     Raises:
       BadZipFile: a part of it is not what was written.
@@ -122,8 +122,9 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Tensors of torch by name as arrays of NumPy over the same memory, bfloat16 included.
 
     Raises:
-      UsageError: one is no tensor, no plain one, of a dtype that NumPy does not have, or larger than what is stored of
-        it: strides of 0 make any size of one number.
+      UsageError: one is not a plain tensor, has a dtype that NumPy lacks, or is larger than its stored data: strides of
+      0
+        0 make any size of one number.
     """
     import torch
 

@@ -139,7 +139,7 @@ def attend_cached(
       window: how many positions the new one sees, including itself; None: all.
 
     Returns:
-      What each position attends to, the same on all ranks of `context`.
+      Positions that each position attends to, the same on all ranks of `context`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     over = frozenset({CONTEXT}) & mappings.varying_axes(slots)

@@ -88,7 +88,7 @@ def with_unrolling(config: Config, on_gpu: bool) -> Config:
 
 
 def repeats_in_stack(config: ModelConfig) -> bool:
-    """Whether layers of one stack differ in what is no weight, such as windows; a loop then runs several at once."""
+    """True if layers of one stack differ in more than weights, such as windows; a loop then runs several at once."""
     return config.period > 1 + max(turn for _, turn in layers_of_kinds(config))
 
 

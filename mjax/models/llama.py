@@ -7,7 +7,7 @@
        └─────────────────────┘                   └─────────────────────┘
 
 Mistral is a Llama with a sliding window. Qwen 2 has a bias on queries, keys and values, Qwen 3 a norm on each head of
-queries and keys in its place, and OLMo 2 one on all heads together.
+queries and keys instead, and OLMo 2 one on all heads together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mixture of experts: a Llama whose layers have a router and experts in the place of the MLP (Mixtral, arXiv
+"""A mixture of experts: a Llama whose layers have a router and experts instead of the MLP (Mixtral, arXiv
 2401.04088; Qwen 3 MoE, arXiv 2505.09388; OLMoE, arXiv 2409.02060).
 
     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶

@@ -13,7 +13,7 @@ those beside it, which a capacity would make it depend on.
 
 **Losses.** Experts that are chosen more often learn more and are chosen more often still. The balance loss
 E · Σ f P (arXiv 2101.03961, section 2.2) compares the share f of assignments with the mean probability P; 1 if all are
-equal. It is no sum over tokens but of products of two means, so the tokens that are compared matter: those of a
+equal. It is not a sum over tokens but one of products of two means, so the tokens that are compared matter: those of a
 sequence here (DeepSeek-V3, section 2.1.2), the same on every mesh; those of a micro-batch in Megatron; those of all
 layers in `transformers`.
 

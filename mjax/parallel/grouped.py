@@ -105,7 +105,7 @@ def group(
 
     Returns:
       The groups, and the row of each assignment: within a group in the order of the assignments, the same
-      rows every time. Those without a group have the buffer's number of rows, behind its last one.
+      rows every time. Rows without a group have the buffer's number of rows, behind its last one.
     """
     tiles = tiles_at_most(which.shape[0], groups, rows, at_once)
     which = jnp.where((which >= 0) & (which < groups), which, groups).astype(jnp.int32)
@@ -329,7 +329,7 @@ def _block(size: int) -> int:
 
 
 def _step(size: int, dtype) -> int:
-    """The terms that a step of a loop adds: 128 bytes of a row, or fewer if `size` is no multiple of that."""
+    """The terms that a step of a loop adds: 128 bytes of a row, or fewer if `size` is not a multiple of that."""
     return min(128 // dtype.itemsize, size & -size)
 
 

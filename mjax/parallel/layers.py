@@ -39,7 +39,7 @@ def parameter(
       metadata: more about the weight, for those who ask with `metadata_of`:
         contracted: how many of its first dims `linear` contracts.
         matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
-          (`matrices.py`); a weight without it is no matrix for an optimizer such as Muon.
+          (`matrices.py`); a weight without it is not a matrix for an optimizer such as Muon.
         grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
     """
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"

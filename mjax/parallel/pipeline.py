@@ -13,9 +13,9 @@ are the residuals, which F writes into a slot of the buffer and B reads back, an
 Weights among them are recognised and not copied. So recomputation inside a stage is up to the model: what its
 `jax.checkpoint` drops never reaches the buffer.
 
-**Collectives over `model` inside a conditional are sound**, and so are those over `data`: all ranks of such a group are
-on the same stage, read the same column and take the same branch. Those over `pipe` would hang. So everything that a
-branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
+**Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
+are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
+that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
 
 **Split backward passes.** If the schedule has W, B returns the two factors of each weight gradient, the layer's input
 and the gradient of its output (`PostponedKernel`), and W multiplies them: nothing is computed twice.

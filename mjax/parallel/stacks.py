@@ -10,7 +10,7 @@ STACK = re.compile(r"^blocks\.(?:(\d+)\.)?(?:turns\.(\d+)\.)?")
 
 
 def name_in_layer(name: str) -> str:
-    """The name of a stacked weight as in a model whose layers are all alike: 'blocks.1.mlp.up' → 'blocks.mlp.up'."""
+    """The name of a stacked weight as in a model with equal layers: 'blocks.1.mlp.up' → 'blocks.mlp.up'."""
     return STACK.sub("blocks.", name)
 
 

@@ -4,7 +4,8 @@ The form is that of figures 3 and 4 of arXiv 2104.04473: two tones for forward a
 chunk and lighter for its later ones, the micro-batch's number in the box, grey where a stage is idle. Time is that of
 the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards. Where all
 of it would be a barcode, the middle of the steady state is left out: there no stage is idle and every tick is like the
-others, so hundreds of them say no more than a few. What is left out is a gap in the picture, and says how long it is.
+others, so hundreds of them say no more than a few. Ticks that are left out are a gap in the picture, labelled with its
+length.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A `Calibration` is a handful of rates of one GPU, each a fraction of the data-sheet values in
 `mjax/cluster/hardware.py`, with the source of each and the error of predictions with them. `benchmarks/calibrate.py`
-measures one, kernel by kernel, on the user's machine and stores it in a file. Those in this module come from published
-runs (`benchmarks/published.py`; a test repeats the fit), from one product on an H100, and from assumptions; mjax itself
-has not been measured on a GPU."""
+measures one, kernel by kernel, on the user's machine and stores it in a file. The rates in this module come from
+published runs (`benchmarks/published.py`; a test repeats the fit), from one product on an H100, and from assumptions;
+mjax itself has not been measured on a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Calibration:
     def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
         """The error bar of a prediction for a model with that many parameters, and what is outside the calibration.
 
-        Beyond the lengths that the error bar was found on it is None, and so it is for float8.
+        Beyond the lengths that the error bar was found on, and for float8, there is no error bar: None.
         """
         caveats = []
         if gpu.name != self.gpu:
@@ -142,7 +142,7 @@ A100 = Calibration(
     },
 )  # fmt: skip
 
-# What the roofline of compiled programs assumes (`benchmarks/aot/roofline.py`).
+# Assumptions of the roofline of compiled programs (`benchmarks/aot/roofline.py`).
 H100 = Calibration(
     gpu="h100",
     matmul=0.832, inner=180.0, attention=((128, 1024, 0.425, 0.334),), memory=0.85, launch=1.2e-6, node=0.8,
@@ -268,7 +268,7 @@ class Rates:
     def flash_rate(self, head: int, positions: int, backward: bool = False) -> float:
         """FLOP/s of flash attention: of the nearest measured head size, between the nearest measured lengths.
 
-        A head that is no multiple of 64 runs as the next one and wastes the rest.
+        A head that is not a multiple of 64 runs as the next one and wastes the rest.
         """
         return self.peak * flash_share(self.calibration.attention, head, positions, backward)
 

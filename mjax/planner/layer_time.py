@@ -435,7 +435,7 @@ class LayerTime:
 def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rates: Rates) -> tuple[float, float]:
     """Seconds of the all-reduces of scales whose axes are `agreed`: of those over `model` only, and of the others.
 
-    Those of weights are over `model` only; where the others are too, XLA combines them with one of these.
+    Sums of weights are over `model` only; if the others are too, XLA combines them with one of these.
     """
     over_model = over_data = 0.0
     replicated = copies(mesh) > 1

@@ -129,7 +129,7 @@ def run_longest(
     """The section of a plan on the longest sequences, drawn into `file` if it is given.
 
     Raises:
-      UsageError: `most` is no power of two, layers differ from each other, or nothing fits on any number of GPUs.
+      UsageError: `most` is not a power of two, layers differ from each other, or nothing fits on any number of GPUs.
     """
     counts = [2**power for power in range(most.bit_length())]
     if counts[-1] != most:

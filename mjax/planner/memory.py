@@ -8,9 +8,9 @@
     logits                 [b s, v / p] of one micro-batch
     work                   temporaries of one layer's backward pass at its peak
 
-What a layer keeps, and the temporaries of its backward pass, are read from the traced layer (`trace/layers.py`,
-`regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in a step, and the
-largest of them determines the step:
+A layer's saved activations, and the temporaries of its backward pass, are read from the traced layer
+(`trace/layers.py`, `regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in
+a step, and the largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer

@@ -19,7 +19,8 @@ out: it has the bubble of 1f1b and at least its memory.
 
 Candidates are taken in the order of what they take at least, in bytes and seconds (`Bounds`), which is known before
 their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
-predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Those that do not
+predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do
+not
 fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small batches
 count too. No rule says what goes where: that `model` stays within a server and
 pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.

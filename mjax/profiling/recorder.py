@@ -36,7 +36,7 @@ FOLDER, MEMORY = "profile", "memory.pprof"
 class Recorder(Profile):
     """Profiles some steps of a run, once.
 
-    Whatever fails in it is reported with `say`, and the run continues.
+    Its failures are reported with `say`, and the run continues.
 
     Attributes:
       steps: to profile.

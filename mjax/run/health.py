@@ -16,8 +16,8 @@ continues from it judges as the run that wrote it did, in every process.
 
 - A checkpoint is *good* once training has continued healthily after it. The last good one is pinned (`good.json`): no
   other checkpoint replaces it before it is good itself.
-- While the run is unhealthy, due checkpoints are postponed. What has to be saved then, because the run is stopped or
-  done, is marked in its manifest, never becomes good, and removes no other.
+- While the run is unhealthy, due checkpoints are postponed. A checkpoint that has to be saved then, because the run is
+  stopped or done, is marked in its manifest, never becomes good, and removes no other.
 - A loss spike is reported; with `skip` the compiled step drops the update; with `rewind` the run goes back to the last
   good checkpoint and skips the batches that led to the spike. Steps keep their numbers and batches, so sample order
   stays a function of the step: `passed_over.json` lists the steps that update nothing.

@@ -52,7 +52,7 @@ class Profile:
         return False
 
     def pause(self, step: int, last: bool) -> None:
-        """`step` is finished and no other in flight: what follows until `resume` is no part of any step.
+        """`step` is finished and no other in flight: time until `resume` belongs to no step.
 
         Ends a profile whose last step it is; also one that has more to come, if the run has not (`last`).
         """

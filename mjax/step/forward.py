@@ -109,7 +109,7 @@ class Forward:
         return Context(tokens, key, positions, documents, loss_chunks=self.config.train.loss_chunks)
 
     def layer_context(self, micro_batch: MicroBatch) -> Context:
-        """The context of a micro-batch inside the layers, which train in float8 where the config says so."""
+        """The context of a micro-batch inside the layers, which train in float8 if the config sets it."""
         context = self.context(micro_batch)
         float8 = self.step is not None and in_float8(self.config.precision)
         return replace(context, tokens=replace(context.tokens, float8=float8))

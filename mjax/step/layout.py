@@ -1,4 +1,4 @@
-"""The layout of a model's weights on a mesh, for training, inference and conversion alike."""
+"""The layout of a model's weights on a mesh, for training, inference and conversion."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
     collective for all that vary over the same axes.
 
     Args:
-      groups: of trees with the model's structure, whose elements are summed together; their leaves are sharded alike.
+      groups: of trees with the model's structure, whose elements are summed together; their leaves have equal sharding.
         All but the first of a group may have none for some weights (`has_none`).
     """
 
@@ -199,7 +199,7 @@ def gradient_names(model, mesh: MeshConfig) -> list[str]:
     return names
 
 
-# What comes after the last layer.
+# Parameters after the last layer.
 HEADS = ("mlm.", "order.", "pooler.", "head.", "final_norm.")
 
 

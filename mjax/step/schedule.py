@@ -22,7 +22,7 @@ def learning_rate(config: Config, samples: Any, xp: ModuleType = np) -> Any:
     """Learning rate after `samples` samples have trained the model: float32 of the shape of `samples`.
 
     Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not
-    count. What the config gives in steps is converted to the samples of that many steps, including a batch ramp-up. The
+    count. Fields in steps are converted to the samples of that many steps, including a batch ramp-up. The
     first step of a warm-up from 0 uses 0.
 
     Args:

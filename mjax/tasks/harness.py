@@ -8,11 +8,11 @@ The harness calls three methods of a model:
     loglikelihood_rolling  a text in adjacent windows, each token counted once                   ──▶ `Scorer`
     generate_until         a prompt continued, cut at the first stop sequence                     ──▶ `Generator`
 
-So they run on the mesh of training. What the harness leaves to a model follows its own `hf`: a text is encoded together
-with its context and split where the context's tokens end; inputs that are too long are truncated on the left; the token
-that begins texts precedes each of them, and without one the end of a document a text without context.
+So they run on the mesh of training. Choices that the harness leaves to a model follow its own `hf`: a text is encoded
+together with its context and split where the context's tokens end; inputs that are too long are truncated on the left;
+the token that begins texts precedes each of them, and without one the end of a document a text without context.
 
-This module needs the package lm-eval; `mjax lm-eval` says so if it is missing.
+This module needs the package lm-eval; `mjax lm-eval` reports it if it is missing.
 """
 
 from __future__ import annotations

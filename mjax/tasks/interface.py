@@ -156,7 +156,7 @@ def read_documents(data: str) -> list[Document]:
 #     window 2              [t4 t5 t6 t7 t8]→t5…t9     counts t9
 #
 # Every label counts once. The smaller o, the more context each has, at least s − o tokens, and the more windows there
-# are; o = s splits the text into adjacent windows. What is commonly called the overlap is how far a window advances.
+# are; o = s splits the text into adjacent windows. Others call the advance of a window its overlap.
 #
 # Source: arXiv 1909.08053, appendix E.1 ("overlapping evaluation", o = 32), and Megatron-LM v1.0,
 # tasks/zeroshot_gpt2/datasets.py. That makes ⌈(N − 1 − o) / o⌉ + 1 windows of N tokens. The last of them, s / o − 1 if

@@ -325,7 +325,7 @@ def lines(file: Path) -> Iterator[tuple[str, str]]:
 def table(file: Path, *needed: str) -> Iterator[tuple[str, dict[str | None, str | None]]]:
     """Yield FILE:LINE and fields by column of each line of a tab-separated file, whose first line names the columns.
 
-    A missing field is None; of fields without a column the last one is under the key None.
+    A missing field becomes None; the last field without a column is under the key None.
 
     Raises:
       UsageError: the file is missing or empty, or has no column of a name in `needed`.

@@ -156,7 +156,7 @@ def bin_edges(length: int, bins: int, spacing: str) -> np.ndarray:
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
-    """The mean of independent values [n] and its standard error, which is None for a single value."""
+    """The mean of independent values [n] and its standard error, None for a single value."""
     mean = float(values.mean(dtype=np.float64))
     return mean, float(values.std(ddof=1, dtype=np.float64) / math.sqrt(len(values))) if len(values) > 1 else None
 

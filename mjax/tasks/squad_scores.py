@@ -67,7 +67,7 @@ def score(answers: Mapping[str, str], truths: Mapping[str, Sequence[str]], versi
     """
     two, scored = version == "2.0", []
     for question, true in truths.items():
-        # By 2.0's rules an answer without words is no answer, and a question that has no other has no answer.
+        # By 2.0's rules an answer without words does not count, and a question that has no other has no answer.
         of_words = [text for text in true if normalize(text)] or [""] if two else true
         answer = answers[question]
         best = (max(exact(answer, text) for text in of_words), max(f1(answer, text, two) for text in of_words))

@@ -63,7 +63,7 @@ def transposed(program: Program, depends: set[int], kept: bool) -> tuple[float, 
     """Bytes and launches of the second copies of arrays in float8: a GPU multiplies float8 along contiguous dims only.
 
     The gradient of a weight sums over tokens, and all other products over columns, so an array that both use is needed
-    as it is and transposed. What rounds it writes both; what was gathered is read and written once more.
+    as it is and transposed. The kernel that rounds it writes both; what was gathered is read and written once more.
 
     Args:
       program: traced; a product of an array with its weight, or of two arrays.

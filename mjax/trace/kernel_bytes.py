@@ -125,7 +125,7 @@ def moved(program: Program, tokens: Iterable[int], last_dims: tuple[int, int], r
     Args:
       tokens: inputs that depend on the tokens.
       last_dims: of attention's scores (`Traced.scores`).
-      ranks: of `model`; on one, a sum over it is no kernel.
+      ranks: of `model`; on one, a sum over it needs no kernel.
       kept: inputs of products in float8 are kept for the backward pass.
     """
     regions, size, depends = Regions(program), program.bytes, depending(program, tokens)

@@ -125,7 +125,7 @@ class Traced:
     """Everything that a layer and the head depend on. Configs that share it share their traces.
 
     Attributes:
-      model: without dropout, and with one layer if all are alike.
+      model: without dropout, and with one layer if all are equal.
       data: determines the arrays of a batch.
       compute: dtype.
       ranks: of `model`.
@@ -383,7 +383,8 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
 def _constants_and_carried(scan) -> tuple[int, int]:
     """The numbers of inputs of a scan that are the same in every turn, and that are passed from turn to turn.
 
-    The others are stacks, whose arrays have one more dim outside. (No two versions of jax name these numbers alike.)
+    The others are stacks, whose arrays have one more dim outside. (No two versions of jax give these numbers the same
+    names.)
     """
     body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
 

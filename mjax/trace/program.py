@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from mjax.parallel.scopes import GROUPED
 
 # The same bytes under another shape or name: a compiler moves nothing for them, or folds them into the next product.
-# A copy between device and host is no kernel either: an engine of its own makes it.
+# A copy between device and host is not a kernel either: an engine of its own makes it.
 VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",

@@ -18,7 +18,7 @@ from tests.small import small_config
 
 
 def tiny_program(mesh):
-    """A step of one matrix on a mesh, in the place of a `TrainProgram`: no seconds of compilation."""
+    """A step of one matrix on a mesh, instead of a `TrainProgram`: no seconds of compilation."""
 
     def step(state, batch):
         gradient = mappings.sum_over(batch["x"].T @ (batch["x"] @ state["weight"]), frozenset({DATA}))

@@ -116,7 +116,7 @@ def test_words_skip_special_tokens():
     tokens = np.array([CLS, 1100, 1101, 10, 1100, SEP, 1199, 20, 30, 1000, SEP])
     places, bounds = find_words(tokens, PIECES)
     words = [places[a:b].tolist() for a, b in pairwise(bounds)]
-    # A first piece without its word is one; a segment that begins within a word goes on with the last one.
+    # A first piece without its word is one; a segment that begins within a word continues the last one.
     assert words == [[1, 2], [3, 4, 6], [7], [8, 9]]
 
 

@@ -178,7 +178,7 @@ VALUES = (0, 1, 2, 5, -1, -3, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 
 def test_any_damage_is_rejected_or_harmless(tmp_path):
     """Every number of an index replaced by many others, and files cut short anywhere: one sentence each.
 
-    What is not rejected divides the same sequences into other documents.
+    Accepted damage divides the same sequences into other documents.
     """
     prefix = write(tmp_path / "d", [[[1, 2], []], [[3, 4, 5], [6], [7] * 4]])
     whole, tokens = index_file(prefix).read_bytes(), token_file(prefix).read_bytes()

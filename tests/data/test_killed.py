@@ -36,7 +36,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
     assert int(result.stdout.splitlines()[-1]) >= points
 
 
-# Reads three blocks, then says so and waits: by then its workers are at work or wait for more.
+# Reads three blocks, then prints it and waits: by then its workers are at work or wait for more.
 STALLED = """
 import sys, time
 from pathlib import Path

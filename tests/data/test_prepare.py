@@ -93,7 +93,7 @@ def test_document_without_text_stays_empty(tmp_path):
 
 
 def test_tokenizer_is_trained_on_a_sample(tmp_path, lines, monkeypatch):
-    """Malformed lines are no part of it."""
+    """Malformed lines are left out."""
     monkeypatch.setattr("mjax.commands.prepare.TRAINING_CHARACTERS", lines.stat().st_size // 2)
     sampled = []
 

@@ -83,7 +83,7 @@ def test_later_checks_run_without_wrong_flags(monkeypatch):
 
 
 # A doctor whose one check sleeps in a child, which holds a pipe. It says when it waits for the child: a signal between
-# the start of the child and this moment leaves the child alone.
+# the start of the child and this point leaves the child alone.
 ASLEEP = """
 import os, sys
 from mjax.commands import doctor as command

@@ -21,7 +21,8 @@ def machine(folder, driver=None, gpus=0):
         file = folder / "proc/driver/nvidia/version"
         file.parent.mkdir(parents=True)
         file.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
-    for index, kind in [*((gpu, "0x030200") for gpu in range(gpus)), (99, "0x068000")]:  # NVIDIA's NVSwitch is no GPU
+    nvswitch = (99, "0x068000")  # not a GPU
+    for index, kind in [*((gpu, "0x030200") for gpu in range(gpus)), nvswitch]:
         device = folder / f"sys/bus/pci/devices/0000:{index:02}:00.0"
         device.mkdir(parents=True)
         (device / "vendor").write_text("0x10de\n")

@@ -44,7 +44,7 @@ def test_wrong_device_is_named():
     assert finding.status == RED
     assert finding.found.startswith(f"one is wrong on {jax.default_backend().upper()} 1 (jit)")
     assert check_numerics(operations, jax.local_devices()[:1])[0].status == GREEN
-    # What is shown is the worst, in whichever order.
+    # The worst is shown, in whichever order.
     (finding,) = check_numerics(lambda device: operations(device, 1e-4), jax.local_devices()[1::-1])
     assert "on the worst of 2 devices" in finding.found
     assert finding.figures["one_relative"] == pytest.approx(1e-4, rel=0.01)

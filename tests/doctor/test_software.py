@@ -8,7 +8,7 @@ from mjax.utils import packages
 
 
 def pretend(monkeypatch, **versions):
-    """Have these packages installed too, or not at all where the version is None, and no other plugin for CUDA."""
+    """Install these packages too, or remove those with version None, and any other plugin for CUDA."""
     found = {name: version for name, version in packages.installed().items() if not name.startswith("jax-cuda")}
     found |= {name.replace("_", "-"): version for name, version in versions.items()}
     found = {name: version for name, version in found.items() if version is not None}

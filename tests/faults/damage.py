@@ -199,7 +199,7 @@ def _grow(value: Any, draw: Random) -> Any:
 
 
 def _scale(value: Any, draw: Random) -> Any:
-    """Another number in the place of one."""
+    """Replace one number by another."""
     places = [(c, k) for c, k in _containers(value) if type(c[k]) in (int, float)]
     if places:
         container, key = draw.choice(places)

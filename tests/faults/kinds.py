@@ -134,7 +134,7 @@ def _phase(process: Process, run: Path, resumes: bool) -> str:
 
 def _check_resumed(ended: Ended, before: int, outcome: Outcome) -> None:
     """Whether a process has resumed from the checkpoint that existed when it started."""
-    if "run  " in ended.output:  # it came as far as saying so
+    if "run  " in ended.output:  # it came as far as printing it
         outcome.lost += max(0, before - resumed_from(ended.output))
 
 

@@ -136,7 +136,7 @@ def _one(reader: Reader, files: Files, seed: int, case: int, folder: Path, whole
         if "\n" in sentence or not 0 < len(sentence) < SENTENCE:
             return Outcome(case, "tracebacks", f"{words}: no sentence of {len(sentence)} characters: {sentence!r:.300}")
         return Outcome(case, "refused", f"{words}: {sentence}")
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception
         where = traceback.extract_tb(error.__traceback__)
         ours = [f"{Path(f.filename).name}:{f.lineno}" for f in where if "/mjax/" in f.filename]
         return Outcome(case, "tracebacks", f"{words}: {type(error).__name__} {str(error)!r:.200} at {ours[-2:]}")

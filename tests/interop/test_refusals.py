@@ -36,7 +36,7 @@ SETTINGS = [
     (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
     # Settings that mjax does not know.
     (CONFIG, {"attention_sinks": False}, "attention_sinks is False, which mjax does not know"),
-    # Values that are none.
+    # Invalid values.
     (CONFIG, {"activation_function": "relu"}, "activation_function is 'relu'"),
     (CONFIG, {"model_type": "t5"}, "model_type is 't5'; mjax supports gpt2, bloom, bert"),
     (CONFIG, {"n_layer": "2"}, "n_layer is '2', which is not a whole number"),

@@ -123,9 +123,9 @@ def test_micro_batch_size_changes_no_bit_of_the_bias():
     [
         ([40, 40, 40, 40, 40, 40], [0, 0, 0, 0, 0, 0]),
         ([40, 41, 39], [0, -1, 1]),
-        ([2, 2, 3], [1, 1, -1]),  # the mean is no whole number
+        ([2, 2, 3], [1, 1, -1]),  # the mean is not a whole number
         ([0, 0, 0, 7], [1, 1, 1, -1]),
-        ([12.000001, 11.999999, 12], [0, 0, 0]),  # of a loss scale that is no power of two
+        ([12.000001, 11.999999, 12], [0, 0, 0]),  # of a loss scale that is not a power of two
         ([2**24, 2**24, 2**24 - 2], [-1, -1, 1]),  # in float32 their sum would round
     ],
 )

@@ -116,7 +116,7 @@ def test_head_equals_transformers(head, layernorm):
         examples = Examples(batch["tokens"], batch["token_types"], batch["documents"] == 0, {})
         found = scorer(weights_of(peer, scorer.abstract_model, family, config.model), examples)
         expected = _outputs(peer, config.model, batch)
-        if head == "span":  # padding is no place for an answer
+        if head == "span":  # padding holds no answer
             ends = torch.stack([expected.start_logits, expected.end_logits], dim=1).detach().numpy()
             is_text = np.broadcast_to(examples.text, ends.shape)
             np.testing.assert_allclose(found[is_text], ends[is_text], atol=1e-6, rtol=1e-6)

@@ -56,7 +56,7 @@ QWEN3_MOE = {
 GEMMA = {"sliding_window_pattern": 2, "sliding_window": 6, "query_pre_attn_scalar": 20, "head_dim": 10}
 FSDP = {"data": 2, "model": 2, "zero": 3}
 SP = {"model": 4, "sequence_parallel": True}
-FAMILIES = {  # the class of transformers, what its config has besides, and our mesh
+FAMILIES = {  # the class of transformers, extra fields of its config, and our mesh
     "gpt 2": ("GPT2", {**GPT2, **DROPOUT}, FSDP),
     "gpt 2, exact gelu": ("GPT2", {**GPT2, **DROPOUT, **EXACT}, {}),
     "bloom": ("Bloom", BLOOM, {"data": 2, "model": 2}),
@@ -92,7 +92,7 @@ FAMILIES = {  # the class of transformers, what its config has besides, and our 
 
 
 class Wide:
-    """torch with float64 in the place of float32, for modules that ask for float32 by name: norms, softmax, angles; or
+    """torch with float64 instead of float32, for modules that ask for float32 by name: norms, softmax, angles; or
     get it by default: the scale of Gemma's embedding."""
 
     float = float32 = torch.float64

@@ -1,4 +1,4 @@
-"""The file of a calibration: what is written is read again, and what is wrong with a file is said."""
+"""The file of a calibration: round trip, and errors in a file."""
 
 import json
 import os

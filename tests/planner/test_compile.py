@@ -1,6 +1,6 @@
 """The real step compiled for GPUs that are not there, and held against the ledger, to the byte.
 
-What compiles needs JAX's CUDA wheels, which weigh gigabytes and are not among the requirements of the tests: with
+Compiling needs JAX's CUDA wheels, which weigh gigabytes and are not among the requirements of the tests: with
 `pip install -r requirements-cuda.txt`, this file takes some minutes and no GPU.
 """
 

@@ -1,4 +1,4 @@
-"""`mjax plan --gpu … --devices …` as a person runs it, and the published runs asked for anew."""
+"""`mjax plan --gpu … --devices …` as a user runs it, and the published runs searched again."""
 
 import json
 from functools import partial

@@ -1,6 +1,6 @@
 """The compiled step for a GPU has no kernel that only moves what another has just written.
 
-What compiles needs the CUDA wheels, as in test_compile.py. Products are cuBLAS's, as on a GPU that has timed them.
+Compiling needs the CUDA wheels, as in test_compile.py. Products are cuBLAS's, as on a GPU that has timed them.
 """
 
 import re

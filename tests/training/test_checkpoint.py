@@ -183,4 +183,4 @@ def test_killed_saves_leave_only_whole_checkpoints(checkpoints, notices):
         step, restored = checkpoints.restore(target)
         assert step >= max(map(int, re.findall(r"checkpoint (\d+) saved", said)))  # what was called saved is there
         assert (np.asarray(restored["model"]) == step).all()
-    assert notices == []  # an unfinished folder is no damaged checkpoint
+    assert notices == []  # an unfinished folder is not a damaged checkpoint

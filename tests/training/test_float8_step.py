@@ -1,6 +1,6 @@
 """A training step in float8: the same on every mesh, in bf16 where nothing is trained, and skipped if not finite.
 
-In float64 a step with operands rounded to float8 is as exact as one without, if all ranks round alike.
+In float64 a step with operands rounded to float8 is as exact as one without, if all ranks round the same way.
 """
 
 from dataclasses import replace

@@ -42,7 +42,7 @@ class GPT2Tokenizer(LibraryTokenizer):
         self.vocabulary, self.eod = len(ids), ids[EOD_PIECE]
 
     def bos_of_files(self) -> int | None:
-        """GPT-2's one special token begins texts too, where a model says so."""
+        """GPT-2's one special token begins texts too, if the model's files ask for it."""
         return self.eod
 
     @classmethod

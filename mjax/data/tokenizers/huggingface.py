@@ -1,8 +1,8 @@
 """Any fast tokenizer of Hugging Face, from its tokenizer.json.
 
-Text is split and merged exactly as the file says. What would silently change a corpus is switched off: truncation and
-padding (some files cut at 128 tokens), tokens added around the text, random merges (BPE dropout), and special tokens
-recognised inside the text, one of which ends documents.
+Text is split and merged exactly as the file says. Settings that would silently change a corpus are switched off:
+truncation and padding (some files cut at 128 tokens), tokens added around the text, random merges (BPE dropout), and
+special tokens recognised inside the text, one of which ends documents.
 """
 
 import base64

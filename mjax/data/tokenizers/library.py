@@ -84,7 +84,7 @@ class Tokenizer:
         return self.eod if self.bos is None else self.bos
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text that a model goes on with: `encode` after `bos`."""
+        """Ids of a text that a model continues: `encode` after `bos`."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
     def bos_of_files(self) -> int | None:

@@ -246,6 +246,6 @@ def _open_distributed(folder: Path) -> Checkpoint:
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
-    # Whatever wrote it had the order of version 2, which it need not say.
+    # Its writer had the order of version 2, and need not name it.
     version = _version(common.get("checkpoint_version", 3.0), folder)
     return Checkpoint(folder, kind, tensors, version, arguments, None, old_names=False)

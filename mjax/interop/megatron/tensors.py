@@ -217,7 +217,7 @@ class DistributedTensors:
         first, end, _ = rows.indices(kind.shape[0])
         low = (*index, first, *(0 for _ in kind.shape[1:]))
         high = (*(number + 1 for number in index), max(first, end), *kind.shape[1:])
-        # What no part covers stays not-a-number, and is refused as such.
+        # Elements that no part covers stay NaN, and are rejected as such.
         whole = np.full([end - start for start, end in zip(low, high, strict=True)], np.nan, FLOATS[kind.dtype])
         for chunk in chunks:
             begins = [max(a, b) for a, b in zip(low, chunk.offsets, strict=True)]
@@ -240,7 +240,7 @@ class DistributedTensors:
                 array = as_arrays(file, {"a part": load_tensors(content)})["a part"]
             except UsageError:
                 raise
-            except Exception as error:  # of many kinds, for bytes that are no tensor
+            except Exception as error:  # of many kinds, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
             if array.shape != chunk.sizes:
                 raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")

@@ -8,7 +8,7 @@ Megatron-LM (arXiv 1909.08053, figures 7a and 7b). `torch.nn.Linear` stores [out
 Class 1 of the order is what the model was trained with: a segment from elsewhere (next-sentence prediction, as in
 Google's models), or the two segments swapped (sentence order, as in Megatron's and ours). No file says which.
 
-The two differ in the place of the LayerNorms. Megatron's has one before attention (`attention.ln`), one before the MLP
+The two differ in their LayerNorms. Megatron's has one before attention (`attention.ln`), one before the MLP
 (`ln`) and a last one (`encoder.ln`), and none after the embedding.
 
 `mjax finetune` replaces both heads by that of a task: `…ForSequenceClassification`, `…ForMultipleChoice` and

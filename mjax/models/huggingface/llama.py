@@ -1,7 +1,7 @@
 """Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers`: one model here, a class each there.
 
 Queries, keys and values have tensors of their own there and are one weight here; so have the gate and the other half of
-the MLP. What a table cannot say is rotary positions, of which config.json has two spellings: `rope_parameters` since
+the MLP. Rotary positions do not fit a table: config.json has two spellings, `rope_parameters` since
 transformers 5, and `rope_theta` with `rope_scaling` before. Older readers do not know the new one and take θ = 10,000
 without a word, so both are read and both are written.
 """

@@ -1,7 +1,7 @@
-"""Mixtral, Qwen 3 MoE and OLMoE of `transformers`: a Llama of each family with experts in the place of its MLP.
+"""Mixtral, Qwen 3 MoE and OLMoE of `transformers`: a Llama of each family with experts instead of its MLP.
 
 Files have a tensor for each matrix of each expert, as they were published; transformers 5 holds, and may write, all
-experts of a layer in one. Both are read, and the first is written. What the router's losses weigh is not part of the
+experts of a layer in one. Both are read, and the first is written. The weight of the router's losses is not part of the
 model: it is a setting of training.
 """
 
