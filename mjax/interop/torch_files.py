@@ -123,7 +123,6 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
     Raises:
       UsageError: one is not a plain tensor, has a dtype that NumPy lacks, or is larger than its stored data: strides of
-      0
         0 make any size of one number.
     """
     import torch
