@@ -129,7 +129,7 @@ def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
         text = f"inside {job}, outside srun: train.py would run alone"
         if nodes == "1":
             return GREEN, text
-        return YELLOW, text, "srun python train.py …, see docs/cluster.md"
+        return YELLOW, text, "srun python train.py …, see docs/how-to/run-under-slurm.md"
     return GREEN, "no launcher: train.py runs as one process"
 
 

@@ -126,7 +126,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     Without sequence parallelism XLA decides: jax 0.10 overlaps the all-reduce with the product, 0.11 does not; and
     0.11 copies into the stacks of a loop during the products. FSDP gathers weights and sums gradients during the
     layers. Without ZeRO and a loop over layers the sums of the only micro-batch run during the gradients of the
-    weights. XLA has one collective in flight, so none of these overlaps those over `model` (docs/benchmarks.md).
+    weights. XLA has one collective in flight, so none of these overlaps those over `model` (docs/results/log).
     """
     newer = version >= (0, 11)
     if config.mesh.splits_tokens:
@@ -135,7 +135,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     return Overlap(backward=0.0 if newer else 1.0, gradients=alone, weights=0.85 * alone, copies=newer)
 
 
-# The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/benchmarks.md).
+# The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/results/log).
 MJAX = Software(
     name="mjax", written=None, flash=True, overlap=None,
     repeated_sums=1, gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=34,

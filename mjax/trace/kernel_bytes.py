@@ -1,7 +1,7 @@
 """Bytes that the kernels between the products of a traced layer and head read and write.
 
 A region (`regions.py`) reads its inputs and writes its outputs once, except as follows. All exceptions were read from
-programs compiled for H100s (docs/benchmarks.md):
+programs compiled for H100s (docs/results/log/2026-11-22-compiled-steps.md):
 
 * what is only added to a product, or has its size and no function of it, is the product's epilogue;
 * what is added to the result of a collective is a kernel of its own, whose result the rest of the region reads;

@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="fixes the faults (default: 0)")
     parser.add_argument("--seconds", type=float, default=5400, help="begin no try after this many (default: 5400)")
     parser.add_argument("--workers", type=int, default=2, help="tries at the same time (default: 2)")
-    parser.add_argument("--markdown", action="store_true", help="print the table for docs/benchmarks.md")
+    parser.add_argument("--markdown", action="store_true", help="print the table for docs/results/log/faults.md")
     arguments = parser.parse_args()
     check_counts(arguments, "tries", "workers")
     return arguments
