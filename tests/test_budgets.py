@@ -40,7 +40,11 @@ def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):
     of_step = to_product[[frame.name for frame in to_product].index("_train_step") :]
     shown = "\n".join(f"{Path(frame.filename).relative_to(ROOT)} {frame.name}" for frame in to_loss + of_step)
     print(shown)
-    page = [tuple(line.split()[:2]) for line in PAGES["docs/explanation/way-of-a-batch.md"].splitlines() if line.startswith("mjax/")]
+    page = [
+        tuple(line.split()[:2])
+        for line in PAGES["docs/explanation/way-of-a-batch.md"].splitlines()
+        if line.startswith("mjax/")
+    ]
     stack = [(str(Path(frame.filename).relative_to(ROOT)), frame.name) for frame in to_loss + of_step]
     assert page == list(dict.fromkeys(stack)), shown
     assert len(to_loss) <= 12, shown

@@ -40,7 +40,7 @@ def test_simulated_devices_are_on_cpu(monkeypatch):
     launch.simulate_devices(4)
     assert updates == [("jax_platforms", "cpu"), ("jax_num_cpu_devices", 4)]
     assert os.environ["JAX_PLATFORMS"] == "cpu"
-    assert os.environ["XLA_FLAGS"] == "--xla_x --xla_force_host_platform_device_count=4"
+    assert os.environ["XLA_FLAGS"] == f"{launch.IN_ORDER} --xla_x --xla_force_host_platform_device_count=4"
 
 
 @pytest.mark.parametrize("name", launch.MEMORY_FRACTIONS)

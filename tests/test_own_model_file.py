@@ -25,7 +25,9 @@ from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_runs_command import make_run
 
-PALM = re.search(r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "how-to" / "add-a-model.md").read_text(), re.DOTALL)[1]
+PALM = re.search(
+    r"```python\n(# palm\.py.*?)```", (ROOT / "docs" / "how-to" / "add-a-model.md").read_text(), re.DOTALL
+)[1]
 TRAIN = """train --data.path data/corpus --data.split 80,20,0 --name 'my palm' --mesh.data 1 --train.eval-interval 2
 --train.eval-batches 1 --optimizer.warmup-steps 0 --optimizer.decay-steps 4 --log.no-tensorboard
 --log.sample-tokens 4"""
@@ -142,7 +144,10 @@ def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
 def test_export_of_own_model_is_one_sentence(flags, place, capsys):
     assert command("convert to-hf 'runs/my palm' out", flags) == 2
     error = capsys.readouterr().err
-    assert "has no name table for 'palm', a model of your own; docs/reference/hugging-face-models.md says how to write one" in error
+    assert (
+        "has no name table for 'palm', a model of your own; docs/reference/hugging-face-models.md says how to write one"
+        in error
+    )
     assert not (place / "out").exists()
 
 

@@ -95,6 +95,11 @@ def restart_with_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+# XLA's default for CPUs runs what is independent in any order, which differs between devices: two of them that wait for
+# each other in two collectives wait forever (seen with pipe 2 × context 2 × model 4, in one of three starts).
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
 def simulate_devices(count: int) -> None:
     """Make JAX see `count` devices on this machine's CPU, for the flag --simulate.
 
@@ -109,8 +114,8 @@ def simulate_devices(count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     set_variable("JAX_PLATFORMS", "cpu")
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-    set_variable("XLA_FLAGS", flags.strip())
+    given = os.environ.get("XLA_FLAGS", "")
+    set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {given} --xla_force_host_platform_device_count={count}".split()))
 
 
 @dataclass(frozen=True)

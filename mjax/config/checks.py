@@ -146,7 +146,8 @@ def check_offload(config: Config) -> None:
             "use --train.recompute full"
         )
     if train.unroll == "on":
-        # Compiled for H100s, all copies to the host stood in the backward pass (docs/results/log/2026-11-25-host-memory.md).
+        # Compiled for H100s, all copies to the host stood in the backward pass
+        # (docs/results/log/2026-11-25-host-memory.md).
         raise UsageError(
             f"{given} --train.unroll on: without a loop over the layers XLA copies their inputs to the host only in "
             "the backward pass, which saves nothing; leave it out, or use --train.recompute full"
