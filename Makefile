@@ -4,6 +4,7 @@
 # make check        lint and every test that takes less than 0.1 s, for work in progress
 # make test         every claim of the README, on simulated devices
 # make test-ci      what .ci/run adds to it: comparisons with torch, transformers and megatron-core, more meshes, faults
+# make reference    docs/reference, from the code; make docs: the site, in site/
 # make test-all     everything: products of options, notebooks, planted mistakes, every Python, the CUDA compiler
 # Each makes .venv and installs what it needs.
 
@@ -20,7 +21,7 @@ PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 # tenth of its time.
 PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train gpt bert lint check test test-ci test-all test-compiler format clean
+.PHONY: train gpt bert lint check test test-ci test-all test-compiler reference docs format clean
 
 train: data/demo.idx
 	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 180
@@ -41,6 +42,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyrefly check --python-interpreter-path $(VENV)/bin/python
+	JAX_PLATFORMS=cpu $(VENV)/bin/python scripts/make_reference.py --check
 
 check: lint
 	$(PYTEST) --tier check
@@ -70,6 +72,17 @@ test-compiler: .venv-cuda/installed
 	.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-cuda.txt -r requirements-dev.txt
 	@touch $@
 
+reference: $(VENV)/installed
+	JAX_PLATFORMS=cpu $(VENV)/bin/python scripts/make_reference.py
+
+docs: .venv-docs/installed
+	.venv-docs/bin/mkdocs build --strict
+
+.venv-docs/installed: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
 format: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
@@ -92,4 +105,4 @@ $(VENV)/installed-parity: requirements-parity.txt $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf .venv* .pytest_cache .ruff_cache build *.egg-info
+	rm -rf .venv* .pytest_cache .ruff_cache build site *.egg-info

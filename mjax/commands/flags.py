@@ -166,7 +166,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    kinds = {flag.name: flag.kind for flag in _flags(cls, default)}
+    kinds = {flag.name: flag.kind for flag in documented_flags(cls, default)}
     _check_names(argv, kinds, prog)
     _check_values(argv, kinds)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
@@ -181,7 +181,7 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
 
 def flags_of(cls: type, default: object = None) -> Iterator[str]:
     """Names of the flags of `cls`, without leading dashes: 'config', 'mesh.data'."""
-    return (flag.name for flag in _flags(cls, default))
+    return (flag.name for flag in documented_flags(cls, default))
 
 
 # --- Flags that are not there, and values of flags that take none ----------------------------------------------------
@@ -309,7 +309,7 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
 
 def _short_help(cls: type, default: object, prog: str) -> str:
     """The usual flags of a command by topic, each in a sentence with its default, and examples."""
-    known = {flag.name: flag for flag in _flags(cls, cls() if default is None else default)}
+    known = {flag.name: flag for flag in documented_flags(cls, cls() if default is None else default)}
     lines = [f"usage: {prog} [flags]", "", inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]]
     for topic, names in cls.usual.items():
         lines += ["", f"{topic}:"]
@@ -329,7 +329,9 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    groups = itertools.groupby(_flags(cls, default), key=lambda flag: (flag.owner, flag.field, flag.name.count(".")))
+    groups = itertools.groupby(
+        documented_flags(cls, default), key=lambda flag: (flag.owner, flag.field, flag.name.count("."))
+    )
     for _, group in groups:  # a flag and its aliases
         flag, *aliases = group
         typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
@@ -359,7 +361,7 @@ def _entry(typed: str, text: str) -> list[str]:
     return before + textwrap.wrap(text, WIDTH_OF_HELP, initial_indent=f"{typed:<36} ", subsequent_indent=column)
 
 
-class _Flag(NamedTuple):
+class Flag(NamedTuple):
     """A flag of a command.
 
     Attributes:
@@ -383,7 +385,7 @@ class _Flag(NamedTuple):
         return _field_texts(self.owner).get(self.field, "")
 
 
-def _flags(cls: type, default: object, prefix: str = "") -> Iterator[_Flag]:
+def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
     """Every field of `cls` that is a flag, once for each of its names.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
@@ -394,11 +396,11 @@ def _flags(cls: type, default: object, prefix: str = "") -> Iterator[_Flag]:
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
-            yield from _flags(inner, value, f"{prefix}{flag}." if flag else prefix)
+            yield from documented_flags(inner, value, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             for typed in (prefix + flag, *aliases):
-                yield _Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
+                yield Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
 
 
 def _form(marks: Sequence) -> str:

@@ -117,8 +117,8 @@ def family_of(model: ModelConfig) -> Family:
         )
     if is_own(type(model)):
         raise UsageError(
-            f"mjax convert has no name table for {model.title}; docs/reference/hugging-face-models.md says how to write "
-            "one, and `mjax.open_run(RUN).weights` has its weights in Python"
+            f"mjax convert has no name table for {model.title}; docs/reference/hugging-face-models.md says how to "
+            "write one, and `mjax.open_run(RUN).weights` has its weights in Python"
         )
     differences = {}
     for family in families():

@@ -33,16 +33,16 @@ class Record:
       step: steps taken, including this one.
       loss: mean cross entropy of the batch before the update, nats per token; null if it is not finite.
       grad_norm: global norm before clipping; null if it is not finite.
-      learning_rate: as applied.
-      loss_scale: fp16's; 1 otherwise.
-      skipped: whether nothing was updated.
+      learning_rate: of this step, as applied.
+      loss_scale: multiple of the loss in fp16; 1 otherwise.
+      skipped: true if the update was skipped.
       tokens: tokens read since the beginning of training.
       seconds: wall time of the step.
       tokens_per_second: over all devices.
-      tflops: model TFLOP/s of one device (see `flops.py` for the formula).
+      tflops: model TFLOP/s of one device (`mjax/trace/flops.py` has the formula).
       mfu: tflops over the device's peak; null if the peak is unknown.
-      nonfinite: which gradient, weight or moment was not finite, and how many; null if all were finite.
-      unhealthy: what is wrong with the step, as on the screen; only if something is.
+      nonfinite: the first gradient, weight or moment that was not finite, and how many; null if all were finite.
+      unhealthy: problem of the step, as on the screen; absent otherwise.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
       metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
