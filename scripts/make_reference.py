@@ -52,7 +52,8 @@ def flags() -> str:
     text = f"""# Flags and config fields
 
 {GENERATED}
-Every field of the config is a flag of `train.py` and a name in `config.json`. `python train.py --help-all` prints the same list.
+Every field of the config is a flag of `train.py` and a name in `config.json`. `python train.py --help-all` prints
+the same list.
 
 ```bash
 python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
@@ -179,8 +180,8 @@ def together() -> str:
     text = f"""# Options that go together
 
 {GENERATED}
-These tables come from the checks that a run makes before it starts: {len(OPTIONS)} values alone and in {count} pairs, on four models.
-Pairs that are not listed go together.
+These tables come from the checks that a run makes before it starts: {len(OPTIONS)} values alone and in {count} pairs,
+on four models. Pairs that are not listed go together.
 
 ## With a model
 

@@ -329,10 +329,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if tyro.conf.Positional in marks:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
-    groups = itertools.groupby(
-        documented_flags(cls, default), key=lambda flag: (flag.owner, flag.field, flag.name.count("."))
-    )
-    for _, group in groups:  # a flag and its aliases
+    by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
+    for _, group in itertools.groupby(documented_flags(cls, default), by_field):  # a flag and its aliases
         flag, *aliases = group
         typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
