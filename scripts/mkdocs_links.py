@@ -15,4 +15,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return link[0]
         return f"[{link[1]}]({config.repo_url.rstrip('/')}/blob/main/{target})" if config.repo_url else link[1]
 
-    return re.sub(r"\[((?:[^\[\]]|`[^`]*`)+)\]\((\.\.[^)#\s]*)(?:#[^)\s]*)?\)", outside, markdown)
+    return re.sub(r"\[([^\[\]]+)\]\((\.\.[^)#\s]*)(?:#[^)\s]*)?\)", outside, markdown)
