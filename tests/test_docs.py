@@ -13,14 +13,17 @@ import subprocess
 import sys
 import tokenize
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tyro
 
 from mjax.commands import cli
+from mjax.commands.flags import typed_flags
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
 from mjax.config.checks import validate
+from mjax.config.resolve import resolve
 from tests.conftest import COMPILE_QUICKLY, ROOT
 
 FILES = [ROOT / "README.md", ROOT / "notebooks" / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
@@ -71,15 +74,18 @@ def _anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def _anchors(text):
+    return {_anchor(line.lstrip("# ")) for line in FENCE.sub("", text).splitlines() if line.startswith("#")}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    text = FENCE.sub("", PAGES[page])
-    headings = {_anchor(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page])):
         file, _, anchor = target.partition("#")
         if not re.match(r"[a-z]+:", target):  # of another site
-            assert ((ROOT / page).parent / file).exists(), target
-            assert file or anchor in headings, target
+            path = Path(os.path.normpath((ROOT / page).parent / file)) if file else ROOT / page
+            assert path.exists(), target
+            assert not anchor or anchor in _anchors(path.read_text()), target
 
 
 def _commands():
@@ -109,8 +115,10 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
     if command == "lm-eval":  # its flags are the harness's
         assert "--run" in argv or argv[argv.index("--model") + 1] == "mjax"
     elif command == "train" and "--run" not in argv:
-        arguments = tyro.cli(TrainArguments, args=argv, default=choose_config(argv))
-        validate(replace(arguments.settings, data=DataConfig(mock=True)), page)
+        chosen = choose_config(argv)
+        settings = tyro.cli(TrainArguments, args=argv, default=chosen).settings
+        mock = replace(settings, data=DataConfig(mock=True))
+        validate(resolve(mock, chosen.settings, typed_flags(argv), page, ROOT)[0], page)
     elif command != "train":
         parse = tyro.cli
 
@@ -136,5 +144,8 @@ def code_lines(file):
 
 
 def test_documentation_lists_its_pages():
-    pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert pages == set(re.findall(r"\((\w[\w-]*\.md)\)", PAGES["docs/README.md"]))
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"README.md"}
+    listed = set(re.findall(r"\]\(([\w/-]+\.md)\)", PAGES["docs/README.md"]))
+    log = {f"results/{page}" for page in re.findall(r"\]\((log/[\w-]+\.md)\)", PAGES["docs/results/README.md"])}
+    assert pages == listed | log
+    assert pages <= set(re.findall(r"- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
