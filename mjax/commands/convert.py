@@ -64,8 +64,8 @@ class _ImportArguments:
 
 @dataclass(frozen=True)
 class FromHfArguments(_ImportArguments):
-    """Convert a Hugging Face model (GPT-2, BLOOM, Llama, Mistral, Mixtral, Qwen, OLMo, BERT) into a run folder, to
-    generate, evaluate or train."""
+    """Convert a Hugging Face model (GPT-2, BLOOM, BERT, Llama, Mistral, Qwen, OLMo, Gemma 3 or a mixture) into a run
+    folder, to generate, evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and model.safetensors, as written by save_pretrained."""
