@@ -62,7 +62,10 @@ from mjax.models.context import Context
 from mjax.parallel import random
 from mjax.parallel.zero import all_but_gathered_weights
 
-# Residuals to keep, by `train.recompute`; None leaves the choice to autodiff.
+# Residuals to keep, by `train.recompute`; None leaves the choice to autodiff. The names:
+#   qkv       queries, keys and values before norms and rotary positions    mlp_up   of the MLP, before its activation
+#   context   of attention, before the output projection                    experts  that a router chose
+#   residual  the stream after attention
 SAVED: dict[str, tuple[str, ...] | None] = {
     "none": None,
     "selective": ("qkv", "context", "residual", "mlp_up", "experts"),
@@ -71,7 +74,7 @@ SAVED: dict[str, tuple[str, ...] | None] = {
 }
 
 INPUT = "layer"
-"""The name of a layer's input, which the other choices keep without a name."""
+"""The name of a layer's input. Only `offload` needs it: the other choices keep the input anyway."""
 
 Sums = dict[str, Array]
 

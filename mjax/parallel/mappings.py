@@ -8,9 +8,9 @@ opens a region in which activations differ from rank to rank, and closes it agai
          forward: nothing                    forward: sum over ranks
          backward: sum over ranks            backward: nothing
 
-f is a cast of the type and g a sum. Each is the transpose of the other, so autodiff writes the backward pass, and the
-types refuse a region that is opened twice or never closed. They do not catch a region that is closed twice, which
-multiplies by the number of ranks: `leave` checks for that.
+f is a cast of the type, whose transpose is the all-reduce, and g a sum. Each is the transpose of the other, so autodiff
+writes the backward pass, and the types refuse a region that is opened twice or never closed. They do not catch a region
+that is closed twice, which multiplies by the number of ranks: `leave` checks for that.
 
 With sequence parallelism the tokens between two regions are split over `model` as well (arXiv 2205.05198, section
 4.2.2). f becomes an all-gather of the tokens and g a reduce-scatter; again each is the transpose of the other, and an

@@ -283,7 +283,7 @@ def _gather_layer_backward(storage: Storage, dtype, in_float8: bool, stored: fro
 def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Array:
     """The part that this device stores of the sum over the replicas that hold a layer's weight, varying over
     `stored`."""
-    for names, dim in gathers:  # one at most: a stage holds its layers, so they are not gathered over `pipe`
+    for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
         gradient = mappings.scatter_sum(gradient, names, dim)
     return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)
 
@@ -304,7 +304,8 @@ def all_but_gathered_weights(primitive, *_, **parameters) -> bool:
 def reduce_gradients(gradients, model, plan):
     """Sum every gradient over the ranks that hold a part of it, and keep the shard that is stored on this device.
 
-    Outside every loop and in the dtype of the gradients (float32). The rule: scatter along the dims that were gathered,
+    After all micro-batches and in the dtype of the gradients (float32). Layers that are gathered one by one have been
+    summed by `_sum_layer`. The rule: scatter along the dims that were gathered,
     then sum over the axes on which the gradient still varies and its weight does not. That covers data parallelism, the
     weights between regions under sequence parallelism, and the embedding at both ends of a pipeline.
     """

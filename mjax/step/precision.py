@@ -2,8 +2,8 @@
 
 Parameters and optimizer moments are float32; a step casts the parameters to the compute dtype once. Gradients are
 accumulated in float32, over the tokens of a micro-batch (`parallel/sums.py`), over micro-batches and over replicas.
-fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it; an overflow
-skips the step.
+fp16 cannot represent small gradients, so the loss is multiplied by a scale and the gradients divided by it. A step
+whose gradients overflow is skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mjax.config import PrecisionConfig
 from mjax.errors import UsageError
 
 HYSTERESIS = 2
-"""Overflows until the dynamic loss scale halves, refilled when it doubles."""
+"""Overflows until the dynamic loss scale halves; it is refilled only when the scale doubles."""
 SMALLEST_LOSS_SCALE = 1.0
 
 COMPUTE_TYPES = {
@@ -55,7 +55,7 @@ class LossScale:
 
     Attributes:
       scale: float32 []; 1 outside fp16.
-      clean_steps: int32 [], steps without overflow since the scale last changed or overflowed.
+      clean_steps: int32 [], steps since the last overflow or change of the scale.
       hysteresis: int32 [], overflows still tolerated before the scale halves.
     """
 

@@ -4,7 +4,7 @@ the layers.
     cast parameters to the compute dtype, once, and gather those stored in shards
     count the labels of the global batch, if some do not count
     scan over micro-batches, or over the ticks of a pipeline: loss and gradient, accumulated in float32
-    one all-reduce, or reduce-scatter, over `data`
+    one all-reduce, or reduce-scatter, of each gradient over `data`; with ZeRO-3 inside the scan, layer by layer
     unscale, global norm, clip; skip the update if the norm is not finite, or the loss is too large
     the optimizer, on the float32 masters, and what else a model adjusts, such as the bias of a router
 """
@@ -266,7 +266,7 @@ def _train_step(
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
-    applied = finite & (loss <= limit)  # the same values on every device, so all of them agree
+    applied = finite & jnp.isfinite(loss) & (loss <= limit)  # the same values on every device, so all of them agree
 
     def keep_if_skipped(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
@@ -350,7 +350,7 @@ def loss_and_gradients(
         gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), weights)
         accumulate = lambda total, each: (add(total, differentiate(each)), None)  # noqa: E731
         (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
-    # The only data-parallel reduction: float32, outside every loop.
+    # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
     gradients = reduce_gradients(gradients, model, plan)
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}

@@ -147,6 +147,23 @@ def test_update_is_dropped_when_loss_exceeds_limit(limit, skipped):
     assert float(state.loss_scale.scale) == 2.0**8, "nothing overflowed"
 
 
+def test_infinite_loss_with_finite_gradients_is_not_applied():
+    """A logit below fp16's range: its label has no probability, and the softmax has no slope there."""
+    state, label = _state(scale=1.0), batch_of(CONFIG)["labels"][0, 0]
+    changed = {"final_norm.scale": 0.0, "final_norm.bias": 240.0, "embedding.table": -240.0}
+
+    def change(path, leaf):
+        value, array = changed.get(leaf_name(path)), np.array(leaf)
+        if value is not None:
+            array[label if array.ndim == 2 else slice(None)] = value
+        return jax.device_put(array, leaf.sharding)
+
+    state = replace(state, model=jax.tree_util.tree_map_with_path(change, state.model))
+    _, metrics, same = _step(state)
+    assert (float(metrics.loss), int(metrics.nonfinite)) == (math.inf, 0)
+    assert bool(metrics.skipped) and all(same)
+
+
 # --- Names of what is broken ------------------------------------------------------------------------------------------
 
 
