@@ -266,7 +266,7 @@ def _train_step(
     squares = squared_norms(gradients, config.mesh)
     norm = jnp.sqrt(squares.sum())
     finite = jnp.isfinite(norm)
-    applied = finite & jnp.isfinite(loss) & (loss <= limit)  # the same values on every device, so all of them agree
+    applied = finite & jnp.isfinite(loss) & (loss <= limit)  # the same on every device
 
     def keep_if_skipped(new, old):
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
