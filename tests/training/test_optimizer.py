@@ -161,7 +161,8 @@ def test_infinite_loss_with_finite_gradients_is_not_applied():
     state = replace(state, model=jax.tree_util.tree_map_with_path(change, state.model))
     _, metrics, same = _step(state)
     assert (float(metrics.loss), int(metrics.nonfinite)) == (math.inf, 0)
-    assert bool(metrics.skipped) and all(same)
+    assert bool(metrics.skipped)
+    assert all(same)
 
 
 # --- Names of what is broken ------------------------------------------------------------------------------------------
