@@ -1,6 +1,7 @@
 # make train        a small Llama on real text, from nothing to a sample of its writing (four minutes on two CPU cores)
 # make gpt          a small GPT on the same text
 # make bert         a small BERT on the same text, which learns to find masked words and the order of sentences
+# make chat         after make train: that Llama learns to answer questions (five minutes on two CPU cores)
 # make check        lint and every test that takes less than 0.1 s, for work in progress
 # make test         every claim of the README, on simulated devices
 # make test-ci      what .ci/run adds to it: comparisons with torch, transformers and megatron-core, more meshes, faults
@@ -21,7 +22,7 @@ PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 # tenth of its time.
 PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train gpt bert lint check test test-ci test-all test-compiler reference docs format clean
+.PHONY: train gpt bert chat lint check test test-ci test-all test-compiler reference docs format clean
 
 train: data/demo.idx
 	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 180
@@ -31,6 +32,15 @@ gpt: data/demo.idx
 
 data/demo.idx: | $(VENV)/installed
 	$(VENV)/bin/python -m mjax prepare --demo --output data/demo
+
+CHAT = $(VENV)/bin/python -m mjax generate --temperature 0.5 --seed 1 --tokens 50
+chat: data/demo.idx
+	test -d runs/llama_demo/checkpoints || $(MAKE) train
+	test -f data/demo_chat.idx || $(VENV)/bin/python -m mjax prepare --demo --chat --tokenizer run:runs/llama_demo --template plain --output data/demo_chat
+	$(VENV)/bin/python -m mjax sft --init runs/llama_demo --data data/demo_chat --name chat --optimizer.name muon \
+	    --optimizer.learning-rate 1e-3 --optimizer.min-learning-rate 1e-4 --train.global-batch 32 --train.steps 150
+	@echo "before:" && $(CHAT) --run runs/llama_demo --prompt "What is Paris?"
+	@echo "after:" && $(CHAT) --run runs/chat --chat --prompt "What is Paris?"
 
 bert: $(VENV)/installed
 	@test -d $(PUNKT) || $(PIP) --no-deps --no-compile --target data/punkt llama-index-core==0.14.25

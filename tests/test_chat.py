@@ -64,7 +64,7 @@ def copied(run, tmp_path):
 
 
 def test_special_tokens_are_single_ids_that_end_answers(run):
-    chat = Chat(run, 256)
+    chat = Chat(run / "tokenizer")
     text = chat.render([{"role": "user", "content": "Hi é", "name": None}])
     assert text == "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n"
     ids = chat.encode(text)
@@ -87,14 +87,14 @@ def test_special_tokens_are_single_ids_that_end_answers(run):
 def test_template_that_fails_or_escapes_is_rejected(template, copied):
     (copied / "tokenizer" / "chat_template.jinja").write_text(template)
     with pytest.raises(UsageError, match=r"chat_template\.jinja refuses the conversation or is damaged"):
-        Chat(copied, 256).render(USER)
+        Chat(copied / "tokenizer").render(USER)
 
 
 @pytest.mark.parametrize("token", [{"lstrip": True}, 3, ["<|im_end|>"]])
 def test_wrong_special_token_is_rejected(token, copied):
     (copied / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
     with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token is .*, not a token; restore the file"):
-        Chat(copied, 256)
+        Chat(copied / "tokenizer")
 
 
 def test_conversations_are_one_value_or_one_a_line():
@@ -163,9 +163,9 @@ def test_impossible_chat_is_rejected(flags, stdin, words, run, capsys, monkeypat
 def test_run_without_template_is_named(copied, capsys):
     (copied / "tokenizer" / "chat_template.jinja").unlink()
     assert cli.main(["generate", "--run", str(copied), "--chat", "--prompt", "x"]) == 2
-    assert f"{copied} has no chat template; leave it out, or put" in capsys.readouterr().err
+    assert f"{copied}/tokenizer has no chat template; leave it out, put" in capsys.readouterr().err
 
 
 def test_ids_of_given_tokenizer_end_texts(run):
-    assert ends_of_text(run, 5) == [5, 257]
-    assert ends_of_text(run, 5, "bytes") == [5]
+    assert ends_of_text(run / "tokenizer", 5) == [5, 257]
+    assert ends_of_text(run / "tokenizer", 5, "bytes") == [5]

@@ -21,7 +21,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 def test_template_is_bounded(program, words, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 2.0)
     template = Template("{% if wild %}" + program + "{% else %}{{ said }}{% endif %}")
-    assert template.render(wild=False, said="é\u2028") == "é\u2028"
+    assert template.render(wild=False, said="é\u2028") == ("é\u2028", [])
     with pytest.raises(TemplateError, match=words):
         template.render(wild=True)
-    assert template.render(wild=False, said="again") == "again"
+    assert template.render(wild=False, said="again") == ("again", [])

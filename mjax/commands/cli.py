@@ -57,6 +57,7 @@ RUNS_COMMANDS: Commands = {
 
 COMMANDS: Commands = {
     "train": Command("train:train", "train a model; same as train.py"),
+    "sft": Command("sft:sft", "fine-tune a model on conversations, so that it answers"),
     "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset"),
     "dedup": Command("dedup:dedup", "remove exact and near-duplicate documents from text"),
     "clean": Command("clean:clean", "fix broken Unicode, remove evaluation sets, short and unwanted documents"),
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 launch.leave_accelerators_alone()
             module, name = command.run.split(":")
             function = getattr(importlib.import_module(f"mjax.commands.{module}"), name)
-            (parameter,) = inspect.signature(function).parameters
+            parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
             return result if isinstance(result, int) else 0
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:

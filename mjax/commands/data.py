@@ -136,6 +136,8 @@ def _facts(summary: dict[str, Any], metadata: DatasetMetadata | None) -> Iterato
     sentences = f"sentences ({metadata.sentences})" if metadata and metadata.sentences else ""
     yield "sequences", f"{summary['sequences']:,}", sentences
     yield "tokens", f"{summary['tokens']:,}", f"{summary['dtype']}, {filesize.decimal(summary['bytes'])}"
+    if metadata and metadata.trained is not None:
+        yield "trained", f"{metadata.trained:,}", f"{metadata.trained / summary['tokens']:.1%} of the tokens"
     if metadata:
         yield "vocabulary", f"{metadata.vocabulary:,}", metadata.tokenizer
         yield "text", filesize.decimal(metadata.text_bytes), f"{metadata.bytes_per_token:.2f} bytes a token"
@@ -182,6 +184,9 @@ def merge(arguments: MergeArguments) -> None:
                 f"{parts[0]} has tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
                 "prepare them with the same tokenizer"
             )
+        if other.masked != datasets[0].masked:
+            kinds = "conversations" if datasets[0].masked else "text", "text" if datasets[0].masked else "conversations"
+            raise UsageError(f"{parts[0]} holds {kinds[0]} and {other.prefix} {kinds[1]}; merge one kind")
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
     with indexed.writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
@@ -232,5 +237,6 @@ def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMe
         inputs=[name for metadata in known for name in metadata.inputs],
         mjax_version=__version__,
         sequences=None if None in sequences else sum(sequences),
+        trained=None if known[0].trained is None else sum(metadata.trained or 0 for metadata in known),
         malformed_examples=[line for metadata in known for line in metadata.malformed_examples][:EXAMPLES],
     )

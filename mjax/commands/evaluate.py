@@ -282,7 +282,7 @@ def lm_eval(argv: Sequence[str]) -> int:
         if "--apply_chat_template" in rest:  # before weights are read
             from mjax.generation.chat import Chat
 
-            Chat(Path(arguments.run), 0, "--apply_chat_template")
+            Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     keep_programs()

@@ -93,7 +93,7 @@ class Writer:
         saved = read_run(run, True, "which generates no text")
         config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
         self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
-        self.ends = ends_of_text(run, self.tokenizer.eod, arguments.tokenizer)
+        self.ends = ends_of_text(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
         self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
@@ -177,7 +177,7 @@ def _chat(arguments: GenerateArguments) -> int:
 
     run = arguments.checkpoint
     model = read_run(run, True, "which generates no text").model
-    chat = Chat(run, run_tokenizer(run, model, arguments.tokenizer).eod)
+    chat = Chat(run / "tokenizer", run_tokenizer(run, model, arguments.tokenizer))
     writer = Writer(arguments)
     system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     if conversations:

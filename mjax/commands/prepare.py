@@ -3,6 +3,7 @@
     PREFIX.bin, PREFIX.idx   tokens, as Megatron's preprocess_data writes them
     PREFIX.json              sizes and origin of the dataset
     PREFIX.tokenizer/        the tokenizer, ready to be loaded
+    PREFIX.mask              of conversations (--chat): which tokens are trained
 
 This process reads raw blocks and writes tokens; workers encode, which can use many cores. Text is streamed: memory
 holds a few blocks per worker and, while a tokenizer is trained, a sample of the text.
@@ -33,8 +34,16 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.commands.conversations import (
+    ConversationEncoder,
+    check_chat,
+    conversations_of,
+    save_chat,
+    show_first,
+    with_longest,
+)
 from mjax.config import DataConfig, load_config
-from mjax.config.bounds import Bounds, check_bounds
+from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data.corpus import Corpus, TextArguments, Wikipedia, load_splitter, parse, split_sentences
 from mjax.data.corpus.blocks import Block
@@ -64,6 +73,21 @@ class PrepareArguments(TextArguments):
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
     """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
+    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
+    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
+    turns: Literal["all", "last"] = "all"
+    """With --chat: train on all turns of the assistant, or the last."""
+    reasoning: bool = True
+    """With --chat: train on the assistant's reasoning, too."""
+    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """With --chat: leave out a conversation that is longer, or its end."""
+    preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
+    """With --chat: show the first N conversations with what is trained in green."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
@@ -88,6 +112,8 @@ class PrepareSummary:
       workers: processes that encoded; 1 means this process alone.
       seconds: total time.
       encoding_seconds: time from the first text to the last token on disk, without training a tokenizer.
+      dropped, cut: conversations that were too long.
+      endless: conversations whose last turn ends without a special token.
     """
 
     metadata: DatasetMetadata
@@ -95,32 +121,15 @@ class PrepareSummary:
     workers: int
     seconds: float
     encoding_seconds: float
+    dropped: int = 0
+    cut: int = 0
+    endless: int = 0
 
 
 def prepare(arguments: PrepareArguments) -> PrepareSummary:
-    """Read text, train a tokenizer if none is given, write the dataset and print a summary.
-
-    Raises:
-      UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
-      RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
-    """
-    began = time.perf_counter()
-    _check(arguments)
-    corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
-    workers = Workers(useful_workers(arguments.workers, corpus.size), Encoder, making)
-    tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
-    if arguments.prepend_bos != "auto":
-        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
-        if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(
-                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
-            )
-    encoding_began = time.perf_counter()
-    metadata = _write(arguments, corpus, tokenizer, workers)
-    now = time.perf_counter()
-    files = dataset_files(arguments.output)
-    summary = PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began)
+    """`mjax prepare`: write the dataset and print a summary; raises as `write_dataset`."""
+    summary = write_dataset(arguments)
+    metadata = summary.metadata
     if arguments.json:
         rates = {"documents_per_second": metadata.documents / summary.encoding_seconds}
         rates["megabytes_per_second"] = metadata.text_bytes / summary.encoding_seconds / 1e6
@@ -128,8 +137,42 @@ def prepare(arguments: PrepareArguments) -> PrepareSummary:
         values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
         print(json.dumps(values, ensure_ascii=False, default=str))
     else:
-        _show(arguments, summary)
+        show(arguments, summary)
+        print(f"\nNext: {_following(arguments, metadata)}")
     return summary
+
+
+def write_dataset(arguments: PrepareArguments) -> PrepareSummary:
+    """Read text, train a tokenizer if none is given, and write the dataset.
+
+    Raises:
+      UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
+      RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
+    """
+    began = time.perf_counter()
+    _check(arguments)
+    if arguments.chat:
+        arguments = with_longest(arguments)
+        corpus = conversations_of(arguments)
+    else:
+        corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
+    making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
+    encoder = ConversationEncoder if arguments.chat else Encoder
+    workers = Workers(useful_workers(arguments.workers, corpus.size), encoder, making)
+    tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
+    if arguments.prepend_bos != "auto":
+        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
+        if arguments.prepend_bos == "on" and tokenizer.bos is None:
+            raise UsageError(
+                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
+            )
+    if arguments.chat:
+        tokenizer.bos = None  # the template writes it
+    encoding_began = time.perf_counter()
+    metadata, counts = _write(arguments, corpus, tokenizer, workers)
+    now = time.perf_counter()
+    files = dataset_files(arguments.output)
+    return PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began, *counts.tolist())
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -154,6 +197,7 @@ def _check(arguments: PrepareArguments) -> None:
             f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
+    check_chat(arguments)
     if arguments.split_sentences:
         load_splitter(arguments.language)
     check_output(arguments.output, arguments.overwrite)
@@ -179,29 +223,43 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
 
 
-def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: Workers) -> DatasetMetadata:
-    """Encode the corpus and put all files in place."""
-    prefix, text_bytes = arguments.output, 0
+def _write(
+    arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: Workers
+) -> tuple[DatasetMetadata, np.ndarray]:
+    """Encode the corpus and put all files in place; also the counts of a summary's last fields."""
+    prefix, text_bytes, trained, counts = arguments.output, 0, 0, np.zeros(3, np.int64)
     with writing(prefix, "preparing", tokenizer.vocabulary) as writer:
+        if arguments.chat:
+            save_chat(arguments, temporary_tokenizer(prefix))
         tokenizer.save(temporary_tokenizer(prefix))
+        if arguments.preview and not arguments.json:
+            show_first(arguments, corpus, temporary_tokenizer(prefix))
         corpus.malformed.clear()
+        encode = ConversationEncoder.encode if arguments.chat else Encoder.encode
         with (
             workers,
-            closing(workers.map(Encoder.encode, corpus.blocks())) as blocks,
+            closing(workers.map(encode, corpus.blocks())) as blocks,
             text_progress("encoding", corpus.size) as advance,
         ):
             for block in blocks:
                 corpus.malformed.add(block.malformed)
-                writer.add_documents(block.tokens, block.lengths, block.sequences)
+                writer.add_documents(block.tokens, block.lengths, block.sequences, block.trained)
                 text_bytes += block.text_bytes
+                trained += 0 if block.trained is None else int(block.trained.sum())
+                counts += (block.dropped, block.cut, block.endless)
                 advance(block.size, len(block.sequences), block.text_bytes)
+        if writer.tokens == 0 and counts[0]:
+            raise UsageError(
+                f"all {counts[0]:,} conversations are longer than --longest {arguments.longest:,}; raise it, or add "
+                "--too-long cut"
+            )
         if writer.tokens == 0:
             raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files with text")
         metadata = DatasetMetadata(
             tokenizer=tokenizer.scheme,
             vocabulary=tokenizer.vocabulary,
             eod=tokenizer.eod,
-            append_eod=arguments.append_eod,
+            append_eod=arguments.append_eod and not arguments.chat,
             bos=tokenizer.bos,
             documents=writer.documents,
             tokens=writer.tokens,
@@ -212,9 +270,10 @@ def _write(arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, wo
             sentences=arguments.language if arguments.split_sentences else None,
             malformed=corpus.malformed.count,
             malformed_examples=corpus.malformed.examples,
+            trained=trained if arguments.chat else None,
         )
         put_beside(prefix, metadata)
-    return metadata
+    return metadata, counts
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -230,6 +289,9 @@ class Encoded(NamedTuple):
       text_bytes: bytes of their text in UTF-8.
       size: bytes of the input file they took.
       malformed: what is malformed in the block, in order.
+      trained: of conversations, whether each token is trained, bool [tokens].
+      dropped, cut: conversations that were too long.
+      endless: conversations whose last turn ends without a special token.
     """
 
     tokens: np.ndarray
@@ -238,6 +300,10 @@ class Encoded(NamedTuple):
     text_bytes: int
     size: int
     malformed: list[str]
+    trained: np.ndarray | None = None
+    dropped: int = 0
+    cut: int = 0
+    endless: int = 0
 
 
 class Encoder:
@@ -286,16 +352,26 @@ class Encoder:
 # --- On the terminal --------------------------------------------------------------------------------------------------
 
 
-def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
+def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
+    """Print what was written."""
     metadata = summary.metadata
     tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(arguments) else arguments.tokenizer
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.output} is ready after {summary.seconds:.1f} s", markup=False)
     console.print(facts(_facts(summary, tokenizer)))
+    if summary.endless:
+        console.print(
+            f"note: {summary.endless:,} conversations end without a special token, so the model does not learn to "
+            "stop; another chat template can write one (--template)"
+        )
     for example in metadata.malformed_examples:
         console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
     console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
+
+
+def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
+    """The command that trains on the dataset."""
     config = "gpt_demo"
     if metadata.tokenizer in TRAINABLE:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
@@ -305,26 +381,37 @@ def _show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
         file = f"{run}/config.json"
         config = f"{shlex.quote(file)} --init {shlex.quote(run)} --name NEW"
     command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
+    if arguments.chat:
+        command = f"mjax sft --init {shlex.quote(run)} --data.path {shlex.quote(arguments.output)} --name NEW"
     documents = metadata.documents
     if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation
         command += f" --data.split {documents - 1},1,0"
-    if documents == 1:
+    if documents == 1 and arguments.chat:
+        command = f"{command.partition(' --data.split')[0]} --train.eval-interval 0"
+    elif documents == 1:
         command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
     if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
-    console.print(f"\nNext: {command}", markup=False)
+    return command
 
 
 def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, str]]:
     metadata = summary.metadata
-    yield "documents", f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text"
+    documents = "documents" if metadata.trained is None else "conversations"
+    yield documents, f"{metadata.documents:,}", f"{filesize.decimal(metadata.text_bytes)} of text"
     if metadata.sentences:
         yield "sentences", f"{metadata.sequences:,}", f"a sequence each, by the rules of {metadata.sentences}"
     yield "tokens", f"{metadata.tokens:,}", f"{metadata.bytes_per_token:.2f} bytes of text each"
+    if metadata.trained is not None:
+        yield "trained", f"{metadata.trained:,}", f"{metadata.trained / metadata.tokens:.1%} of the tokens"
+    for what, count in (("dropped", summary.dropped), ("cut", summary.cut)):
+        if count:
+            yield what, f"{count:,}", "conversations that were too long"
     yield "vocabulary", f"{metadata.vocabulary:,}", tokenizer
     if metadata.bos is not None:
         yield "begin of document", f"{metadata.bos}", "before each document"
-    yield "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
+    if metadata.trained is None:
+        yield "end of document", f"{metadata.eod}", "after each document" if metadata.append_eod else "not appended"
     if metadata.malformed:
         yield "malformed", f"{metadata.malformed:,}", "lines left out"
     for file in summary.files:

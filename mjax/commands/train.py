@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -78,10 +78,12 @@ class TrainArguments:
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def train(argv: Sequence[str]) -> int:
-    """`mjax train`; returns the exit code."""
+def train(
+    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments] | None = None, prog: str = "mjax train"
+) -> int:
+    """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
-        arguments, label, origin, changes = _train_arguments(argv)
+        arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
     except UsageError as error:
         _tell_the_others(argv, error)
         raise
@@ -127,7 +129,9 @@ def _print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
         return
     tokenizer = tokenizer_from_folder(data.tokenizer)
     if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-        ids = (data.validation or data.training).at(0)["tokens"][0, :8].tolist()
+        batch = (data.validation or data.training).at(0)
+        end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
+        ids = batch["tokens"][0, :end].tolist()
         prompt = tokenizer.decode(ids)
     else:
         prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
@@ -141,14 +145,16 @@ def _print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
     display.say("")
 
 
-def _train_arguments(argv: Sequence[str]) -> tuple[TrainArguments, str, Origin | None, list[str]]:
+def _train_arguments(
+    argv: Sequence[str], choose: Callable[[Sequence[str]], TrainArguments], prog: str
+) -> tuple[TrainArguments, str, Origin | None, list[str]]:
     """The arguments of `mjax train`, with the run folder in `resume`; the label of the config; the origin of a new run;
     and lines about settings taken from the data and changed in the run.
 
     Every check that needs no device is made here, before jax is imported.
     """
-    chosen = choose_config(argv)
-    arguments = parse(TrainArguments, argv, "mjax train", chosen)
+    chosen = choose(argv)
+    arguments = parse(type(chosen), argv, prog, chosen)
     folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
     label = arguments.config if arguments.resume is None else str(folder)
     from mjax.checkpoint.folders import check_run_folder, checkpoint_steps

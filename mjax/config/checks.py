@@ -220,7 +220,7 @@ def _check_for_one(config: Config, choice: str, value: str, *fields: str) -> Non
 
 
 OF_PAIRS = ("mask_probability", "short_probability")
-OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail")
+OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail", "conversations")
 """Fields of `data` that are for BERT's pairs of text, and for text read from left to right."""
 
 
@@ -240,6 +240,13 @@ def _check_samples(config: Config) -> None:
 def _check_data(config: Config, name: str) -> None:
     """Check that there are data, given in one of the two ways, and that blends are well-formed."""
     data = config.data
+    if data.conversations:
+        for field in ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail"):
+            if getattr(data, field):
+                flag = f"--data.{field.replace('_', '-')}"
+                raise UsageError(f"{flag} is for text, and conversations are apart without it; leave it out")
+    elif not data.pack:
+        raise UsageError("--data.no-pack is for conversations of `mjax prepare --chat`; leave it out")
     if data.mock or data.own:
         return
     if not data.path and not data.train_path:

@@ -129,6 +129,7 @@ class DatasetMetadata:
       malformed: malformed lines that were skipped.
       malformed_examples: the first of them, as FILE:LINE: reason.
       bos: id before the tokens of every document that is not empty; None: there is none.
+      trained: of conversations, how many of their tokens the model is trained to write; None: it is text.
     """
 
     tokenizer: str
@@ -145,6 +146,7 @@ class DatasetMetadata:
     malformed: int = 0
     malformed_examples: list[str] = field(default_factory=list)
     bos: int | None = None
+    trained: int | None = None
 
     @property
     def bytes_per_token(self) -> float:

@@ -1,8 +1,9 @@
 """Settings that a config takes from its data and its length unless the command line sets them.
 
-    steps        of train.tokens, if that is given in their place
-    vocabulary   that of the data's tokenizer; a config file has that of another, often GPT-2's
-    warm-up      shortened in proportion if --train.steps leaves no room for it
+    steps           of train.tokens, if that is given in their place
+    vocabulary      that of the data's tokenizer; a config file has that of another, often GPT-2's
+    conversations   where the data are some, with what of them is trained
+    warm-up         shortened in proportion if --train.steps leaves no room for it
 
 Each is announced in one line, and the run's config.json has the resulting values.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from mjax.config.batch_size import with_steps
 from mjax.config.checks import check_batch_sizes
-from mjax.config.datasets import parse_blend, read_metadata
+from mjax.config.datasets import DatasetMetadata, parse_blend, read_metadata
 from mjax.config.run import Config, MeshConfig, read_settings
 
 
@@ -34,13 +35,19 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
     """
     config, lines = resolve_steps(config, typed)
     chosen, _ = resolve_steps(chosen)
-    noted = {} if "model.vocabulary" in typed else _vocabularies(config)
-    prefix, vocabulary = next(iter(noted.items()), (None, config.model.vocabulary))
+    noted = _metadata(config)
+    prefix, vocabulary = next(((name, one.vocabulary) for name, one in noted.items()), (None, 0))
+    if "model.vocabulary" in typed or not noted:
+        vocabulary = config.model.vocabulary
     if vocabulary != config.model.vocabulary and not _goes_on(run, config.model.vocabulary):
         model = replace(config.model, vocabulary=vocabulary)
         rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
         lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
         config = replace(config, model=model)
+    if {"data.conversations", "data.no-conversations"}.isdisjoint(typed) and any(
+        one.trained is not None for one in noted.values()
+    ):
+        config = replace(config, data=replace(config.data, conversations=True))
     warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)
     if warmup is not None:
         steps = f"{warmup} step{'s' * (warmup != 1)}"
@@ -63,15 +70,15 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
     return config, [line] if line else []
 
 
-def _vocabularies(config: Config) -> dict[str, int]:
-    """The vocabulary that `mjax prepare` recorded, by dataset; Megatron's tools record none.
+def _metadata(config: Config) -> dict[str, DatasetMetadata]:
+    """What `mjax prepare` recorded, by dataset; Megatron's tools record nothing.
 
-    Several datasets have the same one, or `open_data` refuses them.
+    Several datasets have the same tokenizer, or `open_data` refuses them.
     """
     field = "path" if config.data.path else "train_path"
     values = () if config.data.mock else getattr(config.data, field)
     prefixes = parse_blend(values, f"--data.{field.replace('_', '-')}").prefixes if values else ()
-    return {prefix: noted.vocabulary for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
+    return {prefix: noted for prefix in prefixes if (noted := read_metadata(prefix)) is not None}
 
 
 def _goes_on(run: Path, vocabulary: int) -> bool:

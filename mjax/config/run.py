@@ -114,6 +114,11 @@ class DataConfig:
     """Let a token attend only to tokens of its own document."""
     mask_eod_loss: bool = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
+    conversations: bool = False
+    """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
+    assistant wrote is trained. Set by the data of a new run."""
+    pack: bool = True
+    """For conversations: as many in a sequence as fit; else one in each, padded."""
     validation_tail: bool = False
     """Keep the last, partial validation sample, padded; padding does not count."""
     mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15")] = 0.15
@@ -142,11 +147,11 @@ class DataConfig:
         documents  the number of a token's document within the sample
         """
         types = {"tokens": "int32", "labels": "int32"}
-        if self.own or self.mask_eod_loss or (evaluation and self.validation_tail):
+        if self.own or self.conversations or self.mask_eod_loss or (evaluation and self.validation_tail):
             types["loss_mask"] = "bool"
-        if self.reset_positions:
+        if self.reset_positions or self.conversations:
             types["positions"] = "int32"
-        if self.reset_attention:
+        if self.reset_attention or self.conversations:
             types["documents"] = "int32"
         return types
 

@@ -20,7 +20,8 @@ later read leaves the file or its sequence. That takes a second for a hundred mi
 usually has fewer.
 
 `mjax prepare` also writes PREFIX.json and the folder PREFIX.tokenizer next to them. Megatron's datasets have neither;
-mjax can train on them but cannot show their text.
+mjax can train on them but cannot show their text. A dataset of conversations also has PREFIX.mask: a byte for each
+token of PREFIX.bin, 1 if the model is trained to write it.
 
 Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
@@ -38,6 +39,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -64,6 +66,11 @@ def token_file(prefix: str | Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
+def mask_file(prefix: str | Path) -> Path:
+    """PREFIX.mask."""
+    return Path(f"{prefix}.mask")
+
+
 def token_dtype(vocabulary: int) -> type[np.integer]:
     """Dtype in which Megatron writes the tokens of a vocabulary: uint16 below 65,500, else int32."""
     return np.uint16 if vocabulary < 65500 else np.int32
@@ -81,6 +88,7 @@ class IndexedDataset:
       document_indices: sequence at which each document begins, then S, int64 [documents + 1].
       dtype: dtype of the tokens on disk.
       tokens: number of tokens.
+      masked: whether there is a PREFIX.mask.
 
     Raises:
       UsageError: a file is missing, invalid, cut short, or has no tokens.
@@ -115,6 +123,14 @@ class IndexedDataset:
             raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
         self.tokens = size // self.dtype.itemsize
+        self.masked = mask_file(prefix).is_file()
+        if self.masked:
+            self._mask = mask_file(prefix).open("rb", buffering=0)
+            if (there := mask_file(prefix).stat().st_size) != self.tokens:
+                raise UsageError(
+                    f"{mask_file(prefix)} is {there:,} bytes and {token_file(prefix)} holds {self.tokens:,} tokens: "
+                    "they do not belong together, or one was cut short; copy or prepare them again"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -139,7 +155,9 @@ class IndexedDataset:
         digest.update(self.document_indices)
         starts = np.linspace(0, max(self.tokens - SAMPLED_TOKENS, 0), SAMPLED, dtype=np.int64)
         for start in np.unique(starts).tolist():
-            digest.update(self._read([(start, min(start + SAMPLED_TOKENS, self.tokens))]))
+            ranges = [(start, min(start + SAMPLED_TOKENS, self.tokens))]
+            digest.update(self._read(ranges))
+            digest.update(self._read(ranges, masks=True) if self.masked else b"")
         return digest.hexdigest()
 
     def get(self, index: int) -> np.ndarray:
@@ -153,6 +171,11 @@ class IndexedDataset:
             raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
         self._check_index()
         return self.join(np.array([index]), 0, int(self.lengths[index]))
+
+    def mask(self, index: int) -> np.ndarray:
+        """Which tokens of a sequence the model is trained to write; bool [length]. Raises as `get`."""
+        begin = int(self.pointers[index]) // self.dtype.itemsize
+        return self._read([(begin, begin + int(self.lengths[index]))], masks=True).astype(bool)
 
     def join(self, sequences: np.ndarray, begin: int, end: int, part: slice = slice(None)) -> np.ndarray:
         """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last; of
@@ -172,23 +195,24 @@ class IndexedDataset:
             starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
-    def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
-        """The tokens of the file in these ranges, concatenated."""
+    def _read(self, ranges: list[tuple[int, int]], masks: bool = False) -> np.ndarray:
+        """The tokens of the file in these ranges, concatenated; or their masks."""
+        stream, dtype = (self._mask, np.dtype(np.uint8)) if masks else (self._stream, self.dtype)
         joined: list[list[int]] = []  # adjacent sentences are read in one call
         for begin, end in ranges:
             if joined and joined[-1][1] == begin:
                 joined[-1][1] = end
             else:
                 joined.append([begin, end])
-        size, done = self.dtype.itemsize, 0
-        out = np.empty(sum(end - begin for begin, end in joined), self.dtype)
+        size, done = dtype.itemsize, 0
+        out = np.empty(sum(end - begin for begin, end in joined), dtype)
         room = memoryview(out.view(np.uint8))
         for begin, end in joined:
             position, stop = begin * size, done + (end - begin) * size
             while done < stop:  # the system may return less
-                got = os.preadv(self._stream.fileno(), [room[done:stop]], position)
+                got = os.preadv(stream.fileno(), [room[done:stop]], position)
                 if not got:
-                    raise _cut_short(token_file(self.prefix))
+                    raise _cut_short(Path(stream.name))
                 done, position = done + got, position + got
         return out
 
@@ -290,6 +314,7 @@ class IndexedDatasetWriter:
         self.document_indices = array.array("q", [0])
         self.tokens = 0
         self._temporary = temporary_files(prefix)
+        self._masks: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedDatasetWriter":
         token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -321,13 +346,16 @@ class IndexedDatasetWriter:
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
         self.add_documents(tokens, lengths, np.array([len(arrays)]))
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
+    def add_documents(
+        self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray, trained: np.ndarray | None = None
+    ) -> None:
         """Append many documents with a few NumPy calls.
 
         Args:
           tokens: token ids of all documents one after the other, integers [tokens].
           lengths: tokens in each sequence, integers [sequences].
           sequences: sequences in each document, integers [documents].
+          trained: of conversations, whether each token is trained, bool [tokens]; all documents have it, or none.
 
         Raises:
           ValueError: a token id is negative or not below the vocabulary, or the counts do not add up.
@@ -341,7 +369,14 @@ class IndexedDatasetWriter:
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocabulary):
             raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self.vocabulary}")
         self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
+        if trained is not None:
+            self._add_masks(trained.astype(np.uint8).tobytes())
         self._add_index(lengths, sequences)
+
+    def _add_masks(self, masks: bytes) -> None:
+        if self._masks is None:
+            self._masks = self._temporary[2].open("wb")
+        self._masks.write(masks)
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
         """Append all documents of another dataset of the same dtype; yields bytes of tokens as they are copied.
@@ -349,6 +384,9 @@ class IndexedDatasetWriter:
         Raises:
           UsageError: its tokens have been cut short since it was opened.
         """
+        if dataset.masked:
+            for start in range(0, dataset.tokens, COPIED):
+                self._add_masks(dataset._read([(start, min(start + COPIED, dataset.tokens))], masks=True).tobytes())
         left = dataset.tokens * dataset.dtype.itemsize
         with token_file(dataset.prefix).open("rb") as stream:
             while piece := stream.read(min(COPIED, left)):
@@ -370,6 +408,8 @@ class IndexedDatasetWriter:
             if exception is None:
                 self._finish()
         finally:
+            if self._masks is not None:
+                self._masks.close()
             for file in self._temporary:
                 file.unlink(missing_ok=True)
             self._stream.close()  # last, because it releases the lock
@@ -385,13 +425,17 @@ class IndexedDatasetWriter:
             stream.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
             stream.write(np.asarray(self.document_indices, dtype="<i8").tobytes())
         remove(index_file(self.prefix))  # an old index must never meet the new tokens
+        remove(mask_file(self.prefix))
         put(self._temporary[0], token_file(self.prefix))
+        if self._masks is not None:
+            self._masks.flush()
+            put(self._temporary[2], mask_file(self.prefix))
         put(self._temporary[1], index_file(self.prefix))
 
 
 def temporary_files(prefix: str | Path) -> list[Path]:
-    """Names of a dataset's tokens and index until they are complete."""
-    return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix))]
+    """Names of a dataset's tokens, index and mask until they are complete."""
+    return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix), mask_file(prefix))]
 
 
 # --- Metadata and tokenizer next to a dataset -------------------------------------------------------------------------
@@ -415,8 +459,9 @@ def digest_of_folder(folder: Path) -> str:
 
 
 def dataset_files(prefix: str | Path) -> list[Path]:
-    """All files of a dataset: tokens, index, metadata and the tokenizer's folder."""
-    return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix)]
+    """All files of a dataset: tokens, index, metadata, the tokenizer's folder, and of conversations the mask."""
+    masks = [mask_file(prefix)] * mask_file(prefix).exists()
+    return [token_file(prefix), index_file(prefix), metadata_file(prefix), tokenizer_folder(prefix), *masks]
 
 
 def temporary_tokenizer(prefix: str | Path) -> Path:

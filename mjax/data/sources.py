@@ -23,6 +23,7 @@ from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset, WordPieces
 from mjax.data.blend import BlendedDataset, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
+from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
 from mjax.data.samples import GPTDataset, MockDataset, labelled
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
@@ -100,12 +101,12 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
             ] = None
 
     def label(evaluation: bool):
-        if model.samples == "pairs":
+        if model.samples == "pairs" or (data.conversations and not data.mock):
             return dict  # its dataset makes a complete sample
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
     # The beginning of a document before a position is not known from a part of its sample.
-    apart = model.samples == "text" and not (data.reset_positions or data.reset_attention)
+    apart = model.samples == "text" and not (data.reset_positions or data.reset_attention or data.conversations)
     whole = BatchSizes.constant(train.global_batch)
     return TrainingData(
         training=Batches(training, BatchSizes.of(config), label(False), apart),
@@ -170,6 +171,14 @@ class _Files:
         if self._pieces is not None:
             shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
             return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache, **shares)
+        if data.conversations:
+            vocabulary = self.config.model.vocabulary
+            return ConversationDataset(*drawn, f"{part} part", vocabulary=vocabulary, pack=data.pack, cache=cache)
+        if indexed.masked:
+            self.say(
+                f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
+                "add --data.conversations to train what the assistant wrote"
+            )
         tail, vocabulary = data.validation_tail and part == "validation", self.config.model.vocabulary
         return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=cache)
 
@@ -190,6 +199,9 @@ def _summary(blend: Blend, dataset: GPTDataset | BertDataset | BlendedDataset) -
 def _extent(dataset: GPTDataset | BertDataset) -> str:
     if isinstance(dataset, BertDataset):
         drawn = f"{len(dataset):,} samples of sentences"
+    elif isinstance(dataset, ConversationDataset):
+        drawn = f"{dataset.sequences:,} sequences with {dataset.padding:.1%} padding, "
+        drawn += f"{len(dataset) / dataset.sequences:.1f} epochs"
     else:
         drawn = f"{dataset.epochs} epoch{'s' * (dataset.epochs > 1)}"
     return f"{dataset.indexed.tokens:,} tokens in {dataset.indexed.documents:,} documents, {drawn}"

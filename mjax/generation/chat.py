@@ -1,6 +1,7 @@
 """Conversations as text, by the chat template that a model brings along, and as token ids.
 
-A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`, which `chat_template.py` renders.
+A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`, which `chat_template.py` renders. A model
+without one can be taught `PLAIN`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from mjax.data.tokenizers import EOD_PIECE, Tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError, lines_of
@@ -24,6 +27,19 @@ TEMPLATE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARK = "(here the answer goes on)"
 REASONING = ("reasoning_content", "thinking", "reasoning")
+PLAIN = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+Assistant:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgeneration %}
+{%- else -%}
+{{ message['role'] | capitalize }}: {{ message['content'] }}
+{%- endif -%}
+{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}Assistant:{%- endif -%}
+"""
+"""User: …, a line break, Assistant: … and the end of document."""
+Spans = list[tuple[int, int]]
 Message = dict[str, Any]
 
 
@@ -34,47 +50,52 @@ class Chat:
       stops: ids that end the answer of the model.
     """
 
-    def __init__(self, run: Path, eod: int, flag: str = "--chat"):
-        """Read the template of a run folder.
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None, flag: str = "--chat"):
+        """Read the template of a tokenizer's folder.
 
         Args:
-          run: its folder.
-          eod: the end of document of its tokenizer, which ends an answer too.
+          folder: of the tokenizer, such as RUN/tokenizer.
+          tokenizer: whose end of document ends an answer too; by default that of the folder.
           flag: that asked for it, for messages.
 
         Raises:
-          UsageError: there is no template or no tokenizer.json, or one of the files is damaged.
+          UsageError: there is no template, or one of the files is damaged.
         """
-        folder = run / "tokenizer"
         self.file = folder / TEMPLATE
         if not self.file.is_file():
-            fix = f"leave it out, or put the model's {TEMPLATE} into {folder}"
-            raise UsageError(f"{flag}: {run} has no chat template; {fix}")
-        file = folder / "tokenizer.json"
-        if not file.is_file():
             raise UsageError(
-                f"{flag} needs the tokens that a template spells, from {file}; "
-                "convert the model again from a folder that has its tokenizer.json"
+                f"{flag}: {folder} has no chat template; leave it out, put the model's {TEMPLATE} there, or teach the "
+                "model to chat with `mjax sft`"
             )
-        content = file.read_bytes()
-        check_sizes(content, str(file))
-        with library_errors(f"{file} is not a tokenizer.json", "restore it"):
-            self._library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        self._library.no_truncation()
-        self._library.no_padding()
+        source = self.file.read_bytes().decode("utf-8", errors="replace")
+        self._tokenizer = tokenizer or tokenizer_from_folder(folder)
+        self._library, file = None, folder / "tokenizer.json"
+        if file.is_file():
+            content = file.read_bytes()
+            check_sizes(content, str(file))
+            with library_errors(f"{file} is not a tokenizer.json", "restore it"):
+                self._library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            self._library.no_truncation()
+            self._library.no_padding()
         file = folder / "tokenizer_config.json"
         settings = optional_object(file)
         tokens = {name: settings[name] for name in SPECIAL if settings.get(name) is not None}
+        if self._library is None and (tokens or "bos_token" in source):
+            raise UsageError(
+                f"{flag} needs the tokens that {self.file} spells, from {folder / 'tokenizer.json'}; "
+                "convert the model again from a folder that has its tokenizer.json"
+            )
+        tokens = {"eos_token": EOD_PIECE} if self._library is None else tokens
         self._special = {
             name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()
         }
         for name, token in self._special.items():
             if not isinstance(token, str):
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
-        end = self._library.token_to_id(self._special.get("eos_token", ""))
-        self.stops = sorted({*ends_of_text(run, eod), *([] if end is None else [end])})
+        end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
+        self.stops = sorted({*ends_of_text(folder, self._tokenizer.eod), *([] if end is None else [end])})
         with self._errors():
-            self._template = Template(self.file.read_text(encoding="utf-8"))
+            self._template = Template(source)
 
     def render(self, messages: Sequence[Message], tools: list | None = None, goes_on: bool = False) -> str:
         """The text of a conversation, up to where the model's answer begins.
@@ -89,10 +110,19 @@ class Chat:
         """
         if goes_on:
             last = {**messages[-1], "content": f"{messages[-1].get('content')}{MARK}"}
-            return self._rendered([*messages[:-1], last], tools, False).rpartition(MARK)[0]
-        return self._rendered(messages, tools, True)
+            return self.rendered([*messages[:-1], last], tools)[0].rpartition(MARK)[0]
+        return self.rendered(messages, tools, answer=True)[0]
 
-    def _rendered(self, messages: Sequence[Message], tools: list | None, answer: bool) -> str:
+    def rendered(self, messages: Sequence[Message], tools: list | None, answer: bool = False) -> tuple[str, Spans]:
+        """The text of messages, and which of its characters the template calls generated.
+
+        Args:
+          messages, tools: as in `render`.
+          answer: whether the text ends where the model's answer begins.
+
+        Raises:
+          UsageError: the template refuses it.
+        """
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         with self._errors():
             return self._template.render(
@@ -105,11 +135,35 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered conversation, in which special tokens are what they spell."""
-        return self._library.encode(text, add_special_tokens=False).ids
+        return self.encode_marked(text, [])[0]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return self._library.decode(list(ids), skip_special_tokens=True)
+    def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
+        """The ids of a rendered conversation, and which of them begin within `spans`, in characters."""
+        if self._library is not None:
+            encoding = self._library.encode(text, add_special_tokens=False)
+            begins = [begin for begin, _ in encoding.offsets]
+            return encoding.ids, [any(first <= begin < last for first, last in spans) for begin in begins]
+        ids, marks, cuts = [], [], sorted({0, *(bound for span in spans for bound in span), len(text)})
+        for begin, end in pairwise(cuts):
+            marked, part = (begin, end) in spans, []
+            for number, piece in enumerate(text[begin:end].split(EOD_PIECE)):
+                part += [*[self._tokenizer.eod] * (number > 0), *(self._tokenizer.encode(piece) if piece else [])]
+            ids, marks = ids + part, marks + [marked] * len(part)
+        return ids, marks
+
+    def special_end(self, text: str) -> str:
+        """The special token that ends a text, or nothing."""
+        special = [EOD_PIECE]
+        if self._library is not None:
+            added = self._library.get_added_tokens_decoder().values()
+            special = [token.content for token in added if token.special]
+        return max((token for token in special if text.endswith(token)), key=len, default="")
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of ids, with special tokens or without."""
+        if self._library is not None:
+            return self._library.decode(list(ids), skip_special_tokens=not special)
+        return self._tokenizer.decode([token for token in ids if special or token != self._tokenizer.eod])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

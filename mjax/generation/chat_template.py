@@ -8,7 +8,9 @@ is ended when it takes too long. The child runs this file alone, which imports n
 from __future__ import annotations
 
 import json
+import re
 import resource
+import secrets
 import select
 import subprocess
 import sys
@@ -43,8 +45,8 @@ class Template:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
 
-    def render(self, **values: Any) -> str:
-        """The text of the template with these values, which JSON can hold.
+    def render(self, **values: Any) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the template with these values, which JSON can hold, and where {% generation %} begins and ends.
 
         Raises:
           TemplateError: it refuses them, or takes too much time, memory or room.
@@ -67,7 +69,7 @@ class Template:
         answer = json.loads(line)
         if "error" in answer:
             raise TemplateError(answer["error"])
-        return answer["text"]
+        return answer["text"], [tuple(span) for span in answer["generated"]]
 
     def close(self) -> None:
         """End the process; another conversation starts a new one."""
@@ -86,12 +88,17 @@ class Template:
 def serve() -> None:
     """In the child: read the template, then a conversation a line, and answer each with its text or an error."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    source = json.loads(sys.stdin.readline())
+    source, templates = json.loads(sys.stdin.readline()), []
     print(flush=True)
     for line in sys.stdin:
         try:
-            text = environment().from_string(source).render(**json.loads(line))
-            answer = {"text": text} if len(text) <= MOST else {"error": f"it writes more than {MOST:,} characters"}
+            templates = templates or [environment(marks).from_string(source) for marks in (("", ""), (BEGIN, END))]
+            values = json.loads(line)
+            text = templates[0].render(**values)
+            same, generated = without_marks(templates[1].render(**values)) if "generation" in source else (text, [])
+            answer = {"text": text, "generated": generated if same == text else []}  # not if a filter cut into a mark
+            if len(text) > MOST:
+                answer = {"error": f"it writes more than {MOST:,} characters"}
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY >> 20} MiB"}
         except Exception as error:
@@ -102,15 +109,35 @@ def serve() -> None:
 # --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
 
 
+BEGIN, END = (f"\ue000{secrets.token_hex(8)}{name}\ue001" for name in ("begin", "end"))
+"""Marks that no text holds."""
+
+
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}, which marks what the assistant writes, for training: here its content."""
+    """{% generation %} … {% endgeneration %} around what the assistant writes: its content, between marks."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The content of the block."""
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        line = next(parser.stream).lineno
+        content = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        marks = [jinja2.nodes.TemplateData(mark) for mark in self.environment.generation_marks]
+        begin, end = (jinja2.nodes.Output([mark], lineno=line) for mark in marks)
+        return [begin, *content, end]
+
+
+def without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text, and where in it the content of each marked block begins and ends."""
+    plain, spans, begin = "", [], 0
+    for part in re.split(f"({BEGIN}|{END})", text):
+        if part == BEGIN:
+            begin = len(plain)
+        elif part == END:
+            spans.append((begin, len(plain)))
+        else:
+            plain += part
+    return plain, spans
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -133,8 +160,11 @@ class _Namespace(jinja2.utils.Namespace):
             raise jinja2.exceptions.SecurityError(f"a chat template cannot set {name!r} of a namespace")
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as `transformers` sets it up: the filter `tojson`, the functions `raise_exception` and `strftime_now`."""
+def environment(marks: tuple[str, str] = ("", "")) -> ImmutableSandboxedEnvironment:
+    """Jinja as `transformers` sets it up: the filter `tojson`, the functions `raise_exception` and `strftime_now`.
+
+    `marks` stand around what the assistant writes.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -143,6 +173,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
     environment.globals["namespace"] = _Namespace
+    environment.extend(generation_marks=marks)
     return environment
 
 

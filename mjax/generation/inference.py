@@ -170,14 +170,14 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         raise UsageError(f"{given} needs {mesh.devices} devices; {present} found: use {fewer}")
 
 
-def ends_of_text(run: Path, eod: int, given: str | None = None) -> list[int]:
+def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
     """The ids that end a generated text: the end of document, and those that the model's generation_config.json names,
-    unless another tokenizer is `given`, as KIND:FILES.
+    in the tokenizer's folder, unless another tokenizer is `given`, as KIND:FILES.
 
     Raises:
       UsageError: the file is damaged.
     """
-    file = run / "tokenizer" / "generation_config.json"
+    file = folder / "generation_config.json"
     ids = optional_object(file).get("eos_token_id") if given is None else None
     ids = ids if isinstance(ids, list) else [ids]
     return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})

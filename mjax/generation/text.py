@@ -193,12 +193,12 @@ def continuations_of(
     if ids is not None:
         repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
         eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
-        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder, eod))
+        return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder / "tokenizer", eod))
     library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     encoded = [library.prompt(prompt) for prompt in repeated]
-    ends = ends_of_text(opened.folder, library.eod, tokenizer)
+    ends = ends_of_text(opened.folder / "tokenizer", library.eod, tokenizer)
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 

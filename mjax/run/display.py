@@ -289,4 +289,5 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
             f'more text   mjax.generate({str(folder)!r}, "…") in Python, where {kind_of(config.model)!r} is defined'
         )
     else:
-        display.say(f'more text   python -m mjax generate {run_flags(folder, config.model)} --prompt "…"')
+        flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
+        display.say(f'more text   python -m mjax generate {flags} --prompt "…"')

@@ -352,6 +352,7 @@ class Run:
             tflops=tflops,
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
+            labels=None if metrics.labels is None else int(metrics.labels),
             metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items() if not value.ndim},
             arrays={name: value for name, value in metrics.metrics.items() if value.ndim},
         )

@@ -45,6 +45,7 @@ class Record:
       unhealthy: problem of the step, as on the screen; absent otherwise.
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
+      labels: of the batch that count, if some do not; absent otherwise.
       metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
         those of an evaluation with the prefix val_.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
@@ -65,15 +66,16 @@ class Record:
     nonfinite: str | None = None
     unhealthy: str | None = None
     val_loss: float | None = None
+    labels: int | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     val_metrics: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the arrays; `val_loss` and `unhealthy` only if set."""
+        """Plain values, without the arrays; `val_loss`, `labels` and `unhealthy` only if set."""
         values = asdict(self)
         del values["arrays"]
-        for name in ("val_loss", "unhealthy"):
+        for name in ("val_loss", "labels", "unhealthy"):
             if values[name] is None:
                 del values[name]
         if self.val_loss is not None:

@@ -65,6 +65,7 @@ class StepMetrics:
       skipped: whether nothing was updated: a gradient was not finite, or the loss was above the limit.
       nonfinite: number of gradients that are not finite.
       first_nonfinite: index into `TrainProgram.gradient_names` of the one the backward pass reached first.
+      labels: of the global batch that count; None if all do.
       metrics: the other means by name: for a BERT its separate losses, and the accuracy of the order;
         and the arrays of `Model.summary`.
     """
@@ -76,6 +77,7 @@ class StepMetrics:
     skipped: Bool[Array, ""]
     nonfinite: Int[Array, ""]
     first_nonfinite: Int[Array, ""]
+    labels: Int[Array, ""] | None = None
     metrics: dict[str, Array] = field(default_factory=dict)
 
 

@@ -260,7 +260,7 @@ def _train_step(
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
+    sums, gradients, counts = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
     means = state.model.summary(sums)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
@@ -289,6 +289,7 @@ def _train_step(
     nonfinite = ~jnp.isfinite(squares)[order]
     metrics = StepMetrics(
         loss=loss,
+        labels=counts.get("loss") if "loss_mask" in batch else None,
         metrics=other_metrics(means),
         grad_norm=norm,
         learning_rate=rate,
@@ -325,13 +326,14 @@ def loss_and_gradients(
       loss_fn: instead of `Model.loss`.
 
     Returns:
-      Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
-      shard of `model`, sharded like it.
+      Means by name, [] each before `Model.summary`, or of the shape of their counts; a gradient in float32 for each
+      shard of `model`, sharded like it; and the counts of the global batch.
     """
     compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
-    factors = shares(global_counts(model, batch), scale)
+    counts = global_counts(model, batch)
+    factors = shares(counts, scale)
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = micro_batches_of(config, batch)
 
@@ -355,7 +357,7 @@ def loss_and_gradients(
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
-    return means, gradients
+    return means, gradients, counts
 
 
 def _eval_step(config: Config, plan, loss_fn: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:

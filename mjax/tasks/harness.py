@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run, self._chat = run, None
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
-        self.ends = ends_of_text(run, self.text.eod, tokenizer)
+        self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)
         self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
@@ -141,7 +141,7 @@ class HarnessModel(TemplateLM):
         if isinstance(chat_template, str):
             problem = f"--apply_chat_template {chat_template}: {self.run} has one template, without a name"
             raise UsageError(f"{problem}; leave {chat_template} out")
-        self._chat = Chat(self.run, self.text.eod, "--apply_chat_template")
+        self._chat = Chat(self.run / "tokenizer", self.text, "--apply_chat_template")
         return self._chat.file.read_text(encoding="utf-8")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

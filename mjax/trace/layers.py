@@ -169,7 +169,8 @@ class Traced:
     def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
         """A config for its samples on one rank, with this kernel of attention or the stand-in of the fused ones;
         `grouped` stands in for the products of experts."""
-        options = {name: getattr(self.data, name) for name in ("reset_positions", "reset_attention", "mask_eod_loss")}
+        arrays = ("reset_positions", "reset_attention", "mask_eod_loss", "conversations")
+        options = {name: getattr(self.data, name) for name in arrays}
         model = replace(self.model, attention=kernel)
         return Config(
             model=model.with_grouped(grouped),

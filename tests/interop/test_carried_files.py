@@ -94,7 +94,7 @@ def test_settings_of_the_tokenizer_are_read(tmp_path):
     assert (found.vocabulary, found.library.token_to_id("<tool>")) == (261, 259)
     found.save(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("")
-    assert 259 in Chat(tmp_path, 258).encode("a <tool> b")
+    assert 259 in Chat(tmp_path / "tokenizer").encode("a <tool> b")
 
     del added["260"]
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -147,8 +147,8 @@ def test_chat_model_survives_import_and_export(tmp_path):
     template = tmp_path / "run" / "tokenizer" / "chat_template.jinja"
     template.write_text(template.read_text().replace("{% for", "\n    {% for"))  # which is rendered without the indent
     template.with_name("generation_config.json").unlink()
-    chat = Chat(tmp_path / "run", 0)
-    assert chat.stops == [0, size - 1], "the end of a document, and eos_token"
+    chat = Chat(tmp_path / "run" / "tokenizer")
+    assert chat.stops == [size - 1], "the end of a document is eos_token"
     text = chat.render([{"role": "user", "content": "Hi"}])
     assert text == "<|begin_of_text|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = chat.encode(text)

@@ -52,7 +52,7 @@ def both(request, tmp_path):
         "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return Chat(tmp_path, 256), transformers.AutoTokenizer.from_pretrained(folder)
+    return Chat(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["question", "three turns"])

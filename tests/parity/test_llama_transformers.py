@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
+from mjax.data.conversations import ConversationDataset
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.interop.convert import family_of
 from mjax.models.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
@@ -191,6 +193,49 @@ def test_model_equals_transformers(family, tmp_path):
         assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model), atol)
     again = exported(peer, tmp_path)
     assert torch.equal(outputs_of(again, batch)[0].logits, found.logits)
+
+
+CHATS = [
+    ({}, 4),
+    ({"data": 2, "model": 2, "zero": 3}, 2),
+    ({}, 1),
+    ({"data": 2}, 1),
+    ({"model": 2, "sequence_parallel": True}, 2),
+    ({"pipe": 2}, 1),
+    ({"context": 2}, 2),
+]
+"""Meshes and micro-batches."""
+
+
+@pytest.mark.parametrize(("family", "meshes"), [("llama 2", 7), ("qwen 3", 2), ("olmoe", 2)])
+def test_packed_conversations_equal_transformers(family, meshes, tmp_path):
+    """Side by side here; there one by one, with labels of -100 for what is not trained."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(tmp_path / "chats", SMALL["vocab_size"]) as writer:
+        for length in random.integers(2, 22, 12):
+            tokens, trained = random.integers(0, 97, length), random.random(length) < 0.5
+            writer.add_documents(tokens, np.array([length]), np.array([1]), trained)
+    with jax.enable_x64(True):
+        peer, model, weights = both(family, tmp_path)
+        data = ConversationDataset(IndexedDataset(tmp_path / "chats"), range(12), 8, model.sequence, seed=0)
+        batch = {name: np.stack([data[i][name] for i in range(8)]) for name in data[0]}
+        total, count = 0.0, 0
+        for number in np.concatenate([data.conversations(i) for i in range(8)]):
+            ids = torch.tensor(data.indexed.get(number).astype(np.int64))
+            labels = torch.where(torch.tensor(data.indexed.mask(number)), ids, -100)[1:]
+            logits = peer(ids[None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            count += int((labels >= 0).sum())
+        (total / count).backward()
+        for mesh, micro_batch in CHATS[:meshes]:
+            config = config_of(model, **mesh)
+            train = replace(config.train, global_batch=8, micro_batch=micro_batch)
+            config = replace(config, data=DataConfig(mock=True, conversations=True), train=train)
+            program, build = gradient_program(config, names_of(model))
+            placed = jax.tree.map(lambda ours, there: jax.device_put(ours, there.sharding), weights, build())
+            means, gradients = program(placed, batch, 0, 1.0)
+            assert abs(float(means if means.ndim == 0 else means[0]) - total.item() / count) < 1e-12, mesh
+            assert_gradients(gradients, gradients_of(peer, gradients, table_of(model), model))
 
 
 @pytest.mark.parametrize("family", ["mixtral, window", "qwen 3 moe, first layer dense"])

@@ -18,7 +18,7 @@ def test_missing_harness_is_named(monkeypatch, capsys):
 
 def test_run_without_a_chat_template_is_refused_before_its_weights(tmp_path, capsys):
     assert cli.main(["lm-eval", "--run", str(tmp_path), "--tasks", "x", "--apply_chat_template"]) == 2
-    assert f"--apply_chat_template: {tmp_path} has no chat template;" in capsys.readouterr().err
+    assert f"--apply_chat_template: {tmp_path}/tokenizer has no chat template;" in capsys.readouterr().err
 
 
 def test_config_of_own_model_is_told_from_the_harness_own():

@@ -239,6 +239,20 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
     return documents, malformed
 
 
+def parse_rows(block: Block) -> tuple[list[Document], list[str]]:
+    """As `parse`, but of lines or rows whose text is not one field: all `fields`, and no text."""
+    documents, malformed = [], []
+    for source, size, content in _pieces(block):
+        try:
+            if content is None or (isinstance(content, bytes) and len(content) > block.most):
+                raise _too_large(block)
+            fields = _parse_line(content, "messages") if isinstance(content, bytes) else content
+            documents.append(Document("", size, source, fields))
+        except _Malformed as error:
+            malformed.append(f"{source}: {error}")
+    return documents, malformed
+
+
 def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
     """Source, bytes of the input file and raw content of each document; None if that was too large to keep."""
     if block.first == 0 or block.content is None:
@@ -364,6 +378,22 @@ class Wikipedia(Corpus):
         for start in range(0, len(self._texts), ROWS):
             rows = [{"text": text} for text in self._texts[start : start + ROWS]]
             yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
+
+
+class Questions(Wikipedia):
+    """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
+
+    def blocks(self) -> Iterator[Block]:
+        """The pairs, some hundred per block."""
+        for block in super().blocks():
+            yield replace(block, content=[_question(row["text"]) for row in block.content])
+
+
+def _question(text: str) -> dict[str, str]:
+    title, _, paragraph = text.partition("\n\n")
+    end = r"(?:(?<=[a-z0-9]{2}\.)|(?<=\w\)\.))\s+(?=[A-Z])"  # not after an initial
+    sentence = re.split(end, paragraph, maxsplit=1)[0]
+    return {"prompt": f"What is {title.partition(' (')[0]}?", "completion": sentence}
 
 
 def _fetch_demo() -> bytes:

@@ -70,7 +70,7 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int) -> Iterator[B
 
     Args:
       file: any of ENDINGS.
-      key, all_fields: columns of a Parquet file to read.
+      key, all_fields: columns of a Parquet file to read; an empty key need not be there.
       most: largest size of a document in bytes, of a line of .jsonl with all of its fields.
 
     Raises:
@@ -142,7 +142,7 @@ def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
-            if key not in names:
+            if key and key not in names:
                 there = ", ".join(map(repr, names)) or "none"
                 raise UsageError(f"{file}: there is no column {key!r}, only {there}; name the text's column with --key")
             rows = table.metadata.num_rows

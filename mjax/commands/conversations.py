@@ -1,0 +1,159 @@
+"""`mjax prepare --chat`: conversations as a dataset, with a mask of what the assistant wrote."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+
+from mjax.config import read_settings
+from mjax.data.corpus import Corpus, Questions, parse_rows
+from mjax.data.corpus.blocks import ENDINGS, Block, ending_of
+from mjax.data.indexed import token_dtype
+from mjax.data.tokenizers import tokenizer_from_folder
+from mjax.errors import UsageError
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat
+from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
+
+if TYPE_CHECKING:
+    from mjax.commands.prepare import Encoded, PrepareArguments
+
+ONLY = {"template": None, "turns": "all", "reasoning": True, "longest": None, "too_long": "drop", "preview": 0}
+"""Flags that go with --chat, and their defaults."""
+
+
+def check_chat(arguments: PrepareArguments) -> None:
+    """Refuse flags that do not go with --chat, or only with it, and a run without a chat template.
+
+    Raises:
+      UsageError: one sentence.
+    """
+    if not arguments.chat:
+        for name, default in ONLY.items():
+            if getattr(arguments, name) != default:
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+        return
+    for name in ("split_sentences", "split_documents"):
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for text, and --chat for conversations; leave one out")
+    kind, _, run = (arguments.tokenizer or "").partition(":")
+    if kind != "run":
+        raise UsageError(
+            "--chat needs the tokenizer and the chat template of the model to train; add --tokenizer run:RUN"
+        )
+    if arguments.template is None and not (Path(run) / "tokenizer" / TEMPLATE).is_file():
+        raise UsageError(
+            f"{run} has no chat template ({run}/tokenizer/{TEMPLATE}); add --template FILE, or --template plain for "
+            "User: … Assistant: …"
+        )
+    if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
+        raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
+
+
+def with_longest(arguments: PrepareArguments) -> PrepareArguments:
+    """The arguments with the longest conversation that the model takes, unless they say it."""
+    if arguments.longest is not None:
+        return arguments
+    run = Path(arguments.tokenizer.partition(":")[2])
+    return replace(arguments, longest=read_settings(run / "config.json").model.sequence + 1)
+
+
+def save_chat(arguments: PrepareArguments, folder: Path) -> None:
+    """Copy what the run has beside its tokenizer, and write the chat template, into the folder of a tokenizer."""
+    shutil.copytree(Path(arguments.tokenizer.partition(":")[2]) / "tokenizer", folder, dirs_exist_ok=True)
+    if arguments.template == "plain":
+        (folder / TEMPLATE).write_text(PLAIN, encoding="utf-8")
+    elif arguments.template is not None:
+        shutil.copy(arguments.template, folder / TEMPLATE)
+
+
+def conversations_of(arguments: PrepareArguments) -> Corpus:
+    """The conversations of the inputs, or of the demo.
+
+    Raises:
+      UsageError: a file is text.
+    """
+    if arguments.demo:
+        return Questions()
+    corpus = replace(arguments, key="").open()
+    for file in corpus.files:
+        if not ending_of(file).startswith((".jsonl", ".parquet")):
+            known = ", ".join(ending for ending in ENDINGS if not ending.startswith(".txt"))
+            raise UsageError(f"{file} is text, and --chat reads conversations from {known}; convert it")
+    return corpus
+
+
+def show_first(arguments: PrepareArguments, corpus: Corpus, folder: Path) -> None:
+    """Print the first conversations, with what is trained in green."""
+    console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
+    left = arguments.preview
+    for block in corpus.blocks():
+        for document in parse_rows(block)[0][:left]:
+            try:
+                encoded = encode(chat, document.fields, _trained(arguments))
+            except Unfit as error:
+                raise refused(document.source, error, document.fields) from None
+            left -= 1
+            console.rule(document.source, style="dim")
+            console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
+        if left <= 0:
+            break
+    console.rule(style="dim")
+
+
+def _trained(arguments: PrepareArguments) -> Trained:
+    return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
+
+
+class ConversationEncoder:
+    """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
+
+    def __init__(self, arguments: PrepareArguments, key: str, folder: Path):
+        self.trained, self.skip = _trained(arguments), arguments.malformed == "skip"
+        self.tokenizer = tokenizer_from_folder(folder)
+        self.chat = Chat(folder, self.tokenizer)
+        self.dtype = token_dtype(self.tokenizer.vocabulary)
+
+    def encode(self, block: Block) -> Encoded:
+        """The conversations of a block as token ids and masks."""
+        from mjax.commands.prepare import Encoded
+
+        documents, malformed = parse_rows(block)
+        encoded, dropped = [], 0
+        for document in documents:
+            try:
+                one = encode(self.chat, document.fields, self.trained)
+                self._check_ids(() if one is None else one.ids)
+            except Unfit as error:
+                if not self.skip:
+                    raise refused(document.source, error, document.fields) from None
+                malformed.append(f"{document.source}: {error}")
+                continue
+            dropped += one is None
+            encoded += [] if one is None else [one]
+        lengths = np.array([len(one.ids) for one in encoded], np.int32)
+        total = int(lengths.sum())
+        return Encoded(
+            tokens=np.fromiter(chain.from_iterable(one.ids for one in encoded), self.dtype, total),
+            lengths=lengths,
+            sequences=np.ones(len(encoded), np.int64),
+            text_bytes=sum(one.text_bytes for one in encoded),
+            size=block.size,
+            malformed=malformed,
+            trained=np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total),
+            dropped=dropped,
+            cut=sum(one.cut for one in encoded),
+            endless=sum(not one.stops and not one.cut for one in encoded),
+        )
+
+    def _check_ids(self, ids) -> None:
+        if ids and max(ids) >= self.tokenizer.vocabulary:
+            token = self.chat.decode([max(ids)], special=True)
+            raise Unfit(
+                f"the chat template writes {token}, id {max(ids)}, and the model has {self.tokenizer.vocabulary:,} ids"
+            )

@@ -1,0 +1,205 @@
+"""`mjax sft`: train a model further on conversations, so that it answers.
+
+It is `mjax train` with other defaults, which it prints, and takes its flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from mjax.cluster import launch
+from mjax.commands.flags import parse, typed_flags
+from mjax.commands.train import TrainArguments, train
+from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
+from mjax.config.bounds import Bounds
+from mjax.config.datasets import parse_blend, split_sequences
+from mjax.config.run import as_flag, differences
+from mjax.errors import UsageError
+
+CONVERSATIONS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+DEFAULTS = Config(
+    data=DataConfig(conversations=True),
+    optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate=2e-6, weight_decay=0.0),
+    train=TrainConfig(steps=1, global_batch=16, micro_batch=1, eval_interval=0),
+)
+"""Of a run that trains all weights; its steps and validations follow from the data."""
+EVALUATIONS = 5
+"""Validations of a run, and most batches of one."""
+SHOWN = (
+    "train.steps",
+    "train.global_batch",
+    "train.micro_batch",
+    "optimizer.learning_rate",
+    "optimizer.min_learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+)
+
+
+@dataclass(frozen=True)
+class SftArguments(TrainArguments):
+    """Fine-tune a model on conversations, a .jsonl or .parquet file or the prefix of `mjax prepare --chat`.
+
+    --data is --data.path; all flags of `mjax train` work."""
+
+    epochs: Annotated[float, Bounds(gt=0)] = 3.0
+    """Times that every conversation is seen; train.steps in its place is exact."""
+    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
+    turns: Literal["all", "last"] = "all"
+    """For a file of conversations: train on all turns of the assistant, or the last."""
+    usual: ClassVar = {
+        "the run": ("init", "data.path", "epochs", "name", "template", "turns"),
+        "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
+        "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
+        "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
+        "what is kept": ("checkpoint.interval", "train.eval-interval"),
+    }
+    examples: ClassVar = (
+        "mjax sft --init runs/q --data chat.jsonl --name q-chat",
+        "mjax generate --run runs/q-chat --chat --prompt 'What is Paris?'",
+    )
+    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def sft(argv: Sequence[str]) -> int:
+    """`mjax sft`; returns the exit code."""
+    argv = ["--data.path" + word[6:] if word == "--data" or word.startswith("--data=") else word for word in argv]
+    if {"-h", "--help", "--help-all"} & set(argv):
+        parse(SftArguments, argv, "mjax sft", SftArguments(settings=DEFAULTS))
+    if {"resume", "run"} & typed_flags(argv):
+        return train(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--init", type=Path, nargs="?")
+    parser.add_argument("--config", nargs="?")
+    first, _ = parser.parse_known_args(argv)
+    if first.init is None:
+        raise UsageError(
+            "mjax sft trains a model further: add --init RUN, such as one of `mjax convert from-hf MODEL RUN`"
+        )
+    load_own_model(first.config, first.init, print)
+    saved = read_config(first.init / "config.json")
+    if not saved.model.causal:
+        raise UsageError(f"{first.init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
+    defaults = replace(saved, data=DataConfig(), mesh=MeshConfig())
+    given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
+    paths = given.settings.data.path
+    if not paths and not given.settings.data.train_path:
+        raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
+    for path in paths:
+        if path.endswith(CONVERSATIONS):
+            longest = given.settings.model.sequence + 1 if "model.sequence" in typed_flags(argv) else None
+            prefix = _prepared(given, path, longest)
+            argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
+    chosen = _chosen(given, argv)
+    typed = {name.replace("-", "_") for name in typed_flags(argv)}
+    changed = differences(chosen.settings, Config())
+    shown = [as_flag(name, changed[name][0]) for name in SHOWN if name in changed and name not in typed]
+    print(f"sft     {' '.join(shown)}")
+    return train(argv, lambda _: chosen, "mjax sft")
+
+
+def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
+    """The prefix of a file of conversations, prepared beside it unless that was done before."""
+    from mjax.commands.prepare import PrepareArguments, show, write_dataset
+    from mjax.config.datasets import read_metadata
+    from mjax.data.indexed import index_file, tokenizer_folder
+    from mjax.data.tokenizers import same_files
+    from mjax.generation.chat import TEMPLATE
+
+    ending = next(ending for ending in CONVERSATIONS if file.endswith(ending))
+    prefix = f"{file.removesuffix(ending)}-{given.init.resolve().name}"
+    tokenizer = given.init / "tokenizer"
+    metadata = read_metadata(prefix)
+    if metadata is not None and Path(file).is_file() and index_file(prefix).is_file():
+        same = metadata.inputs == [file] and index_file(prefix).stat().st_mtime >= Path(file).stat().st_mtime
+        if same and same_files(tokenizer_folder(prefix), tokenizer):
+            print(f"data    {prefix}, prepared before")
+            return prefix
+        raise UsageError(
+            f"{prefix} was prepared from other conversations; add --data {prefix} to train on it, or prepare these: "
+            f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output {prefix} --overwrite"
+        )
+    if given.distributed.several or launch.launched_by() is not None:
+        raise UsageError(
+            f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
+            f"run:{given.init} --output {prefix}, and start the run with --data {prefix}"
+        )
+    template = given.template
+    if template is None and not (tokenizer / TEMPLATE).is_file():
+        template = "plain"
+        print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
+    arguments = PrepareArguments(
+        inputs=(Path(file),),
+        output=prefix,
+        tokenizer=f"run:{given.init}",
+        chat=True,
+        template=template,
+        turns=given.turns,
+        longest=longest,
+    )
+    show(arguments, write_dataset(arguments))
+    return prefix
+
+
+def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
+    """The defaults of the other flags: the settings of the model's run, for a short run on conversations."""
+    saved = read_config(given.init / "config.json")
+    trained = any(Path(given.init, "checkpoints").glob("[1-9]*"))  # not only converted
+    train_config = replace(
+        DEFAULTS.train,
+        micro_batch=math.gcd(saved.train.micro_batch, DEFAULTS.train.global_batch) if trained else 1,
+        recompute=saved.train.recompute,
+        loss_chunks=saved.train.loss_chunks,
+    )
+    settings = replace(DEFAULTS, model=saved.model, precision=saved.precision, train=train_config)
+    chosen = replace(given, config=f"{given.init}/config.json", settings=settings)
+    if given.name is None:
+        chosen = replace(chosen, name=f"{given.init.resolve().name}-sft")
+    typed = parse(SftArguments, argv, "mjax sft", chosen).settings
+    steps, validation = _length(typed, given.epochs)
+    if "train.steps" in typed_flags(argv):
+        steps = typed.train.steps
+    optimizer = replace(settings.optimizer, warmup_steps=math.ceil(0.03 * steps))
+    train_config = replace(
+        train_config,
+        steps=steps,
+        eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
+        eval_batches=min(max(validation, 1), EVALUATIONS),
+    )
+    return replace(chosen, settings=replace(settings, optimizer=optimizer, train=train_config))
+
+
+def _length(config: Config, epochs: float) -> tuple[int, int]:
+    """Steps of some epochs, and batches of an epoch of validation."""
+    from mjax.data.conversations import ConversationDataset
+    from mjax.data.indexed import IndexedDataset
+
+    def batches(parts: Sequence[tuple[str, int | None]]) -> float:
+        total = 0
+        for prefix, part in parts:
+            indexed = IndexedDataset(prefix)
+            documents = range(len(indexed)) if part is None else split_sequences(config.data.split, len(indexed))[part]
+            if documents:
+                one = ConversationDataset(indexed, documents, None, config.model.sequence, 0, pack=config.data.pack)
+                total += one.sequences
+        return total / config.train.global_batch
+
+    data = config.data
+    if data.train_path:
+        training, validation = (
+            [(prefix, None) for prefix in parse_blend(values).prefixes] if values else []
+            for values in (data.train_path, data.valid_path)
+        )
+    else:
+        prefixes = parse_blend(data.path).prefixes
+        training, validation = ([(prefix, part) for prefix in prefixes] for part in (0, 1))
+    return max(1, math.ceil(epochs * batches(training))), math.ceil(batches(validation))

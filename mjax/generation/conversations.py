@@ -1,0 +1,244 @@
+"""Conversations as training text: their ids, and which of them the model is trained to write.
+
+What the assistant writes is trained, from where its turn begins to the token that ends it; questions, tool results and
+headers are context. Two sources say where that is:
+
+    {% generation %}    in the template, if it has it
+    prefixes            else: turn k is what rendering the first k messages adds to rendering those before it with
+                        the header of an answer
+
+Prefixes only agree if a template renders a message alike whatever follows. A template that leaves the reasoning out of
+earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates put before an
+answer, is never trained (it would teach the model not to think).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+from rich.text import Text
+
+from mjax.errors import UsageError
+from mjax.generation.chat import REASONING, Chat, Message, Spans
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+EMPTY = re.compile(r"<think>\s*</think>\n*")
+THOUGHT = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
+SHOWN = 300
+"""Characters of a conversation in an error."""
+FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What of a conversation is trained.
+
+    Attributes:
+      turns: all turns of the assistant, or the last.
+      reasoning: whether its reasoning is trained, too.
+      longest: tokens that a conversation may have; None: any number.
+      too_long: whether a longer one is dropped or cut.
+    """
+
+    turns: Literal["all", "last"] = "all"
+    reasoning: bool = True
+    longest: int | None = None
+    too_long: Literal["drop", "cut"] = "drop"
+
+
+class Unfit(Exception):
+    """The reason why a conversation cannot be trained on."""
+
+
+class Encoded(NamedTuple):
+    """A conversation as ids.
+
+    Attributes:
+      ids: of its tokens.
+      trained: whether each is trained.
+      text_bytes: of its text in UTF-8.
+      cut: whether its end is missing.
+      stops: whether the last turn of the assistant ends with a special token, by which the model learns to stop.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    text_bytes: int
+    cut: bool
+    stops: bool
+
+
+def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
+    """The messages and tools of a JSON object or a row: "messages", or "prompt" and "completion".
+
+    Raises:
+      Unfit: it has neither, or messages without a role or with content that is not text.
+    """
+    tools = fields.get("tools")
+    if isinstance(tools, str):  # as datasets store them, whose columns have one type
+        tools = _parsed(tools, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise Unfit("tools is not a list")
+    if fields.get("messages") is not None:
+        messages = fields["messages"]
+    elif fields.get("prompt") is not None and fields.get("completion") is not None:
+        messages = []
+        for role, part in (("user", fields["prompt"]), ("assistant", fields["completion"])):
+            messages += part if isinstance(part, list) else [{"role": role, "content": part}]
+    else:
+        raise Unfit(f"it has neither messages nor prompt and completion, only {', '.join(fields) or 'nothing'}")
+    if not isinstance(messages, list) or not messages:
+        raise Unfit("messages is not a list of them")
+    return [_message(message) for message in messages], tools or None
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise Unfit(f"a message is {json.dumps(message, ensure_ascii=False)[:60]}, without a role")
+    if role not in ROLES:
+        raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
+        if other:
+            raise Unfit(f"a message holds {json.dumps(other[0], ensure_ascii=False)[:60]}, which is not text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
+    return {name: value for name, value in {**message, "content": content}.items() if value is not None}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{what} is not JSON ({error})") from None
+
+
+# --- What is trained --------------------------------------------------------------------------------------------------
+
+
+def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, trained: Trained) -> tuple[str, Spans]:
+    """The text of a conversation, and the characters of it that are trained, in order.
+
+    Raises:
+      Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
+      UsageError: the template refuses it.
+    """
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise Unfit("it has no turn of the assistant")
+    text, generated = chat.rendered(messages, tools)
+    if generated and trained.turns == "last":
+        begin = len(_before(chat, messages, tools, answers[-1], text))
+        generated = [span for span in generated if span[1] > begin]
+    answers = answers[-1:] if trained.turns == "last" else answers
+    spans = generated or [_turn(chat, messages, tools, number, text) for number in answers]
+    parts = []
+    for begin, end in spans:
+        first, last = _untrained(text[begin:end], messages, trained.reasoning)
+        parts += [(begin, begin + first), (begin + last, end)]
+    return text, [(begin, end) for begin, end in parts if begin < end]
+
+
+def _before(chat: Chat, messages: Sequence[Message], tools: list | None, number: int, text: str) -> str:
+    """The text before the turn `messages[number]` of the assistant, with the header of an answer."""
+    before = ""
+    if number:
+        before, _ = chat.rendered(messages[:number], tools, answer=True)
+    if not text.startswith(before):
+        raise Unfit(_disagrees(number))
+    return before
+
+
+def _turn(chat: Chat, messages: Sequence[Message], tools: list | None, number: int, text: str) -> tuple[int, int]:
+    """Where the turn `messages[number]` begins and ends in the text of all of them."""
+    begin = len(_before(chat, messages, tools, number, text))
+    turn = chat.rendered(messages[: number + 1], tools)[0][begin:]
+    if not text.startswith(turn, begin):
+        turn = EMPTY.sub("", turn, count=1)  # put before the last answer only
+    alone = turn.removesuffix(chat.special_end(turn))
+    if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
+        turn = alone  # the other token is put at the end of a text only
+    if not turn or not text.startswith(turn, begin):
+        raise Unfit(_disagrees(number))
+    whole = turn.rstrip()
+    # The model stops at the token that ends its turn: a line break after it is not its own.
+    return begin, begin + len(whole if chat.special_end(whole) else turn)
+
+
+def _disagrees(number: int) -> str:
+    return (
+        f"the chat template renders message {number + 1} differently if other messages follow, so that what the "
+        "assistant wrote cannot be told; train on the last turn only: --turns last"
+    )
+
+
+def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> tuple[int, int]:
+    """The part of a turn that is not trained; it may be empty."""
+    if match := (EMPTY if reasoning else THOUGHT).search(turn):
+        return match.span()
+    for message in () if reasoning else messages:  # in a channel of its own
+        thought = next((message[name].strip() for name in REASONING if isinstance(message.get(name), str)), "")
+        if thought and (begin := turn.find(thought)) >= 0:
+            end, answer = begin + len(thought), (message.get("content") or "").strip()
+            return 0, max(turn.find(answer, end), end) if answer else end
+    return 0, 0
+
+
+# --- As ids -----------------------------------------------------------------------------------------------------------
+
+
+def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | None:
+    """A conversation as ids; None if it is too long, and dropped.
+
+    Args:
+      chat: template and tokenizer.
+      fields: a JSON object or a row, as for `messages_of`.
+      trained: what of it is trained.
+
+    Raises:
+      Unfit: it cannot be trained on.
+      UsageError: the template refuses it.
+    """
+    messages, tools = messages_of(fields)
+    text, spans = trained_spans(chat, messages, tools, trained)
+    ids, marks = chat.encode_marked(text, spans)
+    if not any(marks[1:]):  # nothing predicts the first
+        raise Unfit("none of its tokens are trained")
+    if all(marks):
+        raise Unfit("all of its tokens would be trained, those of the user, too; does the template mark them?")
+    most = trained.longest or len(ids)
+    cut, stops = len(ids) > most, bool(chat.special_end(text[: spans[-1][1]]))
+    if cut and (trained.too_long == "drop" or not any(marks[1:most])):
+        return None
+    return Encoded(ids[:most], marks[:most], len(text.encode()), cut, stops and not cut)
+
+
+def shown(fields: dict[str, Any]) -> str:
+    """The beginning of a conversation, for an error."""
+    text = json.dumps(fields, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def preview(chat: Chat, encoded: Encoded) -> Text:
+    """A conversation as it is trained: green what is trained, dim what is not, special tokens spelled out."""
+    text, before, end = Text(), "", 0
+    for trained, tokens in groupby(encoded.trained):
+        end += len(list(tokens))
+        decoded = chat.decode(encoded.ids[:end], special=True)
+        text.append(decoded[len(before) :], "bold green" if trained else "dim")
+        before = decoded
+    return text
+
+
+def refused(source: str, error: Unfit, fields: dict[str, Any]) -> UsageError:
+    """The error for the conversation at `source`."""
+    return UsageError(
+        f"{source}: {error} ({shown(fields)}); write {FORM}, or leave such lines out with --malformed skip"
+    )

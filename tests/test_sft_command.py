@@ -1,0 +1,85 @@
+"""`mjax sft`, from a run and a file of conversations to answers."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from mjax.commands import cli
+from mjax.config import read_config
+from mjax.run.metrics import read_metrics
+from tests.test_chat import CHATML, run  # noqa: F401
+
+FLAGS = ("--train.global-batch", "16", "--train.micro-batch", "1", "--log.sample-tokens", "8")
+MESH = ("--mesh.data", "16")
+
+
+@pytest.fixture
+def base(run, tmp_path, monkeypatch):  # noqa: F811
+    """A run with a chat template, and sixty conversations in chat.jsonl, in a working directory."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for number in range(60):
+        question = {"role": "user", "content": f"What is {number}?"}
+        lines.append({"messages": [question, {"role": "assistant", "content": "It is a number. " * (number % 4 + 1)}]})
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return shutil.copytree(run, tmp_path / "runs" / "base")
+
+
+def sft(*flags):
+    return cli.main(["sft", "--init", "runs/base", "--data", "chat.jsonl", *FLAGS, *flags])
+
+
+def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, capsys):
+    assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *MESH) == 0
+    said = capsys.readouterr().out
+    assert "sft     --train.steps" in said
+    assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.\d epochs", " ".join(said.split()))
+    config, folder = read_config(tmp_path / "runs" / "chat" / "config.json"), tmp_path / "runs" / "chat"
+    assert (config.data.conversations, config.optimizer.learning_rate) == (True, 2e-5)
+    records = read_metrics(folder / "metrics.jsonl")
+    assert len(records) == config.train.steps > 2
+    assert all(0 < record["labels"] < 16 * 128 for record in records)
+    assert (folder / "tokenizer" / "chat_template.jinja").read_text() == CHATML
+    capsys.readouterr()
+    assert cli.main(["generate", "--run", str(folder), "--chat", "--prompt", "What is 3?", "--tokens", "4"]) == 0
+
+    shutil.rmtree(folder / "checkpoints" / str(config.train.steps))  # as if it had been killed
+    assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *MESH) == 0
+    assert "prepared before" in capsys.readouterr().out
+    again = read_metrics(folder / "metrics.jsonl")
+    assert [record["loss"] for record in again] == [record["loss"] for record in records]
+
+
+def test_mesh_leaves_losses(base, tmp_path):
+    losses = {}
+    for name, flags in {"one": MESH, "other": ("--mesh.data", "4", "--mesh.model", "4")}.items():
+        assert sft("--name", name, "--train.steps", "2", "--precision.compute", "fp32", *flags) == 0
+        losses[name] = [record["loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
+    assert losses["other"] == pytest.approx(losses["one"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--data", "chat.jsonl"), "mjax sft trains a model further: add --init RUN"),
+        (("--init", "runs/base"), "there are no conversations; add --data FILE.jsonl"),
+        (("--init", "runs/none", "--data", "chat.jsonl"), "runs/none/config.json does not exist"),
+        (("--init", "runs/base", "--data", "missing.jsonl"), "there is no file missing.jsonl"),
+        (("--init", "runs/base", "--data", "chat.jsonl", "--epochs", "0"), "--epochs is 0"),
+        (("--init", "runs/base", "--data", "chat.jsonl", "--train.step", "3"), "--train.step"),
+    ],
+)
+def test_wrong_start_is_one_sentence(argv, words, base, capsys):
+    assert cli.main(["sft", *argv]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_text_is_not_conversations(base, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("Some text. " * 200)
+    assert cli.main(["prepare", "a.txt", "--tokenizer", "run:runs/base", "--output", "text"]) == 0
+    assert cli.main(["sft", "--init", "runs/base", "--data", "text"]) == 2
+    assert "text.mask does not exist" in capsys.readouterr().err
