@@ -20,6 +20,7 @@ import tyro
 
 from mjax.commands import cli
 from mjax.commands.flags import typed_flags
+from mjax.commands.sft import DEFAULTS, SftArguments
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
 from mjax.config.checks import validate
@@ -119,6 +120,9 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
         settings = tyro.cli(TrainArguments, args=argv, default=chosen).settings
         mock = replace(settings, data=DataConfig(mock=True))
         validate(resolve(mock, chosen.settings, typed_flags(argv), page, ROOT)[0], page)
+    elif command == "sft" and "--init" in argv:  # a run whose config has the defaults
+        argv = ["--data.path" if word == "--data" else word for word in argv]
+        tyro.cli(SftArguments, args=argv, default=SftArguments(settings=DEFAULTS))
     elif command != "train":
         parse = tyro.cli
 

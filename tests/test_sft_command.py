@@ -32,7 +32,9 @@ def sft(*flags):
 
 
 def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, capsys):
-    assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *MESH) == 0
+    (tmp_path / "questions.txt").write_text("What is 3?\n\nWhat is 5?\n")
+    asked = ("--log.sample-prompts", "questions.txt", "--train.eval-interval", "4")
+    assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *asked, *MESH) == 0
     said = capsys.readouterr().out
     assert "sft     --train.steps" in said
     assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.\d epochs", " ".join(said.split()))
@@ -42,6 +44,10 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert len(records) == config.train.steps > 2
     assert all(0 < record["labels"] < 16 * 128 for record in records)
     assert (folder / "tokenizer" / "chat_template.jinja").read_text() == CHATML
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (step, f"What is {number}?") for step in (4, 5) for number in (3, 5)
+    ]
     capsys.readouterr()
     assert cli.main(["generate", "--run", str(folder), "--chat", "--prompt", "What is 3?", "--tokens", "4"]) == 0
 
@@ -68,6 +74,10 @@ def test_mesh_leaves_losses(base, tmp_path):
         (("--init", "runs/none", "--data", "chat.jsonl"), "runs/none/config.json does not exist"),
         (("--init", "runs/base", "--data", "missing.jsonl"), "there is no file missing.jsonl"),
         (("--init", "runs/base", "--data", "chat.jsonl", "--epochs", "0"), "--epochs is 0"),
+        (
+            ("--init", "runs/base", "--data", "chat.jsonl", "--log.sample-prompts", "no"),
+            "no cannot be read",
+        ),
         (("--init", "runs/base", "--data", "chat.jsonl", "--train.step", "3"), "--train.step"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,13 @@ from mjax.config import Config, has_own_model, load_config, load_own_model, read
 from mjax.config.checks import validate
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
-from mjax.errors import UsageError, either, exit_code, explain
+from mjax.errors import UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
 
 if TYPE_CHECKING:
     from mjax.data.sources import TrainingData
+    from mjax.generation.generate import Generator
+    from mjax.generation.text import Sample
     from mjax.run.continuing import Origin
     from mjax.run.loop import Run
     from mjax.step.train_state import TrainState
@@ -104,7 +107,15 @@ def train(
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
-        options = Options(name=label, step=step, origin=origin, on_end=_print_sample, watchdog=watchdog)
+        samples = _Samples()
+        options = Options(
+            name=label,
+            step=step,
+            origin=origin,
+            on_validation=samples.at_validation,
+            on_end=samples.at_end,
+            watchdog=watchdog,
+        )
         if arguments.profile is not None and processes.is_first():
             steps = profiled_steps(arguments.profile, config.train.steps)
             options = replace(options, profile=Recorder(steps, arguments.resume))
@@ -112,37 +123,89 @@ def train(
     return result.exit_code
 
 
-def _print_sample(run: Run, state: TrainState, data: TrainingData) -> None:
-    """Print how the trained model continues `log.prompt`, or the beginning of a validation sample.
+class _Samples:
+    """Continues prompts with the model of a run: those of `log.sample_prompts` at each validation, and one at the end.
 
-    It prints nothing if the run has no tokenizer, if `log.sample_tokens` is 0, or if the model is not causal.
+    It prints nothing if the run has no tokenizer, or if the model is not causal.
     """
-    from rich.text import Text
 
-    from mjax.data.tokenizers import tokenizer_from_folder
-    from mjax.generation.generate import Generator, Sampling
-    from mjax.generation.text import continue_ids
-    from mjax.utils.progress import status
+    def __init__(self):
+        self._generator: Generator | None = None
 
-    log, display = run.config.log, run.display
-    if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
-        return
-    tokenizer = tokenizer_from_folder(data.tokenizer)
-    if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
-        batch = (data.validation or data.training).at(0)
-        end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
-        ids = batch["tokens"][0, :end].tolist()
-        prompt = tokenizer.decode(ids)
-    else:
-        prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
-    sampling = Sampling(tokens=log.sample_tokens, seed=run.config.train.seed)
-    display.say("")
-    with status("writing a sample", display.console):
-        generator = Generator(run.config, run.mesh)
-        (sample,) = continue_ids(generator, state.model, tokenizer.decode, [prompt], [ids], sampling, tokenizer.eod)
-    text = Text(prompt, style="dim") + Text(sample.continuation)
-    display.console.print(text, soft_wrap=True, highlight=False)
-    display.say("")
+    def at_validation(self, run: Run, state: TrainState, step: int) -> None:
+        """Print the continuations, and add them to samples.jsonl."""
+        if run.config.log.sample_prompts is None or run.tokenizer is None or not run.config.model.causal:
+            return
+        from mjax.data.tokenizers import tokenizer_from_folder
+        from mjax.generation.chat import Chat
+        from mjax.utils.files import to_disk
+
+        prompts = read_prompts(run.config.log.sample_prompts)
+        chat = Chat(run.tokenizer) if run.config.data.conversations else None
+        tokenizer = tokenizer_from_folder(run.tokenizer)
+        texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
+        encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
+        ends = tokenizer.eod if chat is None else chat.stops
+        samples = self._continued(run, state, texts, [encode(text) for text in texts], decode, ends)
+        for prompt, sample in zip(prompts, samples, strict=True):
+            run.display.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
+        if run.log:
+            file = run.log.folder / "samples.jsonl"
+            with file.open("a", encoding="utf-8") as stream:
+                for prompt, sample in zip(prompts, samples, strict=True):
+                    record = {"step": step, "prompt": prompt, "continuation": sample.continuation}
+                    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            to_disk(file)
+
+    def at_end(self, run: Run, state: TrainState, data: TrainingData) -> None:
+        """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if
+        `log.sample_tokens` is 0."""
+        log, display = run.config.log, run.display
+        if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
+            return
+        from rich.text import Text
+
+        from mjax.data.tokenizers import tokenizer_from_folder
+
+        tokenizer = tokenizer_from_folder(data.tokenizer)
+        if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
+            batch = (data.validation or data.training).at(0)
+            end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
+            ids = batch["tokens"][0, :end].tolist()
+            prompt = tokenizer.decode(ids)
+        else:
+            prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
+        display.say("")
+        (sample,) = self._continued(run, state, [prompt], [ids], tokenizer.decode, tokenizer.eod)
+        text = Text(prompt, style="dim") + Text(sample.continuation)
+        display.console.print(text, soft_wrap=True, highlight=False)
+        display.say("")
+
+    def _continued(self, run: Run, state: TrainState, prompts, encoded, decode, ends) -> list[Sample]:
+        from mjax.generation.generate import Generator, Sampling
+        from mjax.generation.text import continue_ids
+        from mjax.utils.progress import status
+
+        sampling = Sampling(tokens=max(run.config.log.sample_tokens, 1), seed=run.config.train.seed)
+        with status("writing samples", run.display.console):
+            self._generator = self._generator or Generator(run.config, run.mesh)
+            return continue_ids(self._generator, state.model, decode, prompts, encoded, sampling, ends)
+
+
+def read_prompts(file: str) -> list[str]:
+    """The prompts of `--log.sample-prompts`, one a line.
+
+    Raises:
+      UsageError: the file is missing, is not text, or has no line.
+    """
+    try:
+        lines = [line for line in lines_of(Path(file).read_text(encoding="utf-8")) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UsageError(f"--log.sample-prompts {file} cannot be read ({reason}); give a text file") from None
+    if not lines:
+        raise UsageError(f"--log.sample-prompts {file} has no prompt; write one a line")
+    return lines
 
 
 def _train_arguments(
@@ -173,6 +236,8 @@ def _train_arguments(
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
     arguments = replace(arguments, settings=settings)
     validate(settings, label)
+    if settings.log.sample_prompts is not None:
+        read_prompts(settings.log.sample_prompts)
     if arguments.profile is not None:
         profiled_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)

@@ -259,8 +259,11 @@ class LogConfig:
     """Weights & Biases project to log to (needs the wandb package)."""
     prompt: str | None = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
+    sample_prompts: str | None = None
+    """File of prompts, one a line, that the model continues at each validation, into samples.jsonl. After training on
+    conversations it answers them."""
     sample_tokens: CountOrZero = 96
-    """Tokens generated at the end of training; 0: none."""
+    """Tokens of a sample; 0: none at the end of training."""
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
         # --- Steps ----------------------------------------------------------------------------------------------------
         run = Run(resolved, mesh, program, checkpoints, log, display, watchdog, options)
+        run.tokenizer = data.tokenizer
         run.guard.continued_from = step if step >= 0 else None
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
@@ -148,6 +149,7 @@ class Run:
         self.clock = 0.0
         self.written = 0  # records
         self.guard = Guard(config, checkpoints, display.say if display else print)
+        self.tokenizer: Path | None = None  # its folder
         self.nonfinite = False  # True if the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
         self.entropy: float | None = None  # of the labels of an evaluation, the same every time
@@ -228,6 +230,8 @@ class Run:
                         shown = losses(validation_loss, validation_metrics, config.model.metrics)
                         display.say(f"step {step}: validation {shown}")
                         record.val_loss, record.val_metrics = validation_loss, validation_metrics
+                        with jax.transfer_guard("allow"):
+                            self.options.on_validation(self, state, step)
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")

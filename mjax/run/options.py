@@ -78,6 +78,7 @@ class Options:
       loss: instead of the model's (`Forward.loss_fn`).
       optimizer: instead of the config's (`build_program`).
       on_step: called with the record of each step; True ends the run.
+      on_validation: called with the `Run`, its state and step after each validation.
       on_end: called with the `Run`, its state and data after the last step, before the results are printed; not called
         if the run was stopped.
       show: whether to print progress.
@@ -92,6 +93,7 @@ class Options:
     loss: Callable | None = None
     optimizer: optax.GradientTransformation | None = None
     on_step: Callable[[Record], bool] = lambda record: False
+    on_validation: Callable[..., None] = lambda run, state, step: None
     on_end: Callable[..., None] = lambda run, state, data: None
     show: bool = True
     profile: Profile = field(default_factory=Profile)
