@@ -51,7 +51,7 @@ class SftArguments(TrainArguments):
     --data is --data.path; all flags of `mjax train` work."""
 
     epochs: Annotated[float, Bounds(gt=0)] = 3.0
-    """Times that every conversation is seen; train.steps in its place is exact."""
+    """Times that every conversation is seen; --train.steps instead is exact."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
     turns: Literal["all", "last"] = "all"

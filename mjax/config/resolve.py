@@ -71,7 +71,7 @@ def resolve_steps(config: Config, typed: Set[str] = frozenset()) -> tuple[Config
 
 
 def _metadata(config: Config) -> dict[str, DatasetMetadata]:
-    """What `mjax prepare` recorded, by dataset; Megatron's tools record nothing.
+    """Return the metadata that `mjax prepare` recorded, by dataset; Megatron's tools record none.
 
     Several datasets have the same tokenizer, or `open_data` refuses them.
     """

@@ -1,13 +1,13 @@
 """Conversations as training text: their ids, and which of them the model is trained to write.
 
-What the assistant writes is trained, from where its turn begins to the token that ends it; questions, tool results and
-headers are context. Two sources say where that is:
+A model is trained on the turns of the assistant, from after its header to the token that ends it. Questions, tool
+results and headers are context. Two sources say where a turn is:
 
     {% generation %}    in the template, if it has it
     prefixes            else: turn k is what rendering the first k messages adds to rendering those before it with
                         the header of an answer
 
-Prefixes only agree if a template renders a message alike whatever follows. A template that leaves the reasoning out of
+Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the reasoning out of
 earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates put before an
 answer, is never trained (it would teach the model not to think).
 """
@@ -36,7 +36,7 @@ FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", 
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a conversation is trained.
+    """The part of a conversation that is trained.
 
     Attributes:
       turns: all turns of the assistant, or the last.
@@ -157,7 +157,7 @@ def _before(chat: Chat, messages: Sequence[Message], tools: list | None, number:
 
 
 def _turn(chat: Chat, messages: Sequence[Message], tools: list | None, number: int, text: str) -> tuple[int, int]:
-    """Where the turn `messages[number]` begins and ends in the text of all of them."""
+    """Return the first and the last character of the turn `messages[number]` in the text of all of them."""
     begin = len(_before(chat, messages, tools, number, text))
     turn = chat.rendered(messages[: number + 1], tools)[0][begin:]
     if not text.startswith(turn, begin):

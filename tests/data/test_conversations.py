@@ -23,7 +23,7 @@ MARKED = CHATML.replace(
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}",
 )
 STRIPPED = "{% set text %}" + CHATML + "{% endset %}{{ text | trim }}"
-# As Qwen 3: reasoning of the last turn only, or an empty block in its place.
+# As Qwen 3: reasoning of the last turn only, or an empty block instead.
 THINKING = """{%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {% if message['role'] == 'assistant' and loop.last -%}
@@ -89,7 +89,7 @@ def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, 
 
 
 def test_plain_template_trains_answer_and_end_of_document(tmp_path):
-    """Of a tokenizer without special tokens; the prompt alone has the ids that it has in the whole."""
+    """The tokenizer has no special tokens. The prompt alone has the ids that it has in the whole."""
     load_tokenizer("bytes").save(tmp_path)
     (tmp_path / TEMPLATE).write_text(PLAIN)
     chat = Chat(tmp_path)

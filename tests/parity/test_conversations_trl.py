@@ -1,4 +1,4 @@
-"""What is trained in conversations, by the published chat templates that come with trl: by hand, and by its marks."""
+"""Trained parts of conversations in the published chat templates that come with trl, by hand and by its marks."""
 
 from importlib.metadata import distribution
 

@@ -240,7 +240,7 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
 
 
 def parse_rows(block: Block) -> tuple[list[Document], list[str]]:
-    """As `parse`, but of lines or rows whose text is not one field: all `fields`, and no text."""
+    """Return the lines or rows of a block with all fields and no text, and the malformed ones."""
     documents, malformed = [], []
     for source, size, content in _pieces(block):
         try:
