@@ -7,9 +7,9 @@ results and headers are context. Two sources say where a turn is:
     prefixes            else: turn k is what rendering the first k messages adds to rendering those before it with
                         the header of an answer
 
-Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the reasoning out of
-earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates put before an
-answer, is never trained (it would teach the model not to think).
+Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the
+reasoning out of earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates
+put before an answer, is never trained (it would teach the model not to think).
 """
 
 from __future__ import annotations
