@@ -13,10 +13,9 @@ from tokenizers import decoders, pre_tokenizers
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.commands import cli
 from mjax.config import save_config
-from mjax.data.tokenizers import load_tokenizer
+from mjax.data.tokenizers import ends_of_text, load_tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat, read_conversations
-from mjax.generation.inference import ends_of_text
 from mjax.models.build import build_model
 from tests.small import small_config
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+import tyro
 from rich.console import Console
 
 from mjax.config import read_settings
-from mjax.data.corpus import Corpus, Questions, parse_rows
+from mjax.config.bounds import Count, CountOrZero
+from mjax.data.corpus import Corpus, TextArguments, TextFiles, parse_rows
 from mjax.data.corpus.blocks import ENDINGS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import tokenizer_from_folder
@@ -20,15 +23,66 @@ from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
 
-if TYPE_CHECKING:
-    from mjax.commands.prepare import Encoded, PrepareArguments
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationArguments(TextArguments):
+    """Flags of `mjax prepare` for conversations."""
+
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
+    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
+    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
+    turns: Literal["all", "last"] = "all"
+    """With --chat: train on all turns of the assistant, or the last."""
+    reasoning: bool = True
+    """With --chat: train on the assistant's reasoning, too."""
+    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """With --chat: leave out a conversation that is longer, or its end."""
+    preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
+    """With --chat: show the first N conversations with what is trained in green."""
+
+
+class Encoded(NamedTuple):
+    """The documents of one block.
+
+    Attributes:
+      tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
+      lengths: tokens in each sequence, int32 [sequences].
+      sequences: sequences in each document, int64 [documents].
+      text_bytes: bytes of their text in UTF-8.
+      size: bytes of the input file they took.
+      malformed: what is malformed in the block, in order.
+      trained: of conversations, whether each token is trained, bool [tokens].
+      dropped, cut: conversations that were too long.
+      endless: conversations whose last turn ends without a special token.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+    text_bytes: int
+    size: int
+    malformed: list[str]
+    trained: np.ndarray | None = None
+    dropped: int = 0
+    cut: int = 0
+    endless: int = 0
+
 
 ONLY = {"template": None, "turns": "all", "reasoning": True, "longest": None, "too_long": "drop", "preview": 0}
 """Flags that go with --chat, and their defaults."""
 
 
-def check_chat(arguments: PrepareArguments) -> None:
+def check_chat(arguments: ConversationArguments, tokenizer: str | None, of_text: Mapping[str, object]) -> None:
     """Refuse flags that do not go with --chat, or only with it, and a run without a chat template.
+
+    Args:
+      arguments: as parsed.
+      tokenizer: --tokenizer.
+      of_text: flags that are for text, with their values.
 
     Raises:
       UsageError: one sentence.
@@ -38,10 +92,10 @@ def check_chat(arguments: PrepareArguments) -> None:
             if getattr(arguments, name) != default:
                 raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
         return
-    for name in ("split_sentences", "split_documents"):
-        if getattr(arguments, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for text, and --chat for conversations; leave one out")
-    kind, _, run = (arguments.tokenizer or "").partition(":")
+    for flag, value in of_text.items():
+        if value:
+            raise UsageError(f"{flag} is for text, and --chat for conversations; leave one out")
+    kind, _, run = (tokenizer or "").partition(":")
     if kind != "run":
         raise UsageError(
             "--chat needs the tokenizer and the chat template of the model to train; add --tokenizer run:RUN"
@@ -55,31 +109,26 @@ def check_chat(arguments: PrepareArguments) -> None:
         raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
 
 
-def with_longest(arguments: PrepareArguments) -> PrepareArguments:
-    """The arguments with the longest conversation that the model takes, unless they say it."""
-    if arguments.longest is not None:
-        return arguments
-    run = Path(arguments.tokenizer.partition(":")[2])
-    return replace(arguments, longest=read_settings(run / "config.json").model.sequence + 1)
+def longest_of(run: Path) -> int:
+    """Tokens of the longest conversation that the model of a run takes."""
+    return read_settings(run / "config.json").model.sequence + 1
 
 
-def save_chat(arguments: PrepareArguments, folder: Path) -> None:
-    """Copy what the run has beside its tokenizer, and write the chat template, into the folder of a tokenizer."""
-    shutil.copytree(Path(arguments.tokenizer.partition(":")[2]) / "tokenizer", folder, dirs_exist_ok=True)
-    if arguments.template == "plain":
+def save_chat(template: str | None, run: Path, folder: Path) -> None:
+    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer."""
+    shutil.copytree(run / "tokenizer", folder, dirs_exist_ok=True)
+    if template == "plain":
         (folder / TEMPLATE).write_text(PLAIN, encoding="utf-8")
-    elif arguments.template is not None:
-        shutil.copy(arguments.template, folder / TEMPLATE)
+    elif template is not None:
+        shutil.copy(template, folder / TEMPLATE)
 
 
-def conversations_of(arguments: PrepareArguments) -> Corpus:
-    """The conversations of the inputs, or of the demo.
+def conversations_of(arguments: ConversationArguments) -> TextFiles:
+    """The conversations of the inputs.
 
     Raises:
       UsageError: a file is text.
     """
-    if arguments.demo:
-        return Questions()
     corpus = replace(arguments, key="").open()
     for file in corpus.files:
         if not ending_of(file).startswith((".jsonl", ".parquet")):
@@ -88,7 +137,7 @@ def conversations_of(arguments: PrepareArguments) -> Corpus:
     return corpus
 
 
-def show_first(arguments: PrepareArguments, corpus: Corpus, folder: Path) -> None:
+def show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -> None:
     """Print the first conversations, with what is trained in green."""
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     left = arguments.preview
@@ -106,14 +155,14 @@ def show_first(arguments: PrepareArguments, corpus: Corpus, folder: Path) -> Non
     console.rule(style="dim")
 
 
-def _trained(arguments: PrepareArguments) -> Trained:
+def _trained(arguments: ConversationArguments) -> Trained:
     return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
 
 
 class ConversationEncoder:
     """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
 
-    def __init__(self, arguments: PrepareArguments, key: str, folder: Path):
+    def __init__(self, arguments: ConversationArguments, key: str, folder: Path):
         self.trained, self.skip = _trained(arguments), arguments.malformed == "skip"
         self.tokenizer = tokenizer_from_folder(folder)
         self.chat = Chat(folder, self.tokenizer)
@@ -121,8 +170,6 @@ class ConversationEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """The conversations of a block as token ids and masks."""
-        from mjax.commands.prepare import Encoded
-
         documents, malformed = parse_rows(block)
         encoded, dropped = [], 0
         for document in documents:

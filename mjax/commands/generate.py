@@ -18,10 +18,10 @@ from mjax.cluster.launch import keep_programs
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import Count, check_bounds
-from mjax.data.tokenizers import Tokenizer
+from mjax.data.tokenizers import Tokenizer, ends_of_text
 from mjax.errors import UsageError, lines_of
 from mjax.generation.generate import Generator, Sampling
-from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, Sample, Streamed, continue_ids
 from mjax.parallel.mesh import make_mesh
 

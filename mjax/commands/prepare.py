@@ -26,7 +26,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -35,17 +35,19 @@ from rich.console import Console
 
 from mjax import __version__
 from mjax.commands.conversations import (
+    ConversationArguments,
     ConversationEncoder,
+    Encoded,
     check_chat,
     conversations_of,
+    longest_of,
     save_chat,
     show_first,
-    with_longest,
 )
 from mjax.config import DataConfig, load_config
-from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
-from mjax.data.corpus import Corpus, TextArguments, Wikipedia, load_splitter, parse, split_sentences
+from mjax.data.corpus import Corpus, Questions, Wikipedia, load_splitter, parse, split_sentences
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.outputs import facts, speed, text_progress
 from mjax.data.corpus.workers import Workers, useful_workers
@@ -60,7 +62,7 @@ CHUNK = 2**14  # characters that are sampled together
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareArguments(TextArguments):
+class PrepareArguments(ConversationArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
@@ -73,21 +75,6 @@ class PrepareArguments(TextArguments):
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
     """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
-    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
-    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
-    turns: Literal["all", "last"] = "all"
-    """With --chat: train on all turns of the assistant, or the last."""
-    reasoning: bool = True
-    """With --chat: train on the assistant's reasoning, too."""
-    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
-    too_long: Literal["drop", "cut"] = "drop"
-    """With --chat: leave out a conversation that is longer, or its end."""
-    preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
-    """With --chat: show the first N conversations with what is trained in green."""
     append_eod: bool = True
     """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
     prepend_bos: Literal["auto", "on", "off"] = "auto"
@@ -151,9 +138,10 @@ def write_dataset(arguments: PrepareArguments) -> PrepareSummary:
     """
     began = time.perf_counter()
     _check(arguments)
+    run = Path((arguments.tokenizer or "").partition(":")[2])  # of --chat
     if arguments.chat:
-        arguments = with_longest(arguments)
-        corpus = conversations_of(arguments)
+        arguments = dataclasses.replace(arguments, longest=arguments.longest or longest_of(run))
+        corpus = Questions() if arguments.demo else conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
@@ -197,7 +185,8 @@ def _check(arguments: PrepareArguments) -> None:
             f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out, "
             f"or leave out --tokenizer {arguments.tokenizer}"
         )
-    check_chat(arguments)
+    of_text = {"--split-sentences": arguments.split_sentences, "--split-documents": arguments.split_documents}
+    check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
     check_output(arguments.output, arguments.overwrite)
@@ -230,7 +219,8 @@ def _write(
     prefix, text_bytes, trained, counts = arguments.output, 0, 0, np.zeros(3, np.int64)
     with writing(prefix, "preparing", tokenizer.vocabulary) as writer:
         if arguments.chat:
-            save_chat(arguments, temporary_tokenizer(prefix))
+            run = Path(arguments.tokenizer.partition(":")[2])
+            save_chat(arguments.template, run, temporary_tokenizer(prefix))
         tokenizer.save(temporary_tokenizer(prefix))
         if arguments.preview and not arguments.json:
             show_first(arguments, corpus, temporary_tokenizer(prefix))
@@ -277,33 +267,6 @@ def _write(
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
-
-
-class Encoded(NamedTuple):
-    """The documents of one block.
-
-    Attributes:
-      tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
-      lengths: tokens in each sequence, int32 [sequences].
-      sequences: sequences in each document, int64 [documents].
-      text_bytes: bytes of their text in UTF-8.
-      size: bytes of the input file they took.
-      malformed: what is malformed in the block, in order.
-      trained: of conversations, whether each token is trained, bool [tokens].
-      dropped, cut: conversations that were too long.
-      endless: conversations whose last turn ends without a special token.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    sequences: np.ndarray
-    text_bytes: int
-    size: int
-    malformed: list[str]
-    trained: np.ndarray | None = None
-    dropped: int = 0
-    cut: int = 0
-    endless: int = 0
 
 
 class Encoder:

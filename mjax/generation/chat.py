@@ -15,12 +15,11 @@ from typing import Any
 
 import tokenizers
 
-from mjax.data.tokenizers import EOD_PIECE, Tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import EOD_PIECE, Tokenizer, ends_of_text, optional_object, tokenizer_from_folder
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError, lines_of
 from mjax.generation.chat_template import Template, TemplateError
-from mjax.generation.inference import ends_of_text, optional_object
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"

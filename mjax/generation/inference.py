@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,7 +19,6 @@ from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
-from mjax.utils.files import read_json
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 
@@ -168,31 +166,6 @@ def check_enough_devices(mesh: MeshConfig) -> None:
         given = " ".join(f"--mesh.{axis} {size}" for axis, size in flags.items() if size > 1)
         fewer = " ".join(f"--mesh.{axis} 1" for axis, size in flags.items() if size > 1)
         raise UsageError(f"{given} needs {mesh.devices} devices; {present} found: use {fewer}")
-
-
-def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
-    """The ids that end a generated text: the end of document, and those that the model's generation_config.json names,
-    in the tokenizer's folder, unless another tokenizer is `given`, as KIND:FILES.
-
-    Raises:
-      UsageError: the file is damaged.
-    """
-    file = folder / "generation_config.json"
-    ids = optional_object(file).get("eos_token_id") if given is None else None
-    ids = ids if isinstance(ids, list) else [ids]
-    return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})
-
-
-def optional_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none.
-
-    Raises:
-      UsageError: the file is damaged.
-    """
-    value = read_json(file, "restore it") if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} is not an object of JSON; restore it")
-    return value
 
 
 def run_tokenizer(

@@ -13,9 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from mjax.config import MeshConfig
+from mjax.data.tokenizers import ends_of_text
 from mjax.errors import UsageError, in_python
 from mjax.generation.generate import Continuation, Generator, Sampling
-from mjax.generation.inference import OpenRun, ends_of_text, inference_config, open_run, read_run, run_tokenizer
+from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 
 Decode = Callable[[list[int]], str]

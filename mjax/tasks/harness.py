@@ -31,10 +31,11 @@ from tqdm import tqdm
 from mjax.checkpoint.checkpoint import restore_weights
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
+from mjax.data.tokenizers import ends_of_text
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.generation.generate import Generator, Sampling
-from mjax.generation.inference import ends_of_text, inference_config, read_run, run_tokenizer
+from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import written_after
 from mjax.parallel.mesh import make_mesh
 from mjax.step.kernel_trial import with_kernel

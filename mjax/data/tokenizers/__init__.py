@@ -17,6 +17,7 @@ you name it once, on the command line of `mjax prepare`.
 """
 
 from pathlib import Path
+from typing import Any
 
 from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
@@ -115,6 +116,31 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
 def bos_of(folder: Path) -> int | None:
     """The id that begins texts of the tokenizer that `Tokenizer.save` wrote into `folder`, which is not opened."""
     return read_json(folder / DESCRIPTION, "prepare the data again").get("bos")
+
+
+def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
+    """The ids that end a generated text: the end of document, and those that the model's generation_config.json names,
+    in the tokenizer's folder, unless another tokenizer is `given`, as KIND:FILES.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    file = folder / "generation_config.json"
+    ids = optional_object(file).get("eos_token_id") if given is None else None
+    ids = ids if isinstance(ids, list) else [ids]
+    return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})
+
+
+def optional_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    value = read_json(file, "restore it") if file.is_file() else {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} is not an object of JSON; restore it")
+    return value
 
 
 def same_files(one: Path, other: Path) -> bool:
