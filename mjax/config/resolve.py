@@ -48,6 +48,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
         one.trained is not None for one in noted.values()
     ):
         config = replace(config, data=replace(config.data, conversations=True))
+        lines.append("conversations, in which the turns of the assistant are trained")
     warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)
     if warmup is not None:
         steps = f"{warmup} step{'s' * (warmup != 1)}"
