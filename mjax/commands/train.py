@@ -166,17 +166,19 @@ class _Samples:
         from rich.text import Text
 
         from mjax.data.tokenizers import tokenizer_from_folder
+        from mjax.generation.chat import Chat
 
         tokenizer = tokenizer_from_folder(data.tokenizer)
+        decode = tokenizer.decode
         if log.prompt is None:  # as ids: their text may spell tokens that no text encodes to
             batch = (data.validation or data.training).at(0)
             end = int(batch["loss_mask"][0].argmax()) + 1 if run.config.data.conversations else 8  # before an answer
             ids = batch["tokens"][0, :end].tolist()
-            prompt = tokenizer.decode(ids)
+            prompt = Chat(data.tokenizer).decode(ids, special=True) if run.config.data.conversations else decode(ids)
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.say("")
-        (sample,) = self._continued(run, state, [prompt], [ids], tokenizer.decode, tokenizer.eod)
+        (sample,) = self._continued(run, state, [prompt], [ids], decode, tokenizer.eod)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.say("")

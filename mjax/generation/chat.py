@@ -109,28 +109,38 @@ class Chat:
         """
         if goes_on:
             last = {**messages[-1], "content": f"{messages[-1].get('content')}{MARK}"}
-            return self.rendered([*messages[:-1], last], tools)[0].rpartition(MARK)[0]
-        return self.rendered(messages, tools, answer=True)[0]
+            return self.rendered([([*messages[:-1], last], False)], tools)[0][0].rpartition(MARK)[0]
+        return self.rendered([(messages, True)], tools)[0][0]
 
-    def rendered(self, messages: Sequence[Message], tools: list | None, answer: bool = False) -> tuple[str, Spans]:
-        """The text of messages, and which of its characters the template calls generated.
+    @property
+    def marks(self) -> bool:
+        """True if the template may mark what the assistant writes."""
+        return self._template.marks
+
+    def rendered(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: list | None
+    ) -> list[tuple[str, Spans]]:
+        """The texts of conversations, and which of their characters the template calls generated.
 
         Args:
-          messages, tools: as in `render`.
-          answer: whether the text ends where the model's answer begins.
+          conversations: messages, and whether the text ends where the model's answer begins.
+          tools: as in `render`.
 
         Raises:
-          UsageError: the template refuses it.
+          UsageError: the template refuses one.
         """
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        with self._errors():
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in plain],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=answer,
+        requests = [
+            {
+                "messages": [_with_reasoning(message) for message in messages],
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": answer,
                 **self._special,
-            )
+            }
+            for messages, answer in conversations
+        ]
+        with self._errors():
+            return self._template.render_all(requests)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered conversation, in which special tokens are what they spell."""
@@ -202,6 +212,7 @@ def read_conversations(text: str) -> list[tuple[list[Message], list | None]]:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """The message with its reasoning under the names that templates read."""
+    """The message without empty values, and with its reasoning under the names that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -14,6 +14,7 @@ import secrets
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -22,11 +23,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 10.0
-"""For one conversation."""
+"""For the texts that are asked for together."""
 MEMORY = 1 << 30
 """Bytes that the child may map; a template needs a tenth of them."""
 MOST = 1 << 24
-"""Characters of a rendered conversation."""
+"""Characters of these texts."""
+Rendered = tuple[str, list[tuple[int, int]]]
 
 
 class TemplateError(Exception):
@@ -45,8 +47,18 @@ class Template:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
 
-    def render(self, **values: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the template with these values, which JSON can hold, and where {% generation %} begins and ends.
+    @property
+    def marks(self) -> bool:
+        """True if the template may mark what the assistant writes, by {% generation %}."""
+        return "generation" in self.source
+
+    def render(self, **values: Any) -> Rendered:
+        """The text of the template with these values, and where {% generation %} begins and ends; raises as
+        `render_all`."""
+        return self.render_all([values])[0]
+
+    def render_all(self, requests: Sequence[dict[str, Any]]) -> list[Rendered]:
+        """`render` of several values, which JSON can hold.
 
         Raises:
           TemplateError: it refuses them, or takes too much time, memory or room.
@@ -57,7 +69,7 @@ class Template:
             self._say(self.source)
             self._child.stdout.readline()  # it is ready
         try:
-            self._say(values)
+            self._say(list(requests))
             if not select.select([self._child.stdout], [], [], SECONDS)[0]:
                 raise TemplateError(f"it is not done after {SECONDS:.0f} s")
             line = self._child.stdout.readline()
@@ -69,7 +81,7 @@ class Template:
         answer = json.loads(line)
         if "error" in answer:
             raise TemplateError(answer["error"])
-        return answer["text"], [tuple(span) for span in answer["generated"]]
+        return [(text, [tuple(span) for span in generated]) for text, generated in answer["texts"]]
 
     def close(self) -> None:
         """End the process; another conversation starts a new one."""
@@ -86,18 +98,20 @@ class Template:
 
 
 def serve() -> None:
-    """In the child: read the template, then a conversation a line, and answer each with its text or an error."""
+    """In the child: read the template, then a list of values a line, and answer each with texts or an error."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source, templates = json.loads(sys.stdin.readline()), []
     print(flush=True)
     for line in sys.stdin:
         try:
             templates = templates or [environment(marks).from_string(source) for marks in (("", ""), (BEGIN, END))]
-            values = json.loads(line)
-            text = templates[0].render(**values)
-            same, generated = without_marks(templates[1].render(**values)) if "generation" in source else (text, [])
-            answer = {"text": text, "generated": generated if same == text else []}  # not if a filter cut into a mark
-            if len(text) > MOST:
+            texts = []
+            for values in json.loads(line):
+                text = templates[0].render(**values)
+                same, generated = without_marks(templates[1].render(**values)) if "generation" in source else (text, [])
+                texts.append((text, generated if same == text else []))  # not if a filter cut into a mark
+            answer = {"texts": texts}
+            if sum(len(text) for text, _ in texts) > MOST:
                 answer = {"error": f"it writes more than {MOST:,} characters"}
         except MemoryError:
             answer = {"error": f"it takes more than {MEMORY >> 20} MiB"}

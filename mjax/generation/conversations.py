@@ -133,12 +133,18 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise Unfit("it has no turn of the assistant")
-    text, generated = chat.rendered(messages, tools)
-    if generated and trained.turns == "last":
-        begin = len(_before(chat, messages, tools, answers[-1], text))
-        generated = [span for span in generated if span[1] > begin]
     answers = answers[-1:] if trained.turns == "last" else answers
-    spans = generated or [_turn(chat, messages, tools, number, text) for number in answers]
+    around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
+    asked = around[-2:-1] if chat.marks else around
+    (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
+    if generated:
+        begin = len(_before(others[0][0], answers[-1], text)) if trained.turns == "last" else 0
+        spans = [span for span in generated if span[1] > begin]
+    else:
+        if chat.marks:
+            others = chat.rendered(around, tools)
+        texts = iter(rendered for rendered, _ in others)
+        spans = [_turn(chat, next(texts), next(texts), number, text) for number in answers]
     parts = []
     for begin, end in spans:
         first, last = _untrained(text[begin:end], messages, trained.reasoning)
@@ -146,20 +152,25 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     return text, [(begin, end) for begin, end in parts if begin < end]
 
 
-def _before(chat: Chat, messages: Sequence[Message], tools: list | None, number: int, text: str) -> str:
+def _before(before: str, number: int, text: str) -> str:
     """The text before the turn `messages[number]` of the assistant, with the header of an answer."""
-    before = ""
-    if number:
-        before, _ = chat.rendered(messages[:number], tools, answer=True)
     if not text.startswith(before):
         raise Unfit(_disagrees(number))
     return before
 
 
-def _turn(chat: Chat, messages: Sequence[Message], tools: list | None, number: int, text: str) -> tuple[int, int]:
-    """Return the first and the last character of the turn `messages[number]` in the text of all of them."""
-    begin = len(_before(chat, messages, tools, number, text))
-    turn = chat.rendered(messages[: number + 1], tools)[0][begin:]
+def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tuple[int, int]:
+    """Return the first and the last character of the turn `messages[number]` in the text of all of them.
+
+    Args:
+      chat: knows its special tokens.
+      before: the text of the messages before it, with the header of an answer.
+      through: the text of these messages and of its own.
+      number: of the message.
+      text: of all messages.
+    """
+    begin = len(_before(before, number, text))
+    turn = through[begin:]
     if not text.startswith(turn, begin):
         turn = EMPTY.sub("", turn, count=1)  # put before the last answer only
     alone = turn.removesuffix(chat.special_end(turn))
@@ -203,11 +214,13 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
       trained: what of it is trained.
 
     Raises:
-      Unfit: it cannot be trained on.
-      UsageError: the template refuses it.
+      Unfit: it cannot be trained on, or the template refuses it.
     """
     messages, tools = messages_of(fields)
-    text, spans = trained_spans(chat, messages, tools, trained)
+    try:
+        text, spans = trained_spans(chat, messages, tools, trained)
+    except UsageError as error:
+        raise Unfit(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
     if not any(marks[1:]):  # nothing predicts the first
         raise Unfit("none of its tokens are trained")
