@@ -1,6 +1,7 @@
 """`mjax sft`, from a run and a file of conversations to answers."""
 
 import json
+import os
 import re
 import shutil
 
@@ -64,6 +65,15 @@ def test_mesh_leaves_losses(base, tmp_path):
         assert sft("--name", name, "--train.steps", "2", "--precision.compute", "fp32", *flags) == 0
         losses[name] = [record["loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
     assert losses["other"] == pytest.approx(losses["one"], abs=1e-5)
+
+
+def test_one_conversation_and_one_step_are_enough(base, tmp_path, capsys):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert sft("--name", "one", "--train.steps", "1", *MESH) == 0
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "c"}\n')
+    os.utime(tmp_path / "chat-base.idx", (0, 0))
+    assert sft("--name", "two", "--train.steps", "1", *MESH) == 2
+    assert "chat-base was prepared from other conversations; add --data chat-base" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

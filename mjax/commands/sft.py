@@ -168,7 +168,7 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
     steps, validation = _length(typed, given.epochs)
     if "train.steps" in typed_flags(argv):
         steps = typed.train.steps
-    optimizer = replace(settings.optimizer, warmup_steps=math.ceil(0.03 * steps))
+    optimizer = replace(settings.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1))
     train_config = replace(
         train_config,
         steps=steps,
