@@ -193,7 +193,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
     shardings = jax.tree.map(partial(jax.NamedSharding, mesh), specs)
 
     def summarized(model, batch, step, scale):
-        means, gradients, _ = loss_and_gradients(config, plan, model, batch, step, scale)
+        means, gradients = loss_and_gradients(config, plan, model, batch, step, scale)
         return model.summary(means), gradients
 
     program = jax.shard_map(

@@ -37,6 +37,7 @@ from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
 from mjax.step.layout import initial_weights, lay_out
 from mjax.step.losses import (
+    Count,
     EvalMetrics,
     StepMetrics,
     global_counts,
@@ -260,7 +261,8 @@ def _train_step(
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
     scale = state.loss_scale.scale
-    sums, gradients, counts = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn)
+    counts = global_counts(state.model, batch)
+    sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn, counts)
     means = state.model.summary(sums)
     loss = reported_loss(state.model.loss_weights, means)
     squares = squared_norms(gradients, config.mesh)
@@ -309,6 +311,7 @@ def loss_and_gradients(
     step: Array,
     scale: Array,
     loss_fn: Callable | None = None,
+    counts: dict[str, Count] | None = None,
 ):
     """The means of a model over the global batch, and the gradient of its loss, from inside `shard_map`.
 
@@ -324,16 +327,16 @@ def loss_and_gradients(
       step: int32 [], numbers the dropout masks.
       scale: float32 [], multiplies the loss before differentiation and is divided out of both results.
       loss_fn: instead of `Model.loss`.
+      counts: `global_counts` of the batch, if they are known.
 
     Returns:
-      Means by name, [] each before `Model.summary`, or of the shape of their counts; a gradient in float32 for each
-      shard of `model`, sharded like it; and the counts of the global batch.
+      Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
+      shard of `model`, sharded like it.
     """
     compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
     scale = jnp.asarray(scale, wide)  # 1 / count is as exact as the weights
-    counts = global_counts(model, batch)
-    factors = shares(counts, scale)
+    factors = shares(counts or global_counts(model, batch), scale)
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = micro_batches_of(config, batch)
 
@@ -357,7 +360,7 @@ def loss_and_gradients(
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))
-    return means, gradients, counts
+    return means, gradients
 
 
 def _eval_step(config: Config, plan, loss_fn: Callable | None, model: Model, batch: dict[str, Array]) -> EvalMetrics:
