@@ -18,7 +18,7 @@ from tests.conftest import COMPILE_QUICKLY, ROOT
 
 NOTEBOOKS = {file.stem: file for file in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 IN_CI = ("01_f_and_g", "07_train_from_python")  # 04 and 08 also fetch 90 and 5 MB
-TRAIN = ("04", "05", "07", "08")  # for a minute and more: compiled well rather than quickly
+TRAIN = ("04", "05", "07", "08", "10")  # for a minute and more: compiled well rather than quickly
 LARGEST = 400_000  # bytes of a notebook, pictures included
 
 

@@ -12,6 +12,7 @@ import re
 import resource
 import secrets
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ class Template:
 
 def serve() -> None:
     """In the child: read the template, then a list of values a line, and answer each with texts or an error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source, templates = json.loads(sys.stdin.readline()), []
     print(flush=True)
