@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -16,7 +16,7 @@ from rich.console import Console
 from mjax.config import read_settings
 from mjax.config.bounds import Count, CountOrZero
 from mjax.data.corpus import Corpus, TextArguments, TextFiles, parse_rows
-from mjax.data.corpus.blocks import ENDINGS, Block, ending_of
+from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError
@@ -72,7 +72,11 @@ class Encoded(NamedTuple):
     endless: int = 0
 
 
-ONLY = {"template": None, "turns": "all", "reasoning": True, "longest": None, "too_long": "drop", "preview": 0}
+ONLY = {
+    field.name: field.default
+    for field in fields(ConversationArguments)
+    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
+}
 """Flags that go with --chat, and their defaults."""
 
 
@@ -131,9 +135,8 @@ def conversations_of(arguments: ConversationArguments) -> TextFiles:
     """
     corpus = replace(arguments, key="").open()
     for file in corpus.files:
-        if not ending_of(file).startswith((".jsonl", ".parquet")):
-            known = ", ".join(ending for ending in ENDINGS if not ending.startswith(".txt"))
-            raise UsageError(f"{file} is text, and --chat reads conversations from {known}; convert it")
+        if ending_of(file) not in OF_ROWS:
+            raise UsageError(f"{file} is text, and --chat reads conversations from {', '.join(OF_ROWS)}; convert it")
     return corpus
 
 

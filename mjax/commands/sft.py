@@ -9,7 +9,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -22,9 +22,9 @@ from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainCo
 from mjax.config.bounds import Bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.run import as_flag, differences
+from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
 
-CONVERSATIONS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 DEFAULTS = Config(
     data=DataConfig(conversations=True),
     optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate=2e-6, weight_decay=0.0),
@@ -67,7 +67,6 @@ class SftArguments(TrainArguments):
         "mjax sft --init runs/q --data chat.jsonl --name q-chat",
         "mjax generate --run runs/q-chat --chat --prompt 'What is Paris?'",
     )
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def sft(argv: Sequence[str]) -> int:
@@ -95,7 +94,7 @@ def sft(argv: Sequence[str]) -> int:
     if not paths and not given.settings.data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
     for path in paths:
-        if path.endswith(CONVERSATIONS):
+        if path.endswith(OF_ROWS):
             longest = given.settings.model.sequence + 1 if "model.sequence" in typed_flags(argv) else None
             prefix = _prepared(given, path, longest)
             argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
@@ -115,7 +114,7 @@ def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
     from mjax.data.tokenizers import same_files
     from mjax.generation.chat import TEMPLATE
 
-    ending = next(ending for ending in CONVERSATIONS if file.endswith(ending))
+    ending = next(ending for ending in OF_ROWS if file.endswith(ending))
     prefix = f"{file.removesuffix(ending)}-{given.init.resolve().name}"
     tokenizer = given.init / "tokenizer"
     metadata = read_metadata(prefix)
@@ -180,6 +179,7 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
 
 def _length(config: Config, epochs: float) -> tuple[int, int]:
     """Steps of some epochs, and batches of an epoch of validation."""
+    from mjax.data.cache import IndexCache, cache_folders
     from mjax.data.conversations import ConversationDataset
     from mjax.data.indexed import IndexedDataset
 
@@ -189,8 +189,9 @@ def _length(config: Config, epochs: float) -> tuple[int, int]:
             indexed = IndexedDataset(prefix)
             documents = range(len(indexed)) if part is None else split_sequences(config.data.split, len(indexed))[part]
             if documents:
-                one = ConversationDataset(indexed, documents, None, config.model.sequence, 0, pack=config.data.pack)
-                total += one.sequences
+                cache = IndexCache(cache_folders(prefix, config.data.cache), print)  # training reads it again
+                drawn = (indexed, documents, None, config.model.sequence, config.train.seed)
+                total += ConversationDataset(*drawn, pack=config.data.pack, cache=cache).sequences
         return total / config.train.global_batch
 
     data = config.data

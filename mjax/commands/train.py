@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,7 +106,8 @@ def train(
                 print(line)
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
-        samples = _Samples()
+        file = config.log.sample_prompts
+        samples = _Samples([] if file is None else read_prompts(file))
         options = Options(
             name=label,
             step=step,
@@ -129,18 +129,19 @@ class _Samples:
     It prints nothing if the run has no tokenizer, or if the model is not causal.
     """
 
-    def __init__(self):
+    def __init__(self, prompts: Sequence[str]):
+        """`prompts` are those of `log.sample_prompts`."""
+        self.prompts = prompts
         self._generator: Generator | None = None
 
     def at_validation(self, run: Run, state: TrainState, step: int) -> None:
         """Print the continuations, and add them to samples.jsonl."""
-        if run.config.log.sample_prompts is None or run.tokenizer is None or not run.config.model.causal:
+        if not self.prompts or run.tokenizer is None or not run.config.model.causal:
             return
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
-        from mjax.utils.files import to_disk
 
-        prompts = read_prompts(run.config.log.sample_prompts)
+        prompts = self.prompts
         chat = Chat(run.tokenizer) if run.config.data.conversations else None
         tokenizer = tokenizer_from_folder(run.tokenizer)
         texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
@@ -150,12 +151,7 @@ class _Samples:
         for prompt, sample in zip(prompts, samples, strict=True):
             run.display.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
-            file = run.log.folder / "samples.jsonl"
-            with file.open("a", encoding="utf-8") as stream:
-                for prompt, sample in zip(prompts, samples, strict=True):
-                    record = {"step": step, "prompt": prompt, "continuation": sample.continuation}
-                    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-            to_disk(file)
+            run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
 
     def at_end(self, run: Run, state: TrainState, data: TrainingData) -> None:
         """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if

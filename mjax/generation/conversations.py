@@ -138,7 +138,7 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     asked = around[-2:-1] if chat.marks else around
     (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
     if generated:
-        begin = len(_before(others[0][0], answers[-1], text)) if trained.turns == "last" else 0
+        begin = _begin(others[0][0], answers[-1], text) if trained.turns == "last" else 0
         spans = [span for span in generated if span[1] > begin]
     else:
         if chat.marks:
@@ -152,11 +152,11 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     return text, [(begin, end) for begin, end in parts if begin < end]
 
 
-def _before(before: str, number: int, text: str) -> str:
-    """The text before the turn `messages[number]` of the assistant, with the header of an answer."""
+def _begin(before: str, number: int, text: str) -> int:
+    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer."""
     if not text.startswith(before):
         raise Unfit(_disagrees(number))
-    return before
+    return len(before)
 
 
 def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tupl
       number: of the message.
       text: of all messages.
     """
-    begin = len(_before(before, number, text))
+    begin = _begin(before, number, text)
     turn = through[begin:]
     if not text.startswith(turn, begin):
         turn = EMPTY.sub("", turn, count=1)  # put before the last answer only

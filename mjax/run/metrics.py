@@ -202,6 +202,16 @@ class MetricsLog:
             with self._announced("W&B"):
                 self._wandb.log(scalars, step=record.step)
 
+    def write_samples(self, step: int, prompts: Sequence[str], continuations: Sequence[str]) -> None:
+        """Add how the model continues prompts after a step to samples.jsonl."""
+        with self._announced("samples.jsonl"):
+            file = self.folder / "samples.jsonl"
+            with file.open("a", encoding="utf-8") as stream:
+                for prompt, continuation in zip(prompts, continuations, strict=True):
+                    record = {"step": step, "prompt": prompt, "continuation": continuation}
+                    stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            to_disk(file)
+
     def go_back(self, step: int) -> None:
         """Drop the lines after `step`, because the run goes back to it. TensorBoard and W&B show both runs of these
         steps."""

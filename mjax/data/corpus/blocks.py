@@ -31,6 +31,8 @@ SIZE = 2**19  # bytes of lines in a block
 MOST_BYTES = 2**27  # of a document, by default: a book has one million, all of enwik8 a hundred
 ROWS = 256  # rows of a Parquet file in a block: a row may be a book
 ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
+OF_ROWS = tuple(ending for ending in ENDINGS if not ending.startswith(".txt"))
+"""Endings of files with one JSON object a line, or rows."""
 OTHER_TEXT = (
     ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
     ".rs", ".rb", ".sh", ".sql",
