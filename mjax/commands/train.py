@@ -130,7 +130,7 @@ class _Samples:
     """
 
     def __init__(self, prompts: Sequence[str]):
-        """`prompts` are those of `log.sample_prompts`."""
+        """`prompts`: the lines of `log.sample_prompts`."""
         self.prompts = prompts
         self._generator: Generator | None = None
 
