@@ -34,8 +34,76 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     if config.model.hidden_dropout:
         sequences = config.train.global_batch * config.model.sequences
         masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
-    found, gradients = reference.loss_and_gradients(named(weights_of(config)), config.model, batch_of(config), masks)
-    return np.asarray(found), {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    weights, model = merged(named(weights_of(config)), config.model), replace(config.model, lora_rank=0)
+    found, gradients = reference.loss_and_gradients(weights, model, batch_of(config), masks)
+    gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
+    return np.asarray(found), of_adapters(gradients, config) if config.model.lora_rank else gradients
+
+
+# --- LoRA: W + s A B in place of W, and the chain rule ----------------------------------------------------------------
+
+PARTS = {"qkv": "q k v", "query": "q", "key_value": "k v"}
+
+
+def adapters_of(weights, model):
+    """Of each kernel with adapters: its name, and for each of these its index in the kernel, A [l, in, r], B [l, r,
+    out] and the shape of that part of the kernel."""
+    wanted = {"q", "k", "v", "out", "gate", "up", "down"} if "all" in model.lora_targets else {*model.lora_targets}
+    for name, a in weights.items():
+        if not name.endswith(".adapter.a"):
+            continue
+        layer = name.removesuffix(".adapter.a")
+        kernel, b, last = weights[f"{layer}.kernel"], weights[f"{layer}.adapter.b"], layer.rpartition(".")[2]
+        if last in ("out", "down"):
+            yield layer, [(np.s_[:], a.reshape(len(a), -1, a.shape[-1]), b, kernel.shape)]
+            continue
+        parts = "gate up" if last == "up" and kernel.ndim - b.ndim == 0 else PARTS.get(last, last)
+        chosen = [i for i, part in enumerate(parts.split()) if part in wanted]
+        assert len(chosen) == a.shape[2] == b.shape[1], name
+        whole = len(parts.split()) == 1
+        yield (
+            layer,
+            [
+                (
+                    np.s_[:] if whole else np.s_[:, :, part],
+                    a[:, :, i],
+                    b[:, i].reshape(*b.shape[:1], b.shape[2], -1),
+                    kernel.shape if whole else (*kernel.shape[:2], *kernel.shape[3:]),
+                )
+                for i, part in enumerate(chosen)
+            ],
+        )
+
+
+def scale_of(model):
+    alpha = model.lora_alpha or 2 * model.lora_rank
+    return alpha / (np.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)
+
+
+def merged(weights, model):
+    """The weights of the model without adapters that computes the same."""
+    if not model.lora_rank:
+        return weights
+    base = {name: weight.copy() for name, weight in weights.items() if ".adapter." not in name}
+    for layer, adapters in adapters_of(weights, model):
+        for index, a, b, shape in adapters:
+            base[f"{layer}.kernel"][index] += scale_of(model) * np.einsum("lir,lro->lio", a, b).reshape(shape)
+    return base
+
+
+def of_adapters(gradients, config):
+    """The gradients of all A and B, from those of the merged kernels."""
+    weights, found = named(weights_of(config)), {}
+    for layer, adapters in adapters_of(weights, config.model):
+        to_a, to_b = [], []
+        for index, a, b, _ in adapters:
+            gradient = gradients[f"{layer}.kernel"][index].reshape(len(a), a.shape[1], -1)
+            to_a.append(scale_of(config.model) * np.einsum("lio,lro->lir", gradient, b))
+            to_b.append(scale_of(config.model) * np.einsum("lir,lio->lro", a, gradient))
+        for name, parts, axis in (("a", to_a, 2), ("b", to_b, 1)):
+            name = f"{layer}.adapter.{name}"
+            found[name] = np.stack(parts, axis).reshape(weights[name].shape)
+    return found
 
 
 def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:

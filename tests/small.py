@@ -20,6 +20,7 @@ from mjax.config import (
 )
 from mjax.config.model import as_kind
 from mjax.models.build import build_model
+from mjax.parallel.layers import trained
 from mjax.parallel.mesh import batch_specs, make_mesh
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import parameter_type
@@ -200,7 +201,7 @@ def gradient_program(config: Config, names: tuple[str, ...] | None = None):
         summarized,
         mesh=mesh,
         in_specs=(specs, batch_specs(config.batch_arrays(), config.model.sequence), P(), P()),
-        out_specs=(P(), specs),
+        out_specs=(P(), trained(specs)),
         check_vma=True,
     )
 

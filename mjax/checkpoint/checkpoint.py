@@ -69,7 +69,6 @@ from mjax.checkpoint.folders import (
 )
 from mjax.cluster.processes import from_first, is_first, wait_for_all
 from mjax.errors import RunError, UsageError
-from mjax.models.protocol import Model
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
 
 SAVE_SECONDS = 4 * 3600  # Orbax's timeout is 20 minutes: too short for a large state on a slow file system
@@ -387,16 +386,3 @@ class Checkpoints:
         what = "; ".join(f"checkpoint {known} is {what.word}: {what}" for known, what in unusable.items())
         others = ", ".join(str(known) for known in there if known not in unusable)
         raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
-
-
-def restore_weights(
-    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
-) -> tuple[int, Model]:
-    """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
-
-    Raises:
-      UsageError: there is no such checkpoint, or it has another model.
-      RunError: it is damaged.
-    """
-    with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
-        return checkpoints.restore(abstract_model, step, field="model")

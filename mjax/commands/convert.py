@@ -4,6 +4,9 @@
     from-megatron DIR OUT   the same for a Megatron-LM checkpoint
     to-hf RUN DIR           DIR/config.json, model.safetensors, generation_config.json, the tokenizer's files
 
+A run with adapters (LoRA) becomes a peft folder with --adapter and a whole model with --merged; from-hf reads a peft
+folder on the run of its base.
+
 All run on the CPU, with one layer of one weight in memory, whatever the size of the model.
 """
 
@@ -15,26 +18,38 @@ import json
 import math
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import tyro
 from rich.console import Console
 
-from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.base import (
+    Base,
+    check_base,
+    digest_in_blocks,
+    folder_of,
+    own_part,
+    read_base,
+    save_base,
+)
+from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import check_run_folder
 from mjax.commands.flags import parse
-from mjax.config import Config, read_settings
+from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.bounds import Count
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
 from mjax.interop import convert as models
-from mjax.interop import model_folder, tokenizer_files, weights
+from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_run
 from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.megatron import arguments as megatron
@@ -42,11 +57,11 @@ from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.tensors import DecoderTensors
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
-from mjax.models.build import count_parameters
+from mjax.models.build import abstract_weights, count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
-from mjax.utils.progress import progress
+from mjax.utils.progress import progress, status
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,13 @@ class FromHfArguments(_ImportArguments):
     folder, to generate, evaluate or train."""
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder with config.json and model.safetensors, as written by save_pretrained."""
+    """Folder with config.json and model.safetensors, as written by save_pretrained; or one of peft, with --base."""
     tokenizer: str | None = None
     """KIND:FILES as in `mjax prepare`; by default the tokenizer in the source folder."""
     allow_pickle: bool = False
     """Let torch read an old pytorch_model.bin, tensors only; for folders without a safetensors file."""
+    base: Path | None = None
+    """For a peft folder: the run of the model that its adapters belong to, such as one of from-hf."""
     draw_heads: bool = False
     """Initialise the BERT heads that are missing in the folder at random (MLM head, pooler, order head)."""
 
@@ -115,6 +132,12 @@ class ToHfArguments:
     """KIND:FILES as in `mjax prepare`, for a run that has none; `none` exports no tokenizer."""
     overwrite: bool = False
     """Replace an existing model folder."""
+    adapter: bool = False
+    """Of a run with adapters (LoRA): write these alone, as a peft folder."""
+    merged: bool = False
+    """Of a run with adapters: add them to the weights of their base, and write a whole model."""
+    base_name: str | None = None
+    """With --adapter: the base model as peft finds it, a folder or its name on the hub; by default the base's run."""
 
 
 # --- Import from Hugging Face -----------------------------------------------------------------------------------------
@@ -138,6 +161,10 @@ def from_hf(arguments: FromHfArguments) -> int:
                 f"there is no folder {source}; for a model of Hugging Face type {download}, and convert {source.name}"
             )
         raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
+    if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
+        return _from_peft(arguments)
+    if arguments.base is not None:
+        raise UsageError(f"--base is for a folder with {lora.CONFIG}, and {source} has none; leave it out")
     file = source / "config.json"
     values = model_folder.read_object(file)
     family = models.find_family(values, file)
@@ -181,6 +208,37 @@ def from_hf(arguments: FromHfArguments) -> int:
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
+    return 0
+
+
+def _from_peft(arguments: FromHfArguments) -> int:
+    """Convert a peft folder into a run with adapters on the run `--base`."""
+    source, output, run = arguments.source, arguments.output, arguments.base
+    if run is None:
+        raise UsageError(
+            f"{source} holds adapters; add --base RUN, the run of the model that they belong to: mjax convert from-hf "
+            "MODEL RUN makes it"
+        )
+    config = read_settings(run / "config.json")
+    if config.model.lora_rank:
+        raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
+    family = models.family_of(config.model)
+    model, own = lora.with_adapters_of(source, config.model, family)
+    step = _newest(run, config)
+    shapes = {name: shape for name, (shape, _) in abstract_weights(config.model).items()}
+    with status("reading the base", Console(stderr=True)):
+        digest = digest_in_blocks(run / "checkpoints" / str(step), shapes)
+    config = dataclasses.replace(config, model=model, data=DataConfig())
+    with model_folder.new_folder(output) as folder:
+        save_config(config, folder / "config.json")
+        save_base(folder, Base(str(run.resolve()), step, digest))
+        if (run / "tokenizer").is_dir():
+            shutil.copytree(run / "tokenizer", folder / "tokenizer")
+        target = own_part(models.abstract_weights(config))
+        write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
+    print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
+    print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
+    print(f"train on     python -m mjax sft --init {shlex.quote(str(output))} --data chat.jsonl --name NEW")
     return 0
 
 
@@ -337,7 +395,9 @@ def to_hf(arguments: ToHfArguments) -> int:
     largest_file = parse_size(arguments.shard_size)
     model_folder.check_output(output, arguments.overwrite)
     config = read_settings(run / "config.json")
-    family = models.family_of(config.model)
+    model = config.model.without_lora()
+    family = models.family_of(model)
+    _check_adapters(arguments, config)
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
     carries = arguments.tokenizer is None and family.generates
@@ -345,11 +405,16 @@ def to_hf(arguments: ToHfArguments) -> int:
     library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------
-    notices = Console(stderr=True, highlight=False)
-    with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
-        step = checkpoints.find(models.abstract_weights(config), arguments.step, field="model")
+    step = _newest(run, config, arguments.step)
+    saved = run / "checkpoints" / str(step)
     torch_name, dtype = models.TYPES[arguments.dtype]
-    shapes = {name: place.shape for name, place in weights.places(family, config.model).items()}
+    if arguments.adapter:
+        return _to_peft(arguments, config, family, saved, dtype)
+    blocks, base = _blocks(saved), None
+    if arguments.merged:
+        base, of_base = _base(run, config)
+        blocks = lora.merged(_blocks(of_base), config.model, lora.OwnWeights(saved, config.model))
+    shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     eod = None if tokenizer is None else tokenizer.eod
     stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
     generation = stored or dict.fromkeys(tokenizer_files.IDS, eod)
@@ -358,7 +423,7 @@ def to_hf(arguments: ToHfArguments) -> int:
         values = {
             "architectures": [family.model],
             "model_type": family.model_type,
-            **config_values(family, config.model),
+            **config_values(family, model),
             **(ids if family.generates else {"pad_token_id": getattr(tokenizer, "pad", None)}),
             **models.class_settings(config.model),
             "torch_dtype": torch_name,
@@ -373,20 +438,70 @@ def to_hf(arguments: ToHfArguments) -> int:
             for name in carried.keys() - {tokenizer_files.GENERATION}:
                 (folder / name).write_bytes(carried[name])
         parameters = sum(math.prod(shape) for shape in shapes.values())
-        card = _card(arguments, family, config.model, parameters, step, tokenizer is not None)
+        card = _card(arguments, family, model, parameters, step, tokenizer is not None)
         (folder / model_folder.CARD).write_text(card, encoding="utf-8")
-        saved = run / "checkpoints" / str(step)
-        parts = weights.tensor_parts(
-            family, config.model, lambda name, rank: read_in_blocks(saved, f"model.{name}", rank)
-        )
+        parts = weights.tensor_parts(family, model, blocks)
         total = parameters * dtype.itemsize
         with progress("writing", total) as wrote:
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
-    print(f"{output}: checkpoint {step} of {run} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
+    into = f", merged into checkpoint {base.step} of {base.run}" if base else ""
+    print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
+    return 0
+
+
+def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
+    """Refuse flags of adapters for a run without them, and a run with them without a flag."""
+    run, flags = arguments.run, [name for name in ("adapter", "merged") if getattr(arguments, name)]
+    if not config.model.lora_rank and flags:
+        raise UsageError(f"--{flags[0]} is for a run with adapters, and {run} has none; leave it out")
+    if config.model.lora_rank and len(flags) != 1:
+        raise UsageError(f"{run} holds adapters; add --merged for a whole model or --adapter for a folder of peft")
+    if arguments.base_name is not None and not arguments.adapter:
+        raise UsageError("--base-name goes with --adapter; leave it out")
+
+
+def _newest(run: Path, config: Config, step: int | None = None) -> int:
+    """The checkpoint of an export: `step`, or the newest intact one."""
+    notices = Console(stderr=True, highlight=False)
+    with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
+        return checkpoints.find(own_part(models.abstract_weights(config)), step, field="model")
+
+
+def _blocks(checkpoint: Path) -> lora.Blocks:
+    """The blocks of the weights in a checkpoint."""
+    return lambda name, rank: read_in_blocks(checkpoint, f"model.{name}", rank)
+
+
+def _base(run: Path, config: Config) -> tuple[Base, Path]:
+    """The base of the adapters of a run, and its checkpoint, after a comparison of its numbers."""
+    base = read_base(run)
+    folder = folder_of(base, run)
+    checkpoint = folder / "checkpoints" / str(_newest(folder, read_settings(folder / "config.json"), base.step))
+    shapes = {name: shape for name, (shape, _) in abstract_weights(config.model.without_lora()).items()}
+    with status("reading the base", Console(stderr=True)):
+        check_base(base, digest_in_blocks(checkpoint, shapes), folder, run)
+    return base, checkpoint
+
+
+def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
+    """Write the adapters of a checkpoint as a peft folder."""
+    run, output = arguments.run, arguments.output
+    modules, own = lora.modules_of(family, config.model), lora.OwnWeights(saved, config.model)
+    base = read_base(run)
+    with model_folder.new_folder(output) as folder:
+        values = lora.adapter_config(config.model, modules, arguments.base_name or base.run)
+        model_folder.write_object(folder / lora.CONFIG, values)
+        shapes = {name: part.shape for name, _, part in lora.peft_tensors(modules, own)}
+        (file,) = write_tensors(folder, shapes, lora.peft_tensors(modules, own), dtype, sys.maxsize)
+        (folder / file).rename(folder / lora.WEIGHTS)
+        if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
+            shutil.copy(template, folder)
+    print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, checkpoint {saved.name} of {run}")
+    print(f"base: {values['base_model_name_or_path']}, with the digest {base.digest}")
     return 0
 
 

@@ -138,7 +138,7 @@ def _check(arguments: EvaluateArguments) -> None:
 
 def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     """The step of the checkpoint, and the metrics; writes predictions on request."""
-    from mjax.checkpoint.checkpoint import restore_weights
+    from mjax.checkpoint.base import restore_weights
     from mjax.cluster import processes
     from mjax.generation.inference import inference_config, run_tokenizer
     from mjax.parallel.mesh import make_mesh

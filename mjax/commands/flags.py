@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 import tyro
 
-from mjax.config.bounds import check_bounds, fields_of
+from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
 from mjax.config.model import KIND_FLAG, kinds_with
 from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, either, suggestion
@@ -397,7 +397,7 @@ def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[F
             yield from documented_flags(inner, value, f"{prefix}{flag}." if flag else prefix)
         elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
-            for typed in (prefix + flag, *aliases):
+            for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
                 yield Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
 
 

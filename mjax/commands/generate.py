@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.console import Console
 
-from mjax.checkpoint.checkpoint import restore_weights
+from mjax.checkpoint.base import restore_weights
 from mjax.cluster.launch import keep_programs
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig, load_own_model

@@ -95,8 +95,15 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
 def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
     """Flag, value, type and annotations of each field, including nested dataclasses."""
     for name, flag, kind, marks in fields_of(type(values)):
-        value, flag = getattr(values, name), flag if prefix.startswith("--") else name
+        value, typed = getattr(values, name), prefix.startswith("--")
         if dataclasses.is_dataclass(value):
-            yield from _values(value, f"{prefix}{flag}." if flag else prefix)
+            inner = flag if typed else name
+            yield from _values(value, f"{prefix}{inner}." if inner else prefix)
         else:
-            yield prefix + flag, value, kind, marks
+            before = "--" if typed and is_unsectioned(marks) else prefix
+            yield before + (flag if typed else name), value, kind, marks
+
+
+def is_unsectioned(marks: tuple[Any, ...]) -> bool:
+    """Whether the flag of a field with these annotations stands without the names of the dataclasses around it."""
+    return any(getattr(mark, "prefix_name", None) is False for mark in marks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.kernels import ways_across
 from mjax.config.model import KIND_FLAG
-from mjax.config.run import Config
+from mjax.config.run import Config, as_flag
 from mjax.errors import UsageError, either
 
 LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -35,6 +36,7 @@ def validate(config: Config, name: str = "this config") -> None:
     check_offload(config)
     _check_schedules(config)
     _check_for_one(config, "name", "muon", "muon_adjust_lr")
+    _check_lora(config)
     _check_data(config, name)
 
 
@@ -72,6 +74,28 @@ def _check_shapes(config: Config) -> None:
         raise UsageError(
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
             f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    """Refuse LoRA's settings without adapters, and what adapters do not work with."""
+    model = config.model
+    if not model.lora_rank:
+        names = ("lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
+        fields = {field.name: field.default for field in dataclasses.fields(model)}
+        if changed := next((name for name in names if getattr(model, name) != fields[name]), None):
+            flag = as_flag(f"model.{changed}", getattr(model, changed))
+            raise UsageError(f"{flag} has no effect without adapters; add --lora.rank, such as --lora.rank 16")
+        return
+    rank = f"--lora.rank {model.lora_rank}"
+    if not model.causal:
+        raise UsageError(f"{rank} is for a model that predicts the next token, not {model.title}; leave it out")
+    if config.precision.compute == "fp8":
+        raise UsageError(f"{rank} does not work with --precision.compute fp8; type --precision.compute bf16")
+    if config.optimizer.name != "adamw":
+        raise UsageError(
+            f"{rank} does not work with --optimizer.name {config.optimizer.name}, which is for whole matrices; "
+            "type --optimizer.name adamw"
         )
 
 

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from mjax.config.bounds import Count, NotNegative, Share
+import tyro
+
+from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -34,6 +36,13 @@ class Tuning:
 
 
 TUNING = Tuning()
+
+
+def lora_flag(name: str):
+    """Mark of a field of LoRA, whose flag has a section of its own: --lora.rank."""
+    return tyro.conf.arg(name=f"lora.{name}", prefix_name=False)
+
+
 Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
@@ -106,6 +115,17 @@ class ModelConfig:
     attention: Literal["auto", "cudnn", "flash", "xla", "xla_blocks"] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
+    lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
+    """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha")] = None
+    """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
+    lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
+    """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
+    of its layers."""
+    lora_rslora: Annotated[bool, lora_flag("rslora")] = False
+    """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
+    lora_dropout: Annotated[Rate, lora_flag("dropout")] = 0.0
+    """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
     module: ClassVar[str] = ""
@@ -172,6 +192,12 @@ class ModelConfig:
         return self.sequence
 
     @property
+    def lora_scale(self) -> float:
+        """The factor of the adapters: alpha / r or alpha / √r."""
+        alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+
+    @property
     def groups(self) -> int:
         """Heads of keys and values, k."""
         return self.heads
@@ -226,6 +252,11 @@ class ModelConfig:
     def one_layer(self) -> Self:
         """The same model with one layer, from which that of all is predicted."""
         return dataclasses.replace(self, layers=1)
+
+    def without_lora(self) -> Self:
+        """The same model without adapters: the base of them."""
+        names = (field for field in dataclasses.fields(self) if field.name.startswith("lora_"))
+        return dataclasses.replace(self, **{field.name: field.default for field in names})
 
     def without_dropout(self) -> ModelConfig:
         """The same model with all dropout rates 0."""

@@ -495,6 +495,8 @@ def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
 def as_flag(name: str, value: Any) -> str:
     """A field and its value as typed: `model.kv_heads`, 8 → `--model.kv-heads 8`."""
     section, _, knob = name.replace("_", "-").partition(".")
+    if knob.startswith("lora-"):
+        section, knob = knob.split("-", 1)
     if isinstance(value, bool):
         return f"--{section}.{'' if value else 'no-'}{knob}"
     return f"--{section}.{knob} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"

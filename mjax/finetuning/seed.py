@@ -25,7 +25,8 @@ from jax import Array
 from jax.sharding import Mesh
 
 from mjax.checkpoint.arrays import named
-from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
+from mjax.checkpoint.base import restore_weights
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.config import Config
 from mjax.errors import UnhealthyError, UsageError

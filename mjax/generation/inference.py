@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from mjax.checkpoint.arrays import named
-from mjax.checkpoint.checkpoint import restore_weights
+from mjax.checkpoint.base import restore_weights
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
 from mjax.config.checks import validate

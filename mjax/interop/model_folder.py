@@ -27,8 +27,8 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
 
     Args:
       folder: to write.
-      overwrite: whether to replace an exported model: a folder with a config.json, and files only; None for a command
-        without `--overwrite`.
+      overwrite: whether to replace an exported model or adapter: a folder with its config.json, and files only; None
+        for a command without `--overwrite`.
 
     Raises:
       UsageError: `folder` is a file, or contains anything else.
@@ -36,7 +36,9 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
     inside = list(folder.iterdir()) if folder.is_dir() else []
     if not folder.exists() or (folder.is_dir() and not inside):
         return
-    is_model = (folder / "config.json").is_file() and not any(entry.is_dir() for entry in inside)
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) and not any(
+        entry.is_dir() for entry in inside
+    )
     if not overwrite:
         replace = "--overwrite replaces it; or " if overwrite is False and is_model else ""
         raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")

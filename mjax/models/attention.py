@@ -67,14 +67,15 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
+        lora = context.key_of(random.LORA_QKV)
+        q, k, v = self._by_head(columns(x, context.tokens, *self._projections(), key=lora), context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
         seen["window"] = config.window_at(context.layer_in_group)
         seen |= {"rate": config.attention_dropout, "key": key}
         attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
-        return self.out(checkpoint_name(attended, "context"), context.tokens)
+        return self.out(checkpoint_name(attended, "context"), context.tokens, context.key_of(random.LORA_OUT))
 
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import Config
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
+from mjax.models.lora import Linear, add_adapters, linear_layers
 from mjax.models.protocol import Model
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.stacks import STACK, stack_and_turn
@@ -28,7 +29,8 @@ SERVER = 8
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
     """The model whose initial weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
-    return config.build(jax.random.key(seed), dtype)
+    model = config.build(jax.random.key(seed), dtype)
+    return add_adapters(model, jax.random.key(seed), dtype) if config.lora_rank else model
 
 
 @lru_cache(maxsize=64)
@@ -45,6 +47,22 @@ def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[i
     """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
     matrices = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
+
+
+@lru_cache(maxsize=64)
+def frozen_weights(config: ModelConfig) -> frozenset[str]:
+    """The names of the weights that are not trained."""
+    return frozenset(
+        name
+        for name, frozen in zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
+        if frozen
+    )
+
+
+def adapters_of(config: ModelConfig) -> dict[str, Linear]:
+    """The layers with an adapter in the traced model, by dotted path."""
+    layers = linear_layers(_traced(config))
+    return {path: layer for path, _, layer in layers if layer.adapter is not None}
 
 
 @lru_cache(maxsize=64)
@@ -97,9 +115,10 @@ def scores_in_chunks(config: ModelConfig) -> bool:
     return _traced(config).scores_in_chunks()
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Exact number of trainable parameters; a tied embedding counts once."""
-    return sum(math.prod(shape) for shape, _ in abstract_weights(config).values())
+def count_parameters(config: ModelConfig, trained: bool = False) -> int:
+    """Exact number of parameters, or of those that are `trained`; a tied embedding counts once."""
+    left_out = frozen_weights(config) if trained else ()
+    return sum(math.prod(shape) for name, (shape, _) in abstract_weights(config).items() if name not in left_out)
 
 
 def count_active(config: ModelConfig) -> int:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from mjax.config.llama import LlamaConfig
 from mjax.config.model import TransformerConfig
 from mjax.models.context import Context
+from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
 from mjax.parallel.sums import wide_type
 
@@ -30,10 +31,10 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(down, (config.mlp_width,), config.hidden, config.residual_std, dtype)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        up = checkpoint_name(self.up(x, context.tokens), "mlp_up")
+        up = checkpoint_name(self.up(x, context.tokens, context.key_of(random.LORA_UP)), "mlp_up")
         # Recomputed in the backward pass: autodiff would keep several tensors of width f for it.
         activation = recomputed(partial(activate, name=self.activation))
-        return self.down(activation(up), context.tokens)
+        return self.down(activation(up), context.tokens, context.key_of(random.LORA_DOWN))
 
 
 class GatedMLP(nnx.Module):
@@ -50,9 +51,10 @@ class GatedMLP(nnx.Module):
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        both = checkpoint_name(self.up(x, context.tokens), "mlp_up")  # [b s, 2, f / p]
+        both = self.up(x, context.tokens, context.key_of(random.LORA_UP))
+        both = checkpoint_name(both, "mlp_up")  # [b s, 2, f / p]
         activation = recomputed(partial(gated, activation=self.activation))
-        return self.down(activation(both), context.tokens)
+        return self.down(activation(both), context.tokens, context.key_of(random.LORA_DOWN))
 
 
 def gated(both: Float[Array, "bs 2 f"], activation: str) -> Float[Array, "bs f"]:

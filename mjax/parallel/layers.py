@@ -13,6 +13,7 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,8 +24,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.postponed import PostponedKernel, array_of
-from mjax.parallel.products import from_rows, into_columns, overlapped_sum
+from mjax.parallel.adapters import ColumnAdapter, RowAdapter, stacked_parts
+from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of
+from mjax.parallel.products import from_rows, into_columns, kept_input, overlapped_sum
+from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 
@@ -41,6 +44,7 @@ def parameter(
         matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
           (`matrices.py`); a weight without it is not a matrix for an optimizer such as Muon.
         grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
+        frozen: whether it is not trained (`split_trained`); then it is stored in the compute dtype.
     """
     assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
@@ -50,7 +54,33 @@ def metadata_of(weights, name: str) -> list:
     """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
     None."""
     parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get(name) for parameter in parameters]
+    return [parameter.get_metadata().get(name) for parameter in parameters if jax.tree.leaves(parameter)]
+
+
+def split_trained(weights) -> tuple:
+    """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
+    place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
+    leaves, structure = jax.tree.flatten(weights)
+    frozen = metadata_of(weights, "frozen")
+    return tuple(
+        structure.unflatten(leaf if bool(of) == which else None for leaf, of in zip(leaves, frozen, strict=True))
+        for which in (False, True)
+    )
+
+
+def trained(weights):
+    """The weights that are trained, with None in place of those that are frozen."""
+    return split_trained(weights)[0]
+
+
+def joined(one, other):
+    """All weights from the two trees of `split_trained`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
+
+
+def kernel_of(parameter: nnx.Param) -> Kernel:
+    """The value of a parameter as products take it."""
+    return FrozenKernel(parameter[...]) if parameter.get_metadata().get("frozen") else parameter[...]
 
 
 def normal(std: float):
@@ -90,6 +120,8 @@ class ColumnParallelLinear(nnx.Module):
     each is computed by a product of its own, so that nothing has to be copied out of the whole.
     """
 
+    adapter: ColumnAdapter | None = None
+
     def __init__(
         self,
         key: Array,
@@ -109,33 +141,75 @@ class ColumnParallelLinear(nnx.Module):
         self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
-    def __call__(self, x: Float[Array, "t h"], tokens: Tokens) -> Float[Array, " bs *out"]:
-        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`."""
-        (y,) = columns(x, tokens, self, whole=True)
+    def __call__(
+        self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
+    ) -> Float[Array, " bs *out"]:
+        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key` as
+        for `columns`."""
+        (y,) = columns(x, tokens, self, whole=True, key=key)
         return y
 
-    def weights(self) -> tuple[Array | PostponedKernel, Array | None]:
+    def weights(self) -> tuple[Kernel, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
         bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
-        return local_columns(self.kernel[...], self.columns, self.split + 1), bias
+        return local_columns(kernel_of(self.kernel), self.columns, self.split + 1), bias
 
 
 def columns(
-    x: Float[Array, "t h"], tokens: Tokens, *layers: ColumnParallelLinear, whole: bool = False
+    x: Float[Array, "t h"],
+    tokens: Tokens,
+    *layers: ColumnParallelLinear,
+    whole: bool = False,
+    key: DropoutKey | None = None,
 ) -> tuple[Float[Array, "bs ..."], ...]:
     """Return the outputs of column-parallel layers with the same input, in one region: f is applied once.
 
-    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`.
+    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`. `key` is that of the
+    dropout masks of their adapters.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
     axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    return into_columns(x, kernels, biases, tokens, tuple(layer.unfused and not whole for layer in layers))
+    unfused = tuple(layer.unfused and not whole for layer in layers)
+    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+    if not adapters:
+        return into_columns(x, kernels, biases, tokens, unfused)
+    downs, no, nothing = (
+        tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters),
+        (False,) * len(adapters),
+        (None,) * len(adapters),
+    )
+    if key is not None and adapters[0].dropout:  # another input, which costs an f of its own
+        outputs = into_columns(x, kernels, biases, tokens, unfused)
+        narrow = into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no)
+    else:
+        both = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no)
+        outputs, narrow = both[: -len(adapters)], both[-len(adapters) :]
+    return _with_adapters(outputs, narrow, layers, unfused)
 
 
-def local_columns(weight: Array | PostponedKernel, columns: int, dim: int) -> Array | PostponedKernel:
+def _with_adapters(
+    outputs: Sequence[Array], narrow: Sequence[Array], layers: Sequence[ColumnParallelLinear], unfused: Sequence[bool]
+) -> tuple[Array, ...]:
+    """The outputs of `layers` with those of their adapters, from f(x) A of each that has one."""
+    outputs, narrow, sums = iter(outputs), iter(narrow), []
+    for layer, apart in zip(layers, unfused, strict=True):
+        count = layer.kernel.shape[1] if layer.split else 1
+        own = [next(outputs) for _ in range(count if apart else 1)]
+        if layer.adapter is not None:
+            more = layer.adapter.outputs(next(narrow), local_columns(layer.adapter.b[...], layer.columns, 2))
+            if layer.split and not apart:
+                more = {0: stacked_parts(more, count)}
+            own = [y + more[part] if part in more else y for part, y in enumerate(own)]
+        sums += own
+    return tuple(sums)
+
+
+def local_columns(weight: Kernel, columns: int, dim: int) -> Kernel:
     """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
     `columns` than ranks and each rank holds them all."""
+    if isinstance(weight, FrozenKernel):
+        return FrozenKernel(local_columns(weight.kernel, columns, dim))
     if isinstance(weight, PostponedKernel):
         kernel, gradient = (local_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
         return replace(weight, kernel=kernel, gradient=gradient)
@@ -153,6 +227,8 @@ class RowParallelLinear(nnx.Module):
     The input may have several dims, such as (heads, head size); the first of them is split.
     """
 
+    adapter: RowAdapter | None = None
+
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
         matrix = tuple(range(-1 - len(into), -1)), (-1,)
@@ -160,8 +236,10 @@ class RowParallelLinear(nnx.Module):
         self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, **about)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
-    def __call__(self, x: Float[Array, " bs *into"], tokens: Tokens) -> Float[Array, "t h"]:
-        y = from_rows(self.kernel[...], x, tokens)
+    def __call__(
+        self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
+    ) -> Float[Array, "t h"]:
+        y = from_rows(kernel_of(self.kernel), x, tokens, self.adapter and partial(self.adapter, tokens=tokens, key=key))
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -190,7 +268,7 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(_scores(x, table, bias, tokens), self.tokens_of_rank(table))
+        return without_padding(_scores(x, kernel_of(self.table), bias, tokens), self.tokens_of_rank(table))
 
     def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
@@ -204,22 +282,24 @@ class VocabParallelEmbedding(nnx.Module):
 # compute that gradient twice, and keep the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _scores(
-    x: Float[Array, "t h"], table: Float[Array, "v h"], bias: Float[Array, " v"] | None, tokens: Tokens
+    x: Float[Array, "t h"], table: Array | FrozenKernel, bias: Float[Array, " v"] | None, tokens: Tokens
 ) -> Float[Array, "bs v"]:
-    """f(x) Eᵀ + b."""
+    """f(x) Eᵀ + b, for a table [v, h]."""
     return _scores_forward(x, table, bias, tokens)[0]
 
 
-def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens):
+def _scores_forward(x: Array, table: Array | FrozenKernel, bias: Array | None, tokens: Tokens):
     x, back = jax.vjp(tokens.enter, x)
-    scores = x @ table.T
+    scores = x @ array_of(table).T
+    x = kept_input(x, table)
     return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
 
 
 def _scores_backward(tokens: Tokens, residuals, gradient: Array):
     x, back, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
-    products = gradient @ table, (gradient.T @ x, sum_rows(gradient) if biased else None)
+    to_table = None if x is None else gradient.T @ x
+    products = gradient @ array_of(table), (to_table, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
     to_x, (to_table, to_bias) = overlapped_sum(back, *products, tokens)

@@ -34,7 +34,7 @@ from jax import Array, lax
 
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import metadata_of
+from mjax.parallel.layers import joined, metadata_of, split_trained, trained
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
@@ -83,8 +83,8 @@ def pipeline_gradients(
       accumulator: dtype of the sums.
 
     Returns:
-      This device's parts of the means by name, and its gradients of `shared` and `blocks`: complete except for the sums
-      over `pipe` (shared weights) and `data`.
+      This device's parts of the means by name, and its gradients of `shared` and `blocks` where these are trained:
+      complete except for the sums over `pipe` (shared weights) and `data`.
     """
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
@@ -98,13 +98,13 @@ def pipeline_gradients(
         aux=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
-            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
-            blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(blocks)],
+            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), stage.trained_shared),
+            blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(trained(blocks))],
             pending=pending,
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
-    gradients = jax.tree.unflatten(jax.tree.structure(blocks), state.sums.blocks)
+    gradients = jax.tree.unflatten(jax.tree.structure(trained(blocks)), state.sums.blocks)
     return state.sums.means | state.aux, state.sums.shared, gradients
 
 
@@ -193,6 +193,7 @@ class _Stage:
     ):
         self.schedule, self.program, self.accumulator = schedule, program, accumulator
         self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
+        self.trained_shared, self.frozen_shared = split_trained(shared)
         first = at(micro_batches, 0)
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
@@ -201,6 +202,8 @@ class _Stage:
         self.contracted = (
             metadata_of(blocks, "contracted") if schedule.weight else [None] * len(jax.tree.leaves(blocks))
         )
+        self.frozen = metadata_of(blocks, "frozen")
+        self.contracted = [None if of else dims for dims, of in zip(self.contracted, self.frozen, strict=True)]
         self.factors = zero_factors(
             self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
         )
@@ -281,8 +284,8 @@ class _Stage:
 
         def head(_, means, to_shared):
             y = outputs[slot["output"]]
-            run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
-            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
+            run = lambda own, y: self.program.head(joined(own, self.frozen_shared), y, micro_batch)  # noqa: E731
+            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.trained_shared, y)
             return dy, add(means, metrics), add(to_shared, new)
 
         dy, means, to_shared = branch(
@@ -291,8 +294,8 @@ class _Stage:
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
-            _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
-            return add(to_shared, pullback(dx)[0])
+            embed = lambda own: self.program.embed(joined(own, self.frozen_shared), micro_batch)  # noqa: E731
+            return add(to_shared, jax.vjp(embed, self.trained_shared)[1](dx)[0])
 
         to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda carry: carry, to_shared)
         pending = jax.tree.leaves(factors)
@@ -307,8 +310,8 @@ class _Stage:
     def _weights(self, slot: dict, sums: _Sums) -> _Sums:
         """W: multiply the factors from B."""
         factors = [buffer[slot["pending"]] for buffer in sums.pending]
-        kernels = zip(self.program.shards, sums.blocks, self.contracted, strict=True)
-        where = [(gathered, total) for gathered, total, dims in kernels if dims]
+        kernels = zip(*map(self._of_trained, (self.program.shards, self.contracted)), sums.blocks, strict=True)
+        where = [(gathered, total) for gathered, dims, total in kernels if dims]
         products = []
         for x, gradient, (gathered, total) in zip(factors[::2], factors[1::2], where, strict=True):
             product = jax.vmap(self.program.kernel_gradient)(x, gradient)  # [layers, *into, *out]
@@ -341,14 +344,14 @@ class _Stage:
     def _vjp(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
         """The stream after the layers and their parts of means; and the derivative of both, as leaves, structure, and
         which weight each leaf is."""
-        rest, kernels = self._split(chunk)
+        rest, kernels, frozen = self._split(chunk)
 
         def layers(rest, x, factors):
-            return self.program.layers(self._join(rest, kernels, factors), x, micro_batch, virtual_stage)
+            return self.program.layers(self._join(rest, kernels, frozen, factors), x, micro_batch, virtual_stage)
 
         (y, means), pullback = jax.vjp(layers, rest, x, self.factors)
         leaves, structure = jax.tree.flatten(pullback)
-        weights = [*rest, *kernels]
+        weights = [*rest, *kernels, *frozen]
         which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
         return y, means, leaves, structure, which
 
@@ -361,29 +364,39 @@ class _Stage:
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
         """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
-        rest, kernels = self._split(chunk)
-        weights, residuals = [*rest, *kernels], iter(residuals)
+        rest, kernels, frozen = self._split(chunk)
+        weights, residuals = [*rest, *kernels, *frozen], iter(residuals)
         leaves = [next(residuals) if index is None else weights[index] for index in self.which]
         loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
         return jax.tree.unflatten(self.structure, leaves)((dy, loss_weights))
 
-    # --- Kernels whose gradients are postponed ------------------------------------------------------------------------
+    # --- Kernels whose gradients are postponed, and frozen weights ----------------------------------------------------
 
-    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array]]:
-        """The leaves whose gradients B computes, and the kernels whose gradients W computes."""
-        leaves = list(zip(jax.tree.leaves(chunk), self.contracted, strict=True))
-        return [w for w, dims in leaves if not dims], [w for w, dims in leaves if dims]
+    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array], list[Array]]:
+        """The leaves whose gradients B computes, the kernels whose gradients W computes, and what is frozen."""
+        parts = [], [], []
+        for leaf, dims, frozen in zip(jax.tree.leaves(chunk), self.contracted, self.frozen, strict=True):
+            parts[2 if frozen else 1 if dims else 0].append(leaf)
+        return parts
 
-    def _join(self, rest: list[Array], kernels: list[Array], factors: list[tuple[Array, Array]]) -> Weights:
+    def _join(
+        self, rest: list[Array], kernels: list[Array], frozen: list[Array], factors: list[tuple[Array, Array]]
+    ) -> Weights:
         """A chunk from the parts of `_split`, with `factors` in which its postponed kernels leave their gradients."""
-        rest, postponed = iter(rest), (PostponedKernel(k, *pair) for k, pair in zip(kernels, factors, strict=True))
-        leaves = [next(postponed) if dims else next(rest) for dims in self.contracted]
+        postponed = (PostponedKernel(k, *pair) for k, pair in zip(kernels, factors, strict=True))
+        rest, frozen = iter(rest), iter(frozen)
+        roles = zip(self.contracted, self.frozen, strict=True)
+        leaves = [next(frozen if of else postponed if dims else rest) for dims, of in roles]
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
+
+    def _of_trained(self, of_leaves: list) -> list:
+        """Of something for each leaf that of the leaves that are trained."""
+        return [one for one, frozen in zip(of_leaves, self.frozen, strict=True) if not frozen]
 
     def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:
         """Add the gradients of the kernels, or of all other leaves, of one chunk to those of the stage."""
         new, added = iter(new), []
-        for total, dims in zip(sums, self.contracted, strict=True):
+        for total, dims in zip(sums, self._of_trained(self.contracted), strict=True):
             if bool(dims) != kernels:
                 added.append(total)
             elif self.schedule.chunks == 1:

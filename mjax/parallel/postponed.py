@@ -1,4 +1,5 @@
-"""ZB-H1's split of the backward pass: kernels whose gradients are computed later (arXiv 2401.10241, section 2).
+"""Kernels whose gradients the backward pass does not compute: of ZB-H1, which computes them later (arXiv 2401.10241,
+section 2), and frozen ones, which have none.
 
 The backward pass of a linear layer has two products: the gradient of its input, which the previous layer waits for (B),
 and the gradient of its kernel, which nothing waits for (W). A `PostponedKernel` in place of a kernel computes the first
@@ -39,12 +40,23 @@ class PostponedKernel:
         return self
 
 
-def array_of(kernel: Array | PostponedKernel) -> Array:
-    """The kernel itself, also of one that is postponed."""
-    return kernel.kernel if isinstance(kernel, PostponedKernel) else kernel
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FrozenKernel:
+    """A kernel that is not trained: its backward pass is one product, for the input, and keeps no input."""
+
+    kernel: Float[Array, "*into_and_out"]
 
 
-def without_factors(kernel: Array | PostponedKernel) -> Array | PostponedKernel:
+Kernel = Array | PostponedKernel | FrozenKernel
+
+
+def array_of(kernel: Kernel) -> Array:
+    """The kernel itself."""
+    return kernel if isinstance(kernel, Array) else kernel.kernel
+
+
+def without_factors(kernel: Kernel) -> Kernel:
     """The part of a kernel that its backward pass needs: the zeros of a postponed one would be kept for nothing."""
     return replace(kernel, input=None, gradient=None) if isinstance(kernel, PostponedKernel) else kernel
 

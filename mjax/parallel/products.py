@@ -17,11 +17,9 @@ from jaxtyping import Array, Float
 from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
 from mjax.parallel.float8 import Float8
-from mjax.parallel.postponed import PostponedKernel, array_of, without_factors
+from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of, without_factors
 from mjax.parallel.sums import add_bias, sum_rows
 from mjax.parallel.tokens import Tokens
-
-Kernel = Array | PostponedKernel
 
 
 def linear(kernel: Kernel, x: Float[Array, " t *into"], dims: int) -> Float[Array, " t *out"]:
@@ -39,11 +37,12 @@ def _linear(x: Array, kernel: Kernel, dims: int) -> Array:
 
 def _linear_backward(dims: int, residuals, gradient: Array):
     x, kernel = residuals
-    return input_gradient(gradient, x.shape, array_of(kernel)), _to_kernel(kernel, x, gradient)
+    return input_gradient(gradient, dims, array_of(kernel)), _to_kernel(kernel, x, gradient)
 
 
 _linear.defvjp(
-    lambda x, kernel, dims: (_product(x, array_of(kernel), dims), (x, without_factors(kernel))), _linear_backward
+    lambda x, kernel, dims: (_product(x, array_of(kernel), dims), (kept_input(x, kernel), without_factors(kernel))),
+    _linear_backward,
 )
 
 
@@ -53,12 +52,15 @@ def _product(x: Array, kernel: Array, dims: int) -> Array:
     return y.reshape(*x.shape[: x.ndim - dims], *out)
 
 
-def input_gradient(
-    gradient: Float[Array, " t *out"], shape: tuple[int, ...], kernel: Array
-) -> Float[Array, " t *into"]:
-    """g Aᵀ, the gradient of the input of `linear`, which has this shape."""
+def kept_input(x: Array, *kernels: Kernel) -> Array | None:
+    """The input of some kernels, if a backward pass multiplies it."""
+    return None if all(isinstance(kernel, FrozenKernel) for kernel in kernels) else x
+
+
+def input_gradient(gradient: Float[Array, " t *out"], dims: int, kernel: Array) -> Float[Array, " t *into"]:
+    """g Aᵀ, the gradient of the input of `linear`, whose last `dims` dims A contracts."""
     out = gradient.ndim - 1
-    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(shape)
+    return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(len(gradient), *kernel.shape[:dims])
 
 
 def kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
@@ -67,8 +69,10 @@ def kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out
     return product.reshape(*x.shape[1:], *gradient.shape[1:])
 
 
-def _to_kernel(kernel: Kernel, x: Array, gradient: Array) -> Kernel:
-    """The gradient of a kernel, or of a postponed one its two factors."""
+def _to_kernel(kernel: Kernel, x: Array | None, gradient: Array) -> Kernel | None:
+    """The gradient of a kernel, or of a postponed one its two factors; None if it is frozen."""
+    if isinstance(kernel, FrozenKernel):
+        return None
     if isinstance(kernel, PostponedKernel):
         return PostponedKernel(jnp.zeros_like(kernel.kernel), x, gradient)
     return kernel_gradient(x, gradient)
@@ -135,7 +139,8 @@ def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, token
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (saved, back, tuple(map(without_factors, kernels)), scales, biases)
+    kept = kept_input(saved, *kernels)
+    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
 
 
 def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
@@ -149,9 +154,9 @@ def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, grad
     ]
     to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
     if tokens.float8:
-        x = _restored(x, wholes[0].dtype)
+        x = None if x is None else _restored(x, wholes[0].dtype)
         wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
-    to_x = sum(input_gradient(gradient, x.shape, operand) for gradient, operand in zip(wholes, operands, strict=True))
+    to_x = sum(input_gradient(gradient, 1, operand) for gradient, operand in zip(wholes, operands, strict=True))
     to_kernels = tuple(_to_kernel(kernel, x, gradient) for kernel, gradient in zip(kernels, wholes, strict=True))
     if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
         (to_x,) = back(to_x)
@@ -189,9 +194,14 @@ def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
 # --- Products, and g --------------------------------------------------------------------------------------------------
 
 
-def from_rows(kernel: Kernel, x: Float[Array, " bs *into"], tokens: Tokens) -> Float[Array, "t h"]:
-    """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]."""
-    return _rows(x, kernel, tokens) if tokens.float8 else tokens.leave(linear(kernel, x, x.ndim - 1))
+def from_rows(
+    kernel: Kernel, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None
+) -> Float[Array, "t h"]:
+    """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]; g also sums what `adapter` makes of x."""
+    if tokens.float8:
+        return _rows(x, kernel, tokens)
+    y = linear(kernel, x, x.ndim - 1)
+    return tokens.leave(y if adapter is None else y + adapter(x))
 
 
 # The product and g are differentiated as one, because the gradient is rounded to float8 before it is gathered.
@@ -211,7 +221,7 @@ def _rows_backward(tokens: Tokens, residuals, gradient: Array):
     x, narrow = float8.restored(saved, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
     gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
     operand, _ = _operand(kernel, tokens, scale)
-    return input_gradient(gradient, x.shape, operand), _to_kernel(kernel, x, gradient)
+    return input_gradient(gradient, x.ndim - 1, operand), _to_kernel(kernel, x, gradient)
 
 
 _rows.defvjp(_rows_forward, _rows_backward)

@@ -19,10 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from mjax.config.axes import MODEL
+from mjax.parallel import mappings
 from mjax.parallel.tokens import Tokens
 
 # Sites of dropout; each has its own masks. The first and the last are outside the layers: they count as layer 0.
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
+# The inputs of adapters (`adapters.py`).
+LORA_QKV, LORA_OUT, LORA_UP, LORA_DOWN = 5, 6, 7, 8
 
 
 def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
@@ -116,6 +120,18 @@ def dropout_tokens(x: Float[Array, "t h"], rate: float, key: DropoutKey | None, 
         return x
     rows = key.rows(tokens.position_ids())  # [b, s] each
     return _dropout(x, tuple(tokens.local_rows(words.reshape(-1)) for words in rows), rate)
+
+
+def dropout_columns(
+    x: Float[Array, " bs *into"], rate: float, key: DropoutKey | None, tokens: Tokens
+) -> Float[Array, " bs *into"]:
+    """`dropout` of rows inside a region, of whose columns each rank of `model` has its part."""
+    if key is None or rate == 0.0:
+        return x
+    flat = x.reshape(len(x), -1)
+    first, second = (words.reshape(-1) for words in key.rows(tokens.position_ids()))
+    first = first + (mappings.rank(MODEL) * flat.shape[1]).astype(jnp.uint32)
+    return _dropout(flat, (first, second), rate).reshape(x.shape)
 
 
 # The backward pass hashes again: the residuals are the rows' words, never a mask that a scan over layers would stack.

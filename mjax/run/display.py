@@ -232,6 +232,8 @@ def announce_start(
     choices += f", over context by {config.across}" if config.across else ""
     choices += f", experts by {model.grouped}" if model.grouped_kernel else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
+    own = count_parameters(model, trained=True)
+    choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
     display.say(f"model   {parameters:,} parameters, {compute}, attention by {model.attention}{choices}")
     display.say(f"mesh    {describe_mesh(config)} on {mesh.devices} × {kind}")
     display.say(f"data    {data.summary}")

@@ -28,13 +28,14 @@ from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import open_data
 from mjax.models.protocol import Model
+from mjax.parallel.layers import joined, split_trained
 from mjax.parallel.mesh import make_mesh
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
-from mjax.run.start import first_state, write_folder, write_origin
+from mjax.run.start import first_state, own_state, write_folder, write_origin
 from mjax.step.kernel_trial import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
@@ -95,7 +96,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
         with status("compiling and filling the state", display.console):
-            start, state, origin = first_state(checkpoints, program, options.origin, display.say)
+            start, state, origin, base = first_state(checkpoints, program, options.origin, display.say)
         announce_start(display, resolved, program, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
@@ -106,7 +107,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             data.training.at(start)  # data that do not fit are rejected before the folder says that they do
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
-                write_origin(folder, origin, data, display.say)
+                write_origin(folder, origin, base, data, display.say)
             metrics = config.model.metrics
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
             stack.enter_context(contextlib.closing(log))
@@ -170,9 +171,12 @@ class Run:
             if result.stopped:
                 self.display.say("stopped; run the same command again to continue")
                 return replace(result, exit_code=PREEMPTED)
+            _, frozen = split_trained(state.model)
             del state, result  # free memory for the restored state
             self.steps_before -= good
-            start, state = self.checkpoints.restore(self.program.abstract_state, good)
+            start, state = self.checkpoints.restore(own_state(self.program.abstract_state), good)
+            if self.config.model.lora_rank:
+                state = replace(state, model=joined(state.model, frozen))
             self.guard.begin(start)
             if self.log:
                 self.log.go_back(start)
@@ -235,7 +239,7 @@ class Run:
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
-                        self.guard.save(step, state, ends)
+                        self.guard.save(step, own_state(state), ends)
                     if self.log:
                         self.log.draw(last=ends)
                     waiting = None

@@ -18,13 +18,15 @@ from pathlib import Path
 import jax
 
 import mjax
-from mjax.checkpoint.checkpoint import Checkpoints, restore_weights
+from mjax.checkpoint.base import Base, own_part, read_base, read_frozen, restore_weights, save_base, with_base
+from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
+from mjax.parallel.layers import joined, split_trained
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram
@@ -43,28 +45,43 @@ FRESH = "starting with fresh optimizer state"
 
 def first_state(
     checkpoints: Checkpoints, program: TrainProgram, origin: Origin | None, say: Callable[[str], None]
-) -> tuple[int, TrainState, Origin | None]:
-    """Return the step to continue after, the state, and the origin of a new run with the step that was read.
+) -> tuple[int, TrainState, Origin | None, Base | None]:
+    """Return the step to continue after, the state, and of a new run the origin with the step that was read, and the
+    base of its adapters.
 
     The state is that of the newest checkpoint; or of step 0, with the weights alone of checkpoint 0 or of `origin`, or
     with random ones.
     """
-    target = program.abstract_state.model
+    target, folder = program.abstract_state.model, checkpoints.folder.parent
     if checkpoints.steps() == [0]:  # of `mjax convert`: no step has number 0, so there are no moments
-        _, weights = checkpoints.restore(target, field="model")
+        _, weights = restore_weights(folder, target, 0, say)
         say(f"Loaded weights from checkpoint 0; {FRESH}")
-        return 0, program.begin(weights), None
+        return 0, program.begin(weights), None, None
     if checkpoints.steps():
-        return *checkpoints.restore(program.abstract_state), None
+        step, state = checkpoints.restore(own_state(program.abstract_state))
+        return step, replace(state, model=with_base(state.model, target, folder, say)), None, None
     if origin is None:
-        return 0, program.initialize(), None
-    run = Path(origin.run)
-    dtype = parameter_type(read_config(run / "config.json").precision.compute)
-    saved = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), target)
-    step, weights = restore_weights(run, saved, origin.step, say)
+        return 0, program.initialize(), None, None
+    run, base = Path(origin.run), None
+    saved = read_config(run / "config.json")
+    if target.config.lora_rank and not saved.model.lora_rank:
+        own = program.initialize_trained()
+        frozen, base = read_frozen(run, origin.step, split_trained(target)[1], say)
+        step, weights = base.step, joined(own, frozen)
+    else:
+        wide = parameter_type(saved.precision.compute)
+        weights, frozen = split_trained(target)
+        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), weights)
+        step, weights = restore_weights(run, joined(weights, frozen), origin.step, say)
+        base = read_base(run) if saved.model.lora_rank else None
     origin = replace(origin, step=step)
     say(f"Loaded weights from {origin}; {FRESH}")
-    return 0, program.begin(weights), origin
+    return 0, program.begin(weights), origin, base
+
+
+def own_state(state: TrainState) -> TrainState:
+    """The part of a state that a checkpoint holds (`base.own_part`)."""
+    return replace(state, model=own_part(state.model))
 
 
 def write_folder(
@@ -83,9 +100,14 @@ def write_folder(
         shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True)
 
 
-def write_origin(folder: Path, origin: Origin | None, data: TrainingData, say: Callable[[str], None]) -> None:
-    """Record the origin of a new run, and copy its tokenizer, unless the data have another one."""
+def write_origin(
+    folder: Path, origin: Origin | None, base: Base | None, data: TrainingData, say: Callable[[str], None]
+) -> None:
+    """Record the origin of a new run and the base of its adapters, and copy its tokenizer, unless the data have another
+    one."""
     save_origin(folder, origin)
+    if base is not None:
+        save_base(folder, base)
     if origin and (card := Path(origin.run) / "README.md").is_file():  # whose front matter has the license
         shutil.copy(card, folder)
     tokenizer = Path(origin.run) / "tokenizer" if origin else None

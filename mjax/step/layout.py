@@ -13,9 +13,10 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.build import build_model, has_several_stacks
 from mjax.models.protocol import Model
+from mjax.parallel.layers import joined, metadata_of, split_trained
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.step.precision import parameter_type
+from mjax.step.precision import COMPUTE_TYPES, parameter_type
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,17 @@ class Layout:
 def initial_weights(config: Config) -> Model:
     """The initial weights of a run, a function of its seed, with layers split into the chunks of its pipeline."""
     model = build_model(config.train.seed, config.model, parameter_type(config.precision.compute))
-    return cut_into_chunks(model, config.mesh)
+    return cut_into_chunks(in_stored_types(model, config), config.mesh)
+
+
+def in_stored_types(model: Model, config: Config) -> Model:
+    """The model with frozen weights in the compute dtype, in which the computation has them."""
+    weights, frozen = split_trained(model)
+    kept = iter(
+        keep for keep, of in zip(*(metadata_of(model, name) for name in ("keep_fp32", "frozen")), strict=True) if of
+    )
+    narrow = COMPUTE_TYPES[config.precision.compute]
+    return joined(weights, jax.tree.map(lambda weight: weight if next(kept) else weight.astype(narrow), frozen))
 
 
 def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:

@@ -31,6 +31,7 @@ from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
+from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.means import add, at, weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
@@ -67,6 +68,7 @@ class TrainProgram:
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
       batch_shardings: of every array of a batch, in training or evaluation, by name.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
+      initialize_trained: () → the model of it, with None in place of frozen weights.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
         skipped if the loss is above `limit`, float32 []; by default there is no limit.
@@ -81,6 +83,7 @@ class TrainProgram:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_shardings: dict[str, NamedSharding]
     initialize: Callable[[], TrainState]
+    initialize_trained: Callable[[], Model]
     begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
     broken: Callable[[TrainState], Array]
@@ -143,7 +146,7 @@ def build_program(
     def specs_of(arrays) -> dict[str, P]:
         return {name: batch_shardings[name].spec for name in arrays}
 
-    names = gradient_names(shapes.model, config.mesh)
+    names = gradient_names(trained(shapes.model), config.mesh)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     order = np.array(backward_order(names))
 
@@ -157,7 +160,7 @@ def build_program(
         return shard_map(step, in_specs=(specs.model, specs_of(evaluation)), out_specs=P())(model, batch)
 
     def broken(state):
-        return broken_elements(state.model, state.optimizer, config.mesh)
+        return broken_elements(trained(state.model), state.optimizer, config.mesh)
 
     def begin(model):
         own = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), model, shapes.model)
@@ -171,6 +174,7 @@ def build_program(
             for name, (shape, kind) in training.items()
         },
         batch_shardings=batch_shardings,
+        initialize_trained=jax.jit(lambda: trained(initial_weights(config)), out_shardings=trained(shardings.model)),
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0),
@@ -221,7 +225,7 @@ def _state_shapes(config: Config, transform: optax.GradientTransformation, layou
         transform,
         lambda moment, spec: moment if has_none(moment) else spec,
         shapes.optimizer,
-        layout.specs,
+        trained(layout.specs),
         transform_non_params=lambda _: P(),
         is_leaf=has_none,
     )
@@ -238,7 +242,7 @@ def first_state(
     """
     return TrainState(
         model=model,
-        optimizer=transform.init(model),
+        optimizer=transform.init(trained(model)),
         loss_scale=LossScale.initial(config.precision),
         step=jnp.asarray(step, jnp.int32),
         samples=jnp.int32(0),
@@ -260,7 +264,7 @@ def _train_step(
     limit: Array,
 ):
     """One step on a single device: its shards of `state`, and its rows and positions of `batch` [B / data, …]."""
-    scale = state.loss_scale.scale
+    scale, (weights, frozen) = state.loss_scale.scale, split_trained(state.model)
     counts = global_counts(state.model, batch)
     sums, gradients = loss_and_gradients(config, plan, state.model, batch, state.step, scale, loss_fn, counts)
     means = state.model.summary(sums)
@@ -278,11 +282,11 @@ def _train_step(
             coefficient = jnp.minimum(1.0, config.optimizer.clip_norm / (norm + 1e-6))
             gradients = jax.tree.map(lambda g: g * coefficient, gradients)
         rate = rate_after(state.samples)
-        updates, optimizer = transform.update(gradients, state.optimizer, state.model)
-        model = jax.tree.map(lambda p, u: p - rate * u, state.model, updates)
-        model = add_whole(model, state.model.adjustments(sums), plan, config.mesh)
+        updates, optimizer = transform.update(gradients, state.optimizer, weights)
+        model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
+        model = add_whole(model, state.model.adjustments(sums), trained(plan), config.mesh)
         new_state = TrainState(
-            model=keep_if_skipped(model, state.model),
+            model=joined(keep_if_skipped(model, weights), frozen),
             optimizer=keep_if_skipped(optimizer, state.optimizer),
             loss_scale=state.loss_scale.update(finite, config.precision),
             step=state.step + 1,
@@ -331,7 +335,7 @@ def loss_and_gradients(
 
     Returns:
       Means by name, [] each before `Model.summary`, or of the shape of their counts; and a gradient in float32 for each
-      shard of `model`, sharded like it.
+      shard of `model` that is trained, sharded like it.
     """
     compute, wide = COMPUTE_TYPES[config.precision.compute], parameter_type(config.precision.compute)
     weights = gather_weights(model, plan, compute, config.mesh, in_float8(config.precision))
@@ -340,8 +344,10 @@ def loss_and_gradients(
     forward = Forward(config, plan, factors, step, loss_fn=loss_fn)
     micro_batches = micro_batches_of(config, batch)
 
+    own, frozen = split_trained(weights)
+
     def differentiate(micro_batch: MicroBatch):
-        means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch), weights)
+        means, pullback = jax.vjp(lambda own: forward(joined(own, frozen), micro_batch=micro_batch), own)
         (gradients,) = pullback(weights_in_loss(model.loss_weights, means))
         return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
 
@@ -352,11 +358,11 @@ def loss_and_gradients(
     else:
         nothing = mappings.vary(jnp.zeros((), wide), frozenset(axes.holding()))
         means = {name: nothing + jnp.zeros(jnp.shape(factor), wide) for name, factor in factors.items()}
-        gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), weights)
+        gradients = jax.tree.map(lambda weight: jnp.zeros_like(weight, dtype=wide), own)
         accumulate = lambda total, each: (add(total, differentiate(each)), None)  # noqa: E731
         (means, gradients), _ = jax.lax.scan(accumulate, (means, gradients), micro_batches)
     # In float32, after all micro-batches; layers gathered one by one (ZeRO-3) have summed theirs in the loop.
-    gradients = reduce_gradients(gradients, model, plan)
+    gradients = reduce_gradients(gradients, trained(model), trained(plan))
     with jax.named_scope(scopes.LOSS):
         means = {name: mappings.sum_over(mean, mappings.varying_axes(mean)) for name, mean in means.items()}
     means, gradients = jax.tree.map(lambda x: x / scale, (means, gradients))

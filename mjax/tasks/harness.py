@@ -28,7 +28,7 @@ from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from mjax.checkpoint.checkpoint import restore_weights
+from mjax.checkpoint.base import restore_weights
 from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import ends_of_text

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mjax.checkpoint.checkpoint import restore_weights
+from mjax.checkpoint.base import restore_weights
 from mjax.commands import cli
 from mjax.config import MeshConfig, read_config
 from mjax.data.tokenizers import tokenizer_from_folder

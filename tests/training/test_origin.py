@@ -63,7 +63,7 @@ def test_every_mesh_starts_from_same_weights(mesh, source, tmp_path):
     config = replace(CONFIG, mesh=mesh, train=replace(CONFIG.train, micro_batch=1))
     program = build_program(config, make_mesh(mesh))
     with Checkpoints(tmp_path / "none", on_notice=lambda line: None) as none:
-        start, state, origin = first_state(none, program, Origin(str(source), None, {}), lambda line: None)
+        start, state, origin, _ = first_state(none, program, Origin(str(source), None, {}), lambda line: None)
     assert (start, origin.step, int(state.step), int(state.samples)) == (0, 2, 0, 0)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
     kept, found = named(open_run(source).weights), in_layer_order(state.model, config)

@@ -45,6 +45,7 @@ class Case(NamedTuple):
     kernel: str
     layers: str
     loss_chunks: int
+    lora: str
 
 
 LLAMA = {"kind": "llama", "kv_heads": 4, "feed_forward": 24}
@@ -106,7 +107,13 @@ CHOICES = Case(
     kernel=("xla", "xla_blocks"),
     layers=("loop", "apart"),
     loss_chunks=(1, 3),
+    lora=("-", "all", "some"),
 )
+LORA = {
+    "-": {},
+    "all": {"lora_rank": 3},
+    "some": {"lora_rank": 2, "lora_alpha": 7.0, "lora_targets": ("q", "v", "down"), "lora_rslora": True},
+}
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 BATCH = 16
 
@@ -144,6 +151,7 @@ def config_of(case):
         attention=case.kernel,
         layers=max(2, period * case.pipe * case.chunks),
         **changes,
+        **LORA[case.lora],
     )
 
 

@@ -1,0 +1,208 @@
+"""The frozen weights of a run with adapters: those of a checkpoint of another run, which its own do not repeat.
+
+    runs/q/checkpoints/0        the base, never written again
+    runs/q-lora/base.json       where it is, and a digest of its numbers
+    runs/q-lora/checkpoints/    adapters, their moments, and the rest of the state
+
+A base is recognised by its digest, which depends on the numbers alone: not on the mesh that wrote them, nor on the
+files they are in. A base that was converted again or moved beside the run is the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mjax.checkpoint.arrays import named
+from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.config import read_config
+from mjax.config.plain_values import build
+from mjax.errors import UsageError
+from mjax.models.protocol import Model
+from mjax.parallel.layers import joined, split_trained, trained
+from mjax.parallel.random import mix
+from mjax.step.precision import parameter_type
+from mjax.utils.files import read_json, write_whole
+
+BASE = "base.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The contents of base.json.
+
+    Attributes:
+      run: absolute path of the run folder.
+      step: its checkpoint.
+      digest: of the weights (`digest_of`).
+    """
+
+    run: str
+    step: int
+    digest: str
+
+
+def read_base(run: Path) -> Base:
+    """The base of a run with adapters.
+
+    Raises:
+      UsageError: the run does not say which, or the file is damaged.
+    """
+    missing = "a run with adapters has it; start one with --init RUN"
+    return build(Base, read_json(run / BASE, "restore it", missing), str(run / BASE))
+
+
+def save_base(run: Path, base: Base) -> None:
+    """Write base.json."""
+    write_whole(run / BASE, json.dumps(asdict(base), indent=2) + "\n")
+
+
+def folder_of(base: Base, run: Path) -> Path:
+    """The run folder of the base: where it was, or beside `run` if both were moved.
+
+    Raises:
+      UsageError: it is at neither place.
+    """
+    there = Path(base.run)
+    for folder in (there, run.resolve().parent / there.name):
+        if (folder / "config.json").is_file():
+            return folder
+    raise UsageError(
+        f"{run} has adapters of {there}, which is gone; put that run back, or write its path into {run / BASE}"
+    )
+
+
+def own_part(model: Model) -> Model:
+    """The weights that a run saves itself: all, or the adapters without their base."""
+    return trained(model) if model.config.lora_rank else model
+
+
+def restore_weights(
+    run: Path, abstract_model: Model, step: int | None, on_notice: Callable[[str], None]
+) -> tuple[int, Model]:
+    """The weights of checkpoint `step` of a run, by default of the newest intact one, and its step.
+
+    Raises:
+      UsageError: there is no such checkpoint, it has another model, or the base of its adapters is gone or another.
+      RunError: it is damaged.
+    """
+    with Checkpoints(run / "checkpoints", on_notice=on_notice) as checkpoints:
+        step, own = checkpoints.restore(own_part(abstract_model), step, field="model")
+    return step, with_base(own, abstract_model, run, on_notice)
+
+
+def with_base(own: Model, target: Model, run: Path, say: Callable[[str], None]) -> Model:
+    """All weights of a run, from those that it saves itself.
+
+    Args:
+      own: the weights of `own_part(target)`.
+      target: the model of ShapeDtypeStructs with shardings.
+      run: folder of the run.
+      say: called with notices.
+
+    Raises:
+      UsageError: the base of its adapters is gone, or has other weights.
+    """
+    if not target.config.lora_rank:
+        return own
+    base = read_base(run)
+    folder = folder_of(base, run)
+    weights, found = read_frozen(folder, base.step, split_trained(target)[1], say)
+    check_base(base, found.digest, folder, run)
+    return joined(own, weights)
+
+
+def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
+    """Refuse weights with another digest than those that the adapters of `run` belong to.
+
+    Raises:
+      UsageError: they are others.
+    """
+    if digest != base.digest:
+        raise UsageError(
+            f"{run} has adapters of weights with the digest {base.digest}, and checkpoint {base.step} of {folder} has "
+            f"{digest}; restore that run, or write the path of the right one into {run / BASE}"
+        )
+
+
+def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[str], None]) -> tuple[Model, Base]:
+    """The weights of a checkpoint of `folder` as a base.
+
+    Args:
+      folder: of a run without adapters.
+      step: of the checkpoint; None: the newest intact one.
+      target: the frozen weights of ShapeDtypeStructs with shardings, and None in place of adapters.
+      say: called with notices.
+
+    Raises:
+      UsageError: there is no such checkpoint, or it has another model.
+      RunError: it is damaged.
+    """
+    wide = parameter_type(read_config(folder / "config.json").precision.compute)
+    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), target)
+    with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
+        step, weights = checkpoints.restore(stored, step, field="model")
+    base = Base(str(folder.resolve()), step, digest_of(weights))
+    return jax.tree.map(_as_stored, weights, target), base
+
+
+def _as_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """The weight in the dtype of `leaf`; the array is given up."""
+    if weight.dtype == leaf.dtype:
+        return weight
+    return jax.jit(lambda w: w.astype(leaf.dtype), out_shardings=leaf.sharding, donate_argnums=0)(weight)
+
+
+def digest_of(weights: Any) -> str:
+    """16 hexadecimal digits that depend on the names and on every bit of the weights, in order, and on nothing else."""
+    return _digest({name: np.asarray(_on_devices(array)) for name, array in named(weights).items()})
+
+
+def digest_in_blocks(folder: Path, shapes: Mapping[str, Sequence[int]]) -> str:
+    """`digest_of` the weights of the checkpoint in `folder`, with one block of one weight in memory.
+
+    Args:
+      folder: of the checkpoint, which `Checkpoints.find` has checked.
+      shapes: of the weights by name.
+    """
+    sums = {}
+    for name, shape in shapes.items():
+        sums[name], row = np.zeros(2, np.uint32), math.prod(shape[1:])
+        for first, block in read_in_blocks(folder, f"model.{name}", len(shape)):
+            bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
+            place = np.arange(first * row, first * row + block.size).astype(np.uint32)
+            if len(bits) > len(place):  # float64
+                place = (2 * place[:, None] + np.arange(2, dtype=np.uint32)).reshape(-1)
+            sums[name] += _two_sums(bits, place)
+    return _digest(sums)
+
+
+def _digest(sums: Mapping[str, np.ndarray]) -> str:
+    text = json.dumps({name: sums[name].tolist() for name in sorted(sums)})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _on_devices(array: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(array, jnp.uint32)  # [*shape], or [*shape, 2] of float64
+    place = jnp.zeros((), jnp.uint32)
+    for dim, size in enumerate(bits.shape):
+        place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    return _two_sums(bits, place)
+
+
+def _two_sums(bits, place):
+    """Two sums modulo 2³² of hashed bits and places, uint32 [2], the same in whatever order they are added."""
+    hashed = mix(bits ^ mix(place))
+    xp = np if isinstance(bits, np.ndarray) else jnp
+    return xp.stack([xp.sum(part, dtype=np.uint32) for part in (hashed, mix(hashed))])

@@ -1,0 +1,240 @@
+"""Adapters as a folder of peft, and merged into the weights of their base.
+
+    adapter_config.json          rank, alpha, and the modules that have an adapter
+    adapter_model.safetensors    base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r]
+
+The modules are those of the base model's family (`models/huggingface/`): the name of a kernel's tensor without
+`.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mjax.checkpoint.blocks import read_in_blocks
+from mjax.config.model import ModelConfig
+from mjax.errors import UsageError
+from mjax.interop.model_folder import read_object
+from mjax.interop.tensor_files import SafetensorsFiles
+from mjax.interop.weights import places
+from mjax.models.build import abstract_weights, adapters_of
+from mjax.models.huggingface.family import Family
+from mjax.models.lora import targets_of
+from mjax.parallel.layers import ColumnParallelLinear
+
+Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ONLY = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []), "layers_to_transform": (None, []), "rank_pattern": ({},), "alpha_pattern": ({},),
+    "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
+    "use_qalora": (False,), "lora_bias": (False,), "exclude_modules": (None, []),
+}  # fmt: skip
+"""Settings of adapter_config.json that change what is computed, and the values that mjax knows; any may be left out."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """An adapter of one module of the base model.
+
+    Attributes:
+      path: of our layer, such as `blocks.attention.query`.
+      target: its name in `lora.targets`.
+      layer: index in the stacked weights.
+      part: index among the adapters of the layer, and of the part in the kernel if it has several; None: there is one.
+      columns: whether the layer is column-parallel.
+    """
+
+    path: str
+    target: str
+    layer: int
+    part: tuple[int, int] | None
+    columns: bool
+
+    def a(self, stacked: np.ndarray) -> np.ndarray:
+        """[r, in], a view of our A."""
+        one = stacked[self.layer]
+        return one[:, self.part[0] if self.part else 0].T if self.columns else one.reshape(-1, one.shape[-1]).T
+
+    def b(self, stacked: np.ndarray) -> np.ndarray:
+        """[out, r], a view of our B."""
+        one = stacked[self.layer]
+        one = one[self.part[0] if self.part else 0] if self.columns else one
+        return one.reshape(len(one), -1).T
+
+
+def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
+    """By name of a module of the base model its adapter.
+
+    Raises:
+      UsageError: peft has no adapter like one of `model`, whose base has one matrix for several.
+    """
+    layers, found = adapters_of(model), {}
+    for name, place in places(family, model.without_lora()).items():
+        path, _, last = place.ours.rpartition(".")
+        if last != "kernel" or path not in layers:
+            continue
+        layer = layers[path]
+        columns = isinstance(layer, ColumnParallelLinear)
+        targets, which = targets_of(path.rpartition(".")[2], layer), place.index[-1]
+        if not family.transposed or (len(targets) > 1 and len(place.index) < 3):
+            raise UsageError(
+                f"{family.model} has {' and '.join(targets)} in one matrix, as peft's adapters are not; add --merged "
+                "for a whole model"
+            )
+        if not columns or len(targets) == 1:
+            found[name.removesuffix(".weight")] = Module(path, targets[0], place.index[0], None, columns)
+        elif which in layer.adapter.parts:
+            part = layer.adapter.parts.index(which), which
+            found[name.removesuffix(".weight")] = Module(path, targets[which], place.index[0], part, columns)
+    return found
+
+
+# --- Export -----------------------------------------------------------------------------------------------------------
+
+
+class OwnWeights:
+    """The adapters in a checkpoint: a few of the model's bytes, each read once."""
+
+    def __init__(self, checkpoint: Path, model: ModelConfig):
+        self.checkpoint, self.shapes, self.read = checkpoint, abstract_weights(model), {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.read:
+            shape, _ = self.shapes[name]
+            blocks = read_in_blocks(self.checkpoint, f"model.{name}", len(shape))
+            self.read[name] = np.concatenate([block for _, block in blocks])
+        return self.read[name]
+
+
+def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str) -> dict[str, Any]:
+    """The contents of adapter_config.json; `base` is the name or folder of the base model."""
+    # By last name where that means no other module, else in full: experts may have modules of the same name.
+    names = modules if model.parted_experts() else {name.rpartition(".")[2] for name in modules}
+    alpha = 2 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": model.lora_rslora,
+        "lora_dropout": model.lora_dropout,
+        "target_modules": sorted(names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def peft_tensors(modules: Mapping[str, Module], own: OwnWeights) -> Iterator[tuple[str, int, np.ndarray]]:
+    """The tensors of a peft folder, as `weights.tensor_parts` gives those of a model."""
+    for name, module in modules.items():
+        yield f"{PREFIX}{name}.lora_A.weight", 0, module.a(own[f"{module.path}.adapter.a"])
+        yield f"{PREFIX}{name}.lora_B.weight", 0, module.b(own[f"{module.path}.adapter.b"])
+
+
+def merged(blocks: Blocks, model: ModelConfig, own: OwnWeights) -> Blocks:
+    """`blocks` of the base, as `weights.tensor_parts` takes them, with s A B added to each kernel that has adapters."""
+    layers = adapters_of(model)
+
+    def with_adapters(name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
+        path = name.removesuffix(".kernel")
+        for first, block in blocks(name, rank):
+            if path == name or path not in layers:
+                yield first, block
+                continue
+            a, b = (own[f"{path}.adapter.{matrix}"][first : first + len(block)] for matrix in "ab")
+            layer, sums = layers[path], block.copy()
+            columns = isinstance(layer, ColumnParallelLinear)
+            for i, part in enumerate(layer.adapter.parts if columns else (0,)):
+                kernel = sums[:, :, part] if columns and layer.split else sums
+                ours_a, ours_b = (a[:, :, i], b[:, i]) if columns else (a, b)
+                product = np.matmul(_rows(ours_a, -1), ours_b.reshape(*ours_b.shape[:2], -1))
+                kernel += (model.lora_scale * product).reshape(kernel.shape).astype(kernel.dtype)
+            yield first, sums
+
+    return with_adapters
+
+
+def _rows(array: np.ndarray, last: int) -> np.ndarray:
+    """[l, *into, r] as [l, in, r]."""
+    return array.reshape(len(array), -1, array.shape[last])
+
+
+# --- Import -----------------------------------------------------------------------------------------------------------
+
+
+def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """The model of a peft folder on a `base`, and its A and B by our names, float32.
+
+    Raises:
+      UsageError: the folder is not LoRA as mjax knows it, or not of this base.
+    """
+    file = folder / CONFIG
+    values = read_object(file)
+    for name, known in ONLY.items():
+        if name in values and values[name] not in known:
+            raise UsageError(
+                f"{file}: {name} is {values[name]!r}, and mjax knows {known[0]!r}; merge the adapter with peft's "
+                "merge_and_unload, and convert the model"
+            )
+    if not (folder / WEIGHTS).is_file():
+        raise UsageError(f"{folder} has no {WEIGHTS}; give a folder written by save_pretrained of peft")
+    rank, alpha = values.get("r"), values.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
+        raise UsageError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; restore the file")
+    tensors = SafetensorsFiles({folder / WEIGHTS: []})
+    named = {}
+    for name in tensors.kinds:
+        inside = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if inside is None:
+            raise UsageError(f"{folder} has a tensor {name}, which is not part of LoRA's adapters; merge it with peft")
+        named[inside[1], inside[2].lower()] = name
+    model = replace(
+        base,
+        lora_rank=rank,
+        lora_alpha=float(alpha),
+        lora_rslora=bool(values.get("use_rslora")),
+        lora_dropout=float(values.get("lora_dropout") or 0.0),
+    )
+    every = modules_of(family, model)
+    if foreign := sorted({module for module, _ in named} - every.keys()):
+        raise UsageError(
+            f"{folder} has an adapter of {foreign[0]}, and the linear layers of {base.title} are "
+            f"{_and_more(sorted(every))}; give --base the run of the model that it was trained on"
+        )
+    targets = {every[module].target for module, _ in named}
+    if targets != {module.target for module in every.values()}:
+        model = replace(model, lora_targets=tuple(sorted(targets)))
+    modules = modules_of(family, model)
+    if missing := [
+        f"{name}.lora_{matrix.upper()}" for name in modules for matrix in "ab" if (name, matrix) not in named
+    ]:
+        raise UsageError(
+            f"{folder} has no {missing[0]}, and mjax has adapters in all layers or in none; merge it with peft"
+        )
+    shapes = abstract_weights(model)
+    own = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
+    for name, module in modules.items():
+        for matrix in "ab":
+            ours = getattr(module, matrix)(own[f"{module.path}.adapter.{matrix}"])
+            theirs = tensors.read(named[name, matrix]).astype(np.float32)
+            if theirs.shape != ours.shape:
+                raise UsageError(
+                    f"{folder}: {named[name, matrix]} has shape {theirs.shape}, and the base asks for {ours.shape}; "
+                    "give --base the run of the model that it was trained on"
+                )
+            ours[...] = theirs
+    return model, own
+
+
+def _and_more(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
