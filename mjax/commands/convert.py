@@ -61,6 +61,7 @@ from mjax.models.build import abstract_weights, count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
+from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
 
 
@@ -497,7 +498,7 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
         model_folder.write_object(folder / lora.CONFIG, values)
         shapes = {name: part.shape for name, _, part in lora.peft_tensors(modules, own)}
         (file,) = write_tensors(folder, shapes, lora.peft_tensors(modules, own), dtype, sys.maxsize)
-        (folder / file).rename(folder / lora.WEIGHTS)
+        rename(folder / file, folder / lora.WEIGHTS)
         if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
             shutil.copy(template, folder)
     print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, checkpoint {saved.name} of {run}")

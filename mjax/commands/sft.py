@@ -31,6 +31,8 @@ DEFAULTS = Config(
     train=TrainConfig(steps=1, global_batch=16, micro_batch=1, eval_interval=0),
 )
 """Of a run that trains all weights; its steps and validations follow from the data."""
+LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
+"""Of a run that trains adapters: ten times those of all weights."""
 EVALUATIONS = 5
 """Validations of a run, and most batches of one."""
 SHOWN = (
@@ -59,12 +61,14 @@ class SftArguments(TrainArguments):
     usual: ClassVar = {
         "the run": ("init", "data.path", "epochs", "name", "template", "turns"),
         "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
+        "adapters": ("lora.rank", "lora.alpha", "lora.targets"),
         "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
         "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
         "what is kept": ("checkpoint.interval", "train.eval-interval"),
     }
     examples: ClassVar = (
         "mjax sft --init runs/q --data chat.jsonl --name q-chat",
+        "mjax sft --init runs/q --data chat.jsonl --name q-lora --lora.rank 16",
         "mjax generate --run runs/q-chat --chat --prompt 'What is Paris?'",
     )
 
@@ -167,7 +171,8 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
     steps, validation = _length(typed, given.epochs)
     if "train.steps" in typed_flags(argv):
         steps = typed.train.steps
-    optimizer = replace(settings.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1))
+    rates = LORA_RATES if typed.model.lora_rank else {}
+    optimizer = replace(settings.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates)
     train_config = replace(
         train_config,
         steps=steps,

@@ -239,6 +239,11 @@ def _train_arguments(
     if arguments.profile is not None:
         profiled_steps(arguments.profile, settings.train.steps)
     origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
+    if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
+        raise UsageError(
+            f"--lora.rank {settings.model.lora_rank} trains adapters of a model that is there; add --init RUN, such as "
+            "one of `mjax convert from-hf MODEL RUN`"
+        )
     changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)

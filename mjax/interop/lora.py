@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mjax.checkpoint.blocks import read_in_blocks
@@ -23,9 +25,9 @@ from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
 from mjax.interop.weights import places
-from mjax.models.build import abstract_weights, adapters_of
+from mjax.lora.add import Linear, linear_layers, targets_of
+from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family
-from mjax.models.lora import targets_of
 from mjax.parallel.layers import ColumnParallelLinear
 
 Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
@@ -68,6 +70,13 @@ class Module:
         one = stacked[self.layer]
         one = one[self.part[0] if self.part else 0] if self.columns else one
         return one.reshape(len(one), -1).T
+
+
+@lru_cache(maxsize=8)
+def adapters_of(model: ModelConfig) -> dict[str, Linear]:
+    """The layers with an adapter in the traced model, by dotted path."""
+    layers = linear_layers(jax.eval_shape(lambda: build_model(0, model)))
+    return {path: layer for path, _, layer in layers if layer.adapter is not None}
 
 
 def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:

@@ -26,8 +26,8 @@ from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
-from mjax.parallel.stacks import name_in_layer, numbers_of_layers
 from mjax.utils.names import leaf_name
+from mjax.utils.stacks import name_in_layer, numbers_of_layers
 
 ROWS = 4096  # of an embedding to read at once
 LAYERS = "blocks."

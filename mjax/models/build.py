@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -12,19 +11,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
-from mjax.models.lora import Linear, add_adapters, linear_layers
+from mjax.lora.add import add_adapters
 from mjax.models.protocol import Model
 from mjax.parallel.layers import metadata_of
-from mjax.parallel.stacks import STACK, stack_and_turn
 from mjax.utils.names import leaf_name
-
-MOST_UNROLLED = 80
-"""Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
-SERVER = 8
-"""GPUs whose FSDP hides its gathers beside the layers without a loop too."""
+from mjax.utils.stacks import STACK, stack_and_turn
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
@@ -59,12 +52,6 @@ def frozen_weights(config: ModelConfig) -> frozenset[str]:
     )
 
 
-def adapters_of(config: ModelConfig) -> dict[str, Linear]:
-    """The layers with an adapter in the traced model, by dotted path."""
-    layers = linear_layers(_traced(config))
-    return {path: layer for path, _, layer in layers if layer.adapter is not None}
-
-
 @lru_cache(maxsize=64)
 def _traced(config: ModelConfig) -> Model:
     return jax.eval_shape(lambda: build_model(0, config))
@@ -85,29 +72,6 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
     """The layers of each stack and turn (`models/block.py`), by their numbers; of one stack alone under (0, 0)."""
     weights = abstract_weights(config).items()
     return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
-
-
-def is_unrolled(config: Config, on_gpu: bool) -> bool:
-    """True if the layers are compiled without a loop. With `auto` that is so on a GPU, where nothing is done layer by
-    layer that XLA would begin for many layers at once: weights gathered from several servers (FSDP), all-to-alls over
-    `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline, whose stages
-    keep activations in slots, nor for layers of several kinds, or more than can be compiled in two minutes."""
-    train, mesh, model = config.train, config.mesh, config.model
-    if train.unroll != "auto":
-        return train.unroll == "on"
-    from_servers = mesh.zero == 3 and mesh.devices > SERVER
-    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.parted_experts()
-    return on_gpu and not (by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED)
-
-
-def with_unrolling(config: Config, on_gpu: bool) -> Config:
-    """`config` with `train.unroll` decided (`is_unrolled`)."""
-    return replace(config, train=replace(config.train, unroll="on" if is_unrolled(config, on_gpu) else "off"))
-
-
-def repeats_in_stack(config: ModelConfig) -> bool:
-    """True if layers of one stack differ in more than weights, such as windows; a loop then runs several at once."""
-    return config.period > 1 + max(turn for _, turn in layers_of_kinds(config))
 
 
 def scores_in_chunks(config: ModelConfig) -> bool:

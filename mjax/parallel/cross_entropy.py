@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import VocabParallelEmbedding, kernel_of, owned_rows, vary_alike, without_padding
-from mjax.parallel.postponed import FrozenKernel, array_of
+from mjax.parallel.postponed import FrozenKernel
 from mjax.parallel.products import overlapped_sum
 from mjax.parallel.sums import sum_rows, wide_type
 from mjax.parallel.tokens import Tokens
@@ -99,7 +99,8 @@ def chunked_cross_entropy(
     parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-    return _chunked(x, kernel_of(embedding.table), bias, labels, embedding.tokens_of_rank(table), _How(tokens, chunks))
+    how = _How(tokens, chunks, isinstance(kernel_of(embedding.table), FrozenKernel))
+    return _chunked(x, table, bias, labels, embedding.tokens_of_rank(table), how)
 
 
 def rows_of_chunks(rows: int, chunks: int) -> list[slice]:
@@ -113,6 +114,7 @@ class _How(NamedTuple):
 
     tokens: Tokens
     chunks: int
+    frozen: bool
 
 
 class _Running(NamedTuple):
@@ -134,17 +136,13 @@ class _Running(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _chunked(
-    x: Array, table: Array | FrozenKernel, bias: Array | None, labels: Array, count: Array | None, how: _How
-) -> Array:
+def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How) -> Array:
     return _chunked_forward(x, table, bias, labels, count, how)[0]
 
 
-def _chunked_forward(
-    x: Array, kernel: Array | FrozenKernel, bias: Array | None, labels: Array, count: Array | None, how: _How
-):
+def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How):
     x, back = jax.vjp(how.tokens.enter, x)
-    saved, running, table = x, None, array_of(kernel)
+    saved, running = x, None
     for rows in rows_of_chunks(table.shape[0], how.chunks):
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
@@ -159,7 +157,7 @@ def _chunked_forward(
     label = jnp.where(owned, running.label - highest, 0.0)
     exponentials, label = mappings.leave(jnp.stack([running.up_to(highest), label]))
     log_sum = jnp.log(exponentials)
-    return log_sum - label, (saved, back, kernel, bias, labels, count, highest + log_sum)
+    return log_sum - label, (saved, back, table, bias, labels, count, highest + log_sum)
 
 
 def _of_chunk(
@@ -175,8 +173,8 @@ def _of_chunk(
 
 
 def _chunked_backward(how: _How, residuals, gradient: Array):
-    x, back, kernel, bias, labels, count, log_normalizer = residuals
-    previous, to_table, to_bias, table = [], [], [], array_of(kernel)
+    x, back, table, bias, labels, count, log_normalizer = residuals
+    previous, to_table, to_bias = [], [], []
     for rows in rows_of_chunks(table.shape[0], how.chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
         x, gradient, *previous = jax.lax.optimization_barrier(vary_alike(x, gradient, *previous))
@@ -187,8 +185,7 @@ def _chunked_backward(how: _How, residuals, gradient: Array):
             to_logits = jax.lax.optimization_barrier(to_logits)
             to_bias.append(sum_rows(to_logits))
         part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
-        if not isinstance(kernel, FrozenKernel):
-            to_table.append(to_logits.T @ x)
+        to_table += [] if how.frozen else [to_logits.T @ x]
         previous = [previous[0] + part if previous else part, *to_table[-1:]]
     to_x, *to_table[-1:] = jax.lax.optimization_barrier(previous)
     products = tuple(jnp.concatenate(parts) if parts else None for parts in (to_table, to_bias))

@@ -13,9 +13,9 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.adapters import ColumnAdapter, RowAdapter, stacked_parts
 from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of
 from mjax.parallel.products import from_rows, into_columns, kept_input, overlapped_sum
 from mjax.parallel.random import DropoutKey, dropout_tokens
@@ -61,11 +60,8 @@ def split_trained(weights) -> tuple:
     """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
     place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
     leaves, structure = jax.tree.flatten(weights)
-    frozen = metadata_of(weights, "frozen")
-    return tuple(
-        structure.unflatten(leaf if bool(of) == which else None for leaf, of in zip(leaves, frozen, strict=True))
-        for which in (False, True)
-    )
+    each = list(zip(leaves, map(bool, metadata_of(weights, "frozen")), strict=True))
+    return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
 
 
 def trained(weights):
@@ -120,7 +116,8 @@ class ColumnParallelLinear(nnx.Module):
     each is computed by a product of its own, so that nothing has to be copied out of the whole.
     """
 
-    adapter: ColumnAdapter | None = None
+    adapter: Any = None
+    """LoRA's, if it has one (`lora/adapters.py`)."""
 
     def __init__(
         self,
@@ -174,34 +171,17 @@ def columns(
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if not adapters:
         return into_columns(x, kernels, biases, tokens, unfused)
-    downs, no, nothing = (
-        tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters),
-        (False,) * len(adapters),
-        (None,) * len(adapters),
-    )
+    downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
+    no, nothing = (False,) * len(downs), (None,) * len(downs)
     if key is not None and adapters[0].dropout:  # another input, which costs an f of its own
         outputs = into_columns(x, kernels, biases, tokens, unfused)
-        narrow = into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no)
+        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no)
     else:
-        both = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no)
-        outputs, narrow = both[: -len(adapters)], both[-len(adapters) :]
-    return _with_adapters(outputs, narrow, layers, unfused)
-
-
-def _with_adapters(
-    outputs: Sequence[Array], narrow: Sequence[Array], layers: Sequence[ColumnParallelLinear], unfused: Sequence[bool]
-) -> tuple[Array, ...]:
-    """The outputs of `layers` with those of their adapters, from f(x) A of each that has one."""
-    outputs, narrow, sums = iter(outputs), iter(narrow), []
+        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no)
+    outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
     for layer, apart in zip(layers, unfused, strict=True):
-        count = layer.kernel.shape[1] if layer.split else 1
-        own = [next(outputs) for _ in range(count if apart else 1)]
-        if layer.adapter is not None:
-            more = layer.adapter.outputs(next(narrow), local_columns(layer.adapter.b[...], layer.columns, 2))
-            if layer.split and not apart:
-                more = {0: stacked_parts(more, count)}
-            own = [y + more[part] if part in more else y for part, y in enumerate(own)]
-        sums += own
+        own = [next(outputs) for _ in range(layer.kernel.shape[1] if apart else 1)]
+        sums += own if layer.adapter is None else layer.adapter.added(own, next(narrow), layer)
     return tuple(sums)
 
 
@@ -227,7 +207,8 @@ class RowParallelLinear(nnx.Module):
     The input may have several dims, such as (heads, head size); the first of them is split.
     """
 
-    adapter: RowAdapter | None = None
+    adapter: Any = None
+    """LoRA's, if it has one (`lora/adapters.py`)."""
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))

@@ -34,7 +34,7 @@ from jax import Array, lax
 
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import joined, metadata_of, split_trained, trained
+from mjax.parallel.layers import metadata_of, trained
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
 from mjax.parallel.postponed import PostponedKernel, zero_factors
@@ -77,7 +77,7 @@ def pipeline_gradients(
     Args:
       schedule: with a backward pass, for as many stages as `pipe` has ranks.
       program: the functions of a stage.
-      shared: weights of embedding and head, the same on every stage.
+      shared: trained weights of embedding and head, the same on every stage.
       blocks: this stage's layers: leaves [l / P, …], or [V, l / (P V), …] with V chunks.
       micro_batches: pytree of arrays [m, …].
       accumulator: dtype of the sums.
@@ -98,7 +98,7 @@ def pipeline_gradients(
         aux=stage.zeros(stage.layer_means),
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
-            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), stage.trained_shared),
+            shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
             blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(trained(blocks))],
             pending=pending,
         ),
@@ -193,7 +193,6 @@ class _Stage:
     ):
         self.schedule, self.program, self.accumulator = schedule, program, accumulator
         self.shared, self.blocks, self.micro_batches = shared, blocks, micro_batches
-        self.trained_shared, self.frozen_shared = split_trained(shared)
         first = at(micro_batches, 0)
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
@@ -284,8 +283,8 @@ class _Stage:
 
         def head(_, means, to_shared):
             y = outputs[slot["output"]]
-            run = lambda own, y: self.program.head(joined(own, self.frozen_shared), y, micro_batch)  # noqa: E731
-            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.trained_shared, y)
+            run = lambda shared, y: self.program.head(shared, y, micro_batch)  # noqa: E731
+            metrics, (new, dy) = means_and_gradients(self.program.loss_weights, run, self.shared, y)
             return dy, add(means, metrics), add(to_shared, new)
 
         dy, means, to_shared = branch(
@@ -294,8 +293,8 @@ class _Stage:
         to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
-            embed = lambda own: self.program.embed(joined(own, self.frozen_shared), micro_batch)  # noqa: E731
-            return add(to_shared, jax.vjp(embed, self.trained_shared)[1](dx)[0])
+            _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
+            return add(to_shared, pullback(dx)[0])
 
         to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda carry: carry, to_shared)
         pending = jax.tree.leaves(factors)

@@ -52,7 +52,7 @@ def _product(x: Array, kernel: Array, dims: int) -> Array:
     return y.reshape(*x.shape[: x.ndim - dims], *out)
 
 
-def kept_input(x: Array, *kernels: Kernel) -> Array | None:
+def kept_input(x: Array | Float8, *kernels: Kernel) -> Array | Float8 | None:
     """The input of some kernels, if a backward pass multiplies it."""
     return None if all(isinstance(kernel, FrozenKernel) for kernel in kernels) else x
 

@@ -19,13 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
-from mjax.config.axes import MODEL
-from mjax.parallel import mappings
 from mjax.parallel.tokens import Tokens
 
 # Sites of dropout; each has its own masks. The first and the last are outside the layers: they count as layer 0.
 EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
-# The inputs of adapters (`adapters.py`).
+# The inputs of adapters (`lora/adapters.py`).
 LORA_QKV, LORA_OUT, LORA_UP, LORA_DOWN = 5, 6, 7, 8
 
 
@@ -95,7 +93,7 @@ def dropout(
     rate: float,
     key: DropoutKey | None,
     *indices: Int[Array, " _"],
-    first_column: int = 0,
+    first_column: Int[Array, ""] | int = 0,
 ) -> Float[Array, "b *i columns"]:
     """Zero elements of `x` with probability `rate` and scale the others by 1 / (1 − rate).
 
@@ -109,8 +107,8 @@ def dropout(
         return x
     assert x.ndim == 2 + len(indices), f"{x.ndim} dims need {x.ndim - 2} indices, got {len(indices)}"
     first, second = key.rows(*indices)
-    if first_column:
-        first = first + np.uint32(first_column)  # `keep_mask` adds the number of a column to it
+    if not isinstance(first_column, int) or first_column:
+        first = first + jnp.uint32(first_column)  # `keep_mask` adds the number of a column to it
     return _dropout(x, (first, second), rate)
 
 
@@ -120,18 +118,6 @@ def dropout_tokens(x: Float[Array, "t h"], rate: float, key: DropoutKey | None, 
         return x
     rows = key.rows(tokens.position_ids())  # [b, s] each
     return _dropout(x, tuple(tokens.local_rows(words.reshape(-1)) for words in rows), rate)
-
-
-def dropout_columns(
-    x: Float[Array, " bs *into"], rate: float, key: DropoutKey | None, tokens: Tokens
-) -> Float[Array, " bs *into"]:
-    """`dropout` of rows inside a region, of whose columns each rank of `model` has its part."""
-    if key is None or rate == 0.0:
-        return x
-    flat = x.reshape(len(x), -1)
-    first, second = (words.reshape(-1) for words in key.rows(tokens.position_ids()))
-    first = first + (mappings.rank(MODEL) * flat.shape[1]).astype(jnp.uint32)
-    return _dropout(flat, (first, second), rate).reshape(x.shape)
 
 
 # The backward pass hashes again: the residuals are the rows' words, never a mask that a scan over layers would stack.

@@ -27,9 +27,9 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
-from mjax.models.build import with_unrolling
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, layers_in_words
+from mjax.step.unrolling import with_unrolling
 from mjax.trace.collectives import axes_name, ledger
 from mjax.trace.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
 from mjax.utils.figures import GIB, named_rows, table

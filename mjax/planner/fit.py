@@ -35,11 +35,11 @@ from mjax.config.axes import PIPE, in_words
 from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, capability_of, resolved_on_gpu
 from mjax.errors import UsageError
-from mjax.models.build import is_unrolled, repeats_in_stack
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
 from mjax.planner.section import Section, layers_in_words
 from mjax.step.precision import in_float8
+from mjax.step.unrolling import is_unrolled, repeats_in_stack
 from mjax.trace.layers import kinds_of, layer_forward
 from mjax.utils.figures import GIB, named_rows
 

@@ -12,17 +12,18 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import jax
 
 from mjax.config import Config, MeshConfig
 from mjax.config.axes import CONTEXT, DATA, EXPERT, MODEL, copies, sizes
 from mjax.config.kernels import FUSED, attention_on_gpu
-from mjax.models.build import is_unrolled
 from mjax.parallel.grouped import ROWS
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.weights import weights_of_device
 from mjax.step.precision import in_float8
+from mjax.step.unrolling import is_unrolled
 from mjax.trace import kernel_bytes
 from mjax.trace import layers as trace
 from mjax.trace.kernel_bytes import Kernels, Moved
@@ -216,7 +217,8 @@ class LayerTime:
     Attributes:
       run: shared by all layers; `config` to `samples` are its attributes.
       of, layer: of its kind, and its products.
-      weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`.
+      weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`, and
+        `trained` have gradients.
       worst: all tokens of a mixture choose the same experts.
     """
 
@@ -226,11 +228,12 @@ class LayerTime:
         self.of, self.layer, self.worst = of, trace.layer_forward(of), worst
         weights, of_stage = weights_of_device(run.config.model, run.config.mesh, of.kind), layers / run.config.mesh.pipe
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
+        self.trained = weights_of_device(run.config.model, run.config.mesh, of.kind, trained=True).layers / of_stage
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
-        return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_weights)}]
+        return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_trained)}]
 
     def _forward(self) -> dict[str, float]:
         over_model, over_data = self._agreed(0)
@@ -280,8 +283,8 @@ class LayerTime:
             "attention": self._attention_backward + attention * self._attention,
             "elementwise": self._kernels[1] + self._loop,
         }
-        stored = self._over_data(self.run.gathered) + self._over_data(software.gradient_bytes)
-        overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_weights)
+        stored = self._over_data(self.run.gathered) + self._over_data(software.gradient_bytes, self.trained)
+        overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_trained)
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
@@ -422,14 +425,18 @@ class LayerTime:
         """
         split = self.config.mesh.splits_tokens
         hidden = self.overlap.backward * (2 * self.run.layer_scatter if split else self.run.layer_sum)
-        gradients = [self._weight_gradients(branch[:-1]) for branch in self.layer.branches]
+        trained, gradients = iter(self.layer.trained), []
+        for branch in self.layer.branches:
+            own = [product for product, of in zip(branch, islice(trained, len(branch)), strict=True) if of]
+            gradients.append(self._weight_gradients(own[:-1]))  # the last is row-parallel
         return sum(self.run.layer_sum - min(hidden, overlapped) for overlapped in gradients)
 
-    def _over_data(self, width: float) -> float:
-        """ZeRO-3: a gather of a layer's weights, or a scatter of their gradients, of `width` bytes per element."""
+    def _over_data(self, width: float, weights: float | None = None) -> float:
+        """ZeRO-3: a gather of a layer's weights, or a scatter of some gradients, of `width` bytes per element."""
         if self.config.mesh.zero != 3:
             return 0.0
-        return self.run.over_replicas(self.rates.gather, width, self.weights, self.experts)
+        weights = self.weights if weights is None else weights
+        return self.run.over_replicas(self.rates.gather, width, weights, min(self.experts, weights))
 
 
 def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rates: Rates) -> tuple[float, float]:

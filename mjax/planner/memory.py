@@ -1,6 +1,7 @@
 """Memory of a device, before anything is compiled: a sum in which every term names its arrays.
 
-    masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`
+    masters, moments       float32: 12 bytes per element (8 of a matrix with Muon), sharded by `parallel/zero.py`;
+                           frozen weights are stored in the compute dtype, and have no moments and no gradients
     weights to compute     a copy in the compute dtype, cast at the start of the step, gathered if sharded
     kept activations       kept for the backward pass, for every layer and micro-batch in flight; with `train.recompute
                            offload` those in host memory are counted apart
@@ -37,10 +38,10 @@ import numpy as np
 from mjax.config import Config
 from mjax.config.axes import copies
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
-from mjax.models.build import with_unrolling
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
 from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, weights_of_device
+from mjax.step.unrolling import with_unrolling
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
 
@@ -138,6 +139,7 @@ class _Sizes:
 
     Attributes:
       config, weights: the config, with `train.unroll` decided as on a GPU, and the weights of a device.
+      trained: of the weights, those that are trained.
       width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a chunk, those of one forward pass, by kind.
@@ -155,13 +157,15 @@ class _Sizes:
         config = with_unrolling(config, on_gpu=True)
         mesh, recompute = config.mesh, config.train.recompute
         self.config, self.weights = config, weights_of_device(config.model, mesh)
+        self.trained = weights_of_device(config.model, mesh, trained=True)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         samples, self.layers = config.train.micro_batch, []
         for count, of in trace.kinds_of(config):
             sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute)))
-            layers, weights = count // (mesh.pipe * mesh.chunks), weights_of_device(config.model, mesh, of.kind)
-            self.layers.append(_Kind(of.kind, layers, mesh.chunks, weights, sample))
+            weights, trained = (weights_of_device(config.model, mesh, of.kind, own) for own in (False, True))
+            layers = count // (mesh.pipe * mesh.chunks)
+            self.layers.append(_Kind(of.kind, layers, mesh.chunks, weights, trained, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -192,11 +196,15 @@ class _Sizes:
         if mesh.splits_tokens and train.recompute != "none":
             kept += kind.sample.stream * mesh.model  # without a loop XLA gathers the tokens of all layers early
         # Without a loop the shards of a layer that are gathered again are kept from the forward pass.
-        kept += self.master * kind.weights.gathered_shards / kind.of_device
+        kept += self.stored(kind.weights.gathered_shards, kind.trained.gathered_shards) / kind.of_device
         if mesh.zero == 0 and mesh.model == 1 and copies(mesh) > 1:
             # XLA computes the gradients of weights after those of all streams, beside the sums over `data`.
             kept = max(kept, kind.sample.factors)
         return kept
+
+    def stored(self, weights: float, trained: float) -> float:
+        """Bytes of these elements, of which some are trained, as they are stored."""
+        return self.master * trained + self.width * (weights - trained)
 
     @property
     def accumulates(self) -> bool:
@@ -211,8 +219,8 @@ class _Sizes:
 
     @property
     def of_layer(self) -> float:
-        """Elements of the weights of one layer, as used in the computation; of the kind with most."""
-        return max(kind.weights.layers / kind.of_device for kind in self.layers)
+        """Elements of the trained weights of one layer, as used in the computation; of the kind with most."""
+        return max(kind.trained.layers / kind.of_device for kind in self.layers)
 
     @property
     def batch(self) -> float:
@@ -223,13 +231,14 @@ class _Sizes:
 
 
 class _Kind(NamedTuple):
-    """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, and sizes
-    of one layer."""
+    """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, those of
+    them that are trained, and sizes of one layer."""
 
     kind: trace.Kind | None
     layers: int
     chunks: int
     weights: DeviceWeights
+    trained: DeviceWeights
     sample: _Sample
 
     @property
@@ -269,7 +278,7 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         kept=backward.kept,
         offloaded=backward.offloaded,
         kept_unrolled=backward.kept_unrolled,
-        factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_weights),
+        factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_trained),
         work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
         biases=2 * work.biases,
         scores=max(scores, default=0),
@@ -328,16 +337,20 @@ def _in_flight(config: Config) -> tuple[int, int]:
 
 def _computed(sizes: _Sizes) -> tuple[float, float]:
     """Bytes of the copies used in the computation: of the layers, and of everything else."""
-    mesh, weights = sizes.config.mesh, sizes.weights
+    mesh, weights, own = sizes.config.mesh, sizes.weights, sizes.trained
     if sizes.width == sizes.master and not sizes.sharded:
         return 0.0, 0.0  # the masters themselves
-    layers = weights.layers - weights.gathered if sizes.width != sizes.master or mesh.zero else 0
-    return sizes.width * layers, sizes.width * weights.shared
+    layers = own.layers - own.gathered if sizes.width != sizes.master or mesh.zero else 0
+    # Frozen weights are stored as they are used: copied where they are gathered, and without a loop, where XLA keeps
+    # each layer's slice of the stack from the forward to the backward pass.
+    if (mesh.zero and copies(mesh) > 1) or sizes.config.train.unroll == "on":
+        layers += weights.layers - weights.gathered - (own.layers - own.gathered)
+    return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else own.shared)
 
 
 def _sums(sizes: _Sizes) -> float:
     """Bytes of the float32 accumulators over micro-batches; for weights gathered in the loop only the shard."""
-    weights = sizes.weights
+    weights = sizes.trained
     if not sizes.accumulates:
         return 0.0
     return sizes.master * (weights.layers - weights.gathered + weights.gathered_shards + weights.shared)
@@ -345,11 +358,11 @@ def _sums(sizes: _Sizes) -> float:
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
-    weights, mesh, chunks = sizes.weights, sizes.config.mesh, sizes.config.mesh.chunks
+    weights, mesh, chunks = sizes.trained, sizes.config.mesh, sizes.config.mesh.chunks
     if mesh.pipe > 1 and mesh.schedule == "zb-h1":
         return 0.0  # W computes them one by one, after B
     if sizes.config.train.unroll == "on" and weights.gathered:  # those of the layer that is last there
-        return sizes.master * sizes.layers[0].weights.gathered_shards / sizes.layers[0].of_device
+        return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].of_device
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
 
@@ -377,11 +390,9 @@ def _weights_in_hand(sizes: _Sizes) -> float:
     chunks = sizes.config.mesh.chunks
 
     def of_layer(kind: _Kind) -> float:
-        weights, narrow, wide = kind.weights, sizes.width, sizes.master
+        weights, own, narrow, wide = kind.weights, kind.trained, sizes.width, sizes.master
         # Reduce-scatter of float32 gradients whose shards are not contiguous: a copy in another order.
-        return (
-            narrow * weights.layers + (narrow + wide) * weights.gathered + wide * weights.transposed
-        ) / kind.of_device
+        return (narrow * (weights.layers + weights.gathered) + wide * (own.gathered + own.transposed)) / kind.of_device
 
     of_loops = Counter()
     for kind in sizes.layers:  # those that take turns are in one loop
@@ -391,9 +402,9 @@ def _weights_in_hand(sizes: _Sizes) -> float:
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
-    masters = sizes.master * sizes.weights.stored
-    with_one = sizes.weights.matrices if sizes.config.optimizer.name == "muon" else 0
-    moments = 2 * masters - sizes.master * with_one
+    masters = sizes.stored(sizes.weights.stored, sizes.trained.stored)
+    with_one = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
+    moments = sizes.master * (2 * sizes.trained.stored - with_one)
     return Memory(masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
 
 
@@ -401,7 +412,7 @@ def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first one."""
     layers, shared = _computed(sizes)
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
-    waiting = sizes.width * sizes.weights.table if sizes.config.mesh.pipe == 1 else 0.0
+    waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
     if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
@@ -416,7 +427,7 @@ def _head(sizes: _Sizes) -> Memory:
     layers, shared = _computed(sizes)
     table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
-    gradients = _sums(sizes) + (table if sizes.accumulates else 0.0)
+    gradients = _sums(sizes) + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
     work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.config.train.unroll == "on" else 1)
@@ -429,7 +440,7 @@ def _head(sizes: _Sizes) -> Memory:
 
 def _reduction(sizes: _Sizes) -> Memory:
     """After the backward pass: gradients in the compute dtype become float32 and are summed over `data`."""
-    weights, mesh = sizes.weights, sizes.config.mesh
+    weights, mesh = sizes.trained, sizes.config.mesh
     whole = weights.layers - weights.gathered + weights.shared
     wide = sizes.master * (whole + weights.gathered_shards)
     if copies(mesh) == 1 and not sizes.accumulates:
@@ -442,5 +453,5 @@ def _reduction(sizes: _Sizes) -> Memory:
 
 def _update(sizes: _Sizes) -> Memory:
     """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
-    waiting = muon_width(sizes.config) * sizes.weights.stored
+    waiting = muon_width(sizes.config) * sizes.trained.stored
     return _memory(sizes, "update", 0.0, waiting, workspace=muon_workspace(sizes.config) + sizes.batch)

@@ -220,11 +220,13 @@ class _Step(Common):
 
     Attributes:
       layers: of a stage, and one of them, for each kind.
+      weights: of a device; `trained`: those that have gradients, moments and masters.
     """
 
     def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False, exact: bool = True):
         super().__init__(config, rates, software, exact)
         self.end, self.weights = trace.head(self.kinds[0][1]), weights_of_device(config.model, config.mesh)
+        self.trained = weights_of_device(config.model, config.mesh, trained=True)
         self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
 
     def seconds(self, m: int) -> dict[str, float]:
@@ -285,7 +287,7 @@ class _Step(Common):
         else:
             moved = self.rates.traffic(written.logits * self.samples * self.end.logits, 6)
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
-        seconds = embedding + moved + 3 * sum(products)
+        seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
             seconds += products[-1] + self.rates.traffic(0, CHUNK_KERNELS * chunks)
         return seconds
@@ -302,32 +304,36 @@ class _Step(Common):
 
     def _sums_over_data(self, m: int) -> float:
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
-        mesh, rates, software = self.config.mesh, self.rates, self.software
-        stage, across = mesh.model * copies(mesh), software.gradient_bytes + self.element
-        seconds = rates.gather(mesh.pipe, stage, across * self.weights.shared)
-        shared = self.weights.shared / mesh.pipe
+        mesh, rates, software, own = self.config.mesh, self.rates, self.software, self.trained
+        stage = mesh.model * copies(mesh)
+        # Every weight is gathered, in the compute dtype; those that are trained have gradients to sum, too.
+        seconds = rates.gather(mesh.pipe, stage, self.element * self.weights.shared)
+        seconds += rates.gather(mesh.pipe, stage, software.gradient_bytes * own.shared)
+        shared, own_shared = self.weights.shared / mesh.pipe, own.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
+        trained = own_shared if mesh.zero == 3 else own.layers + own_shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
         hidden = self.overlap.gradients and not self.looped and (m == 1 or software.written is not None)
         overlapped = hidden * sum(sum(parts.values()) for parts in self.passes[1:])
         if not mesh.zero:
-            whole = self.over_replicas(rates.sum, software.gradient_bytes, weights, self.weights.experts)
+            whole = self.over_replicas(rates.sum, software.gradient_bytes, trained, own.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
-            last = (shared + self.weights.largest) * (software.written is None)
+            last = (own_shared + own.largest) * (software.written is None)
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        experts = 0.0 if mesh.zero == 3 else self.weights.experts
-        return seconds + self.over_replicas(rates.gather, across, weights - narrow / across, experts)
+        experts, own_experts = (0.0, 0.0) if mesh.zero == 3 else (self.weights.experts, own.experts)
+        gathered = self.over_replicas(rates.gather, self.element, weights - narrow / self.element, experts)
+        return seconds + gathered + self.over_replicas(rates.gather, software.gradient_bytes, trained, own_experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""
-        mesh = self.config.mesh
-        weights = self.weights.layers + self.weights.shared / mesh.pipe
+        mesh, own = self.config.mesh, self.trained
+        weights = own.layers + own.shared / mesh.pipe
         if mesh.zero == 3:
-            weights = (weights + (mesh.expert - 1) * self.weights.experts) / copies(mesh)
+            weights = (weights + (mesh.expert - 1) * own.experts) / copies(mesh)
         added = m * weights if m > 1 else 0.0
-        moved = self.software.optimizer_bytes * self.weights.stored + self.software.accumulate_bytes * added
+        moved = self.software.optimizer_bytes * own.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":
             return self.rates.traffic(moved, 20)
         # No second moment is read and written, 8 bytes; momentum and result are, before and after the products.

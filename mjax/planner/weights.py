@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, MeshConfig, axes
 from mjax.config.model import ModelConfig
-from mjax.models.build import abstract_weights, matrix_dims
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims
 from mjax.parallel.matrices import Matrices
-from mjax.parallel.stacks import stack_and_turn
 from mjax.parallel.zero import computed_spec, is_layer, storage_of
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.step.muon import ITERATE_IN, newton_schulz
 from mjax.trace.program import Product, Program
+from mjax.utils.stacks import stack_and_turn
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,12 @@ class DeviceWeights:
     transposed: int = 0
 
 
-def weights_of_device(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None) -> DeviceWeights:
-    """Elements of `model` that one device of `mesh` holds; with `kind` (`trace.kinds_of`) of the layers of that kind
-    alone."""
-    return _device_weights(model, _sizes(mesh), kind)
+def weights_of_device(
+    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None, trained: bool = False
+) -> DeviceWeights:
+    """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
+    (`trace.kinds_of`) of the layers of that kind alone."""
+    return _device_weights(model, _sizes(mesh), kind, trained)
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -76,9 +78,11 @@ def _sizes(mesh: MeshConfig) -> MeshConfig:
 
 
 @lru_cache(maxsize=4096)
-def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None) -> DeviceWeights:
+def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None, trained: bool) -> DeviceWeights:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
+        if trained and name in frozen_weights(model):
+            continue
         if kind is not None and not (is_layer(name) and stack_and_turn(name) == kind):
             continue
         storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)

@@ -26,8 +26,9 @@ from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
-from mjax.parallel.layers import joined, split_trained
+from mjax.parallel.layers import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
+from mjax.step.layout import initial_weights
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
@@ -65,9 +66,11 @@ def first_state(
     run, base = Path(origin.run), None
     saved = read_config(run / "config.json")
     if target.config.lora_rank and not saved.model.lora_rank:
-        own = program.initialize_trained()
-        frozen, base = read_frozen(run, origin.step, split_trained(target)[1], say)
-        step, weights = base.step, joined(own, frozen)
+        new, old = split_trained(target)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, new)
+        adapters = jax.jit(lambda: trained(initial_weights(program.config)), out_shardings=shardings)()
+        frozen, base = read_frozen(run, origin.step, old, say)
+        step, weights = base.step, joined(adapters, frozen)
     else:
         wide = parameter_type(saved.precision.compute)
         weights, frozen = split_trained(target)

@@ -20,7 +20,8 @@ from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.protocol import Model
 from mjax.parallel import scopes
-from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums
+from mjax.parallel.layers import joined, split_trained
+from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
@@ -52,8 +53,10 @@ class Forward:
     head: Callable | None = None
     loss_fn: Callable | None = None
 
-    def __call__(self, weights: Model, micro_batch: MicroBatch):
-        """The parts of the means by name, [] each; or the result of `head`."""
+    def __call__(self, weights: Model, micro_batch: MicroBatch, frozen: Model | None = None):
+        """The parts of the means by name, [] each; or the result of `head`. Weights may come in the two parts of
+        `layers.split_trained`."""
+        weights = weights if frozen is None else joined(weights, frozen)
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)
         sums = self.loss(weights, x, micro_batch)
@@ -140,18 +143,29 @@ def tokens_of(config: Config) -> Tokens:
 # --- The same parts for the stages of a pipeline ----------------------------------------------------------------------
 
 
-def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
-    """The three parts of a forward pass for the stages of a pipeline; `weights` is `Model.loss_weights`."""
-    config = forward.config
+def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | None = None) -> StageProgram:
+    """The three parts of a forward pass for the stages of a pipeline.
+
+    Args:
+      forward: of a micro-batch.
+      weights: `Model.loss_weights`.
+      frozen: the part of the embedding's and the head's weights that is not differentiated.
+    """
+    config, frozen = forward.config, vary_over_pipe(frozen)
     layers_in_chunk = config.model.layers // (config.mesh.pipe * config.mesh.chunks)
 
     def layers(blocks, x, micro_batch, virtual_stage):
         return forward.layers(blocks, x, micro_batch, virtual_stage * layers_in_chunk + 1)
 
+    def of_all(function: Callable) -> Callable:
+        if frozen is None:
+            return function
+        return lambda own, *others: function(joined(own, frozen), *others)
+
     return StageProgram(
-        embed=forward.embed,
+        embed=of_all(forward.embed),
         layers=layers,
-        head=forward.loss,
+        head=of_all(forward.loss),
         loss_weights=weights,
         rows=tokens_of(config).count,
         shards=[
@@ -164,10 +178,11 @@ def stage_program(forward: Forward, weights: dict[str, float]) -> StageProgram:
 def pipeline_means_and_gradients(forward: Forward, weights: Model, micro_batches: dict[str, Array]):
     """Like `step.loss_and_gradients`, for one stage of a pipeline; results also vary over `pipe`."""
     config = forward.config
+    shared, frozen = split_trained(_without_blocks(weights))
     means, to_shared, to_blocks = pipeline_gradients(
         schedule_of(config),
-        stage_program(forward, weights.loss_weights),
-        _without_blocks(weights),
+        stage_program(forward, weights.loss_weights, frozen),
+        shared,
         weights.blocks,
         micro_batches,
         parameter_type(config.precision.compute),

@@ -15,10 +15,10 @@ from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.models.attention_kernels import attend
-from mjax.models.build import with_unrolling
 from mjax.models.positions import alibi_slopes
 from mjax.parallel.grouped import ROWS, group, grouped_product
 from mjax.parallel.random import DropoutKey
+from mjax.step.unrolling import with_unrolling
 
 
 def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:

@@ -12,7 +12,7 @@ the layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, axes
 from mjax.config.batch_size import at_batch
-from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
@@ -37,6 +36,7 @@ from mjax.parallel.mesh import batch_specs, sharded_shapes
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
 from mjax.step.layout import initial_weights, lay_out
+from mjax.step.lengths import at_length
 from mjax.step.losses import (
     Count,
     EvalMetrics,
@@ -68,7 +68,6 @@ class TrainProgram:
       abstract_batch: the batch of a training step, the arrays of `Config.batch_arrays`.
       batch_shardings: of every array of a batch, in training or evaluation, by name.
       initialize: () → TrainState, already sharded; the same weights on every mesh.
-      initialize_trained: () → the model of it, with None in place of frozen weights.
       begin: (model) → TrainState of step 0 with these master weights, which are donated; of any float dtype.
       train_step: (TrainState, batch[, limit]) → (TrainState, StepMetrics); the old state is donated. The update is
         skipped if the loss is above `limit`, float32 []; by default there is no limit.
@@ -83,7 +82,6 @@ class TrainProgram:
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     batch_shardings: dict[str, NamedSharding]
     initialize: Callable[[], TrainState]
-    initialize_trained: Callable[[], Model]
     begin: Callable[[Model], TrainState]
     train_step: Callable[..., tuple[TrainState, StepMetrics]]
     broken: Callable[[TrainState], Array]
@@ -174,7 +172,6 @@ def build_program(
             for name, (shape, kind) in training.items()
         },
         batch_shardings=batch_shardings,
-        initialize_trained=jax.jit(lambda: trained(initial_weights(config)), out_shardings=trained(shardings.model)),
         initialize=jax.jit(lambda: first_state(config, transform, initial_weights(config)), out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(train_step, donate_argnums=0),
@@ -183,38 +180,6 @@ def build_program(
         gradient_names=names,
         config=config,
     )
-
-
-def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
-    """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights stay those
-    of the config, and of learned positions the first ones are used.
-
-    Raises:
-      UsageError: the arrays have several lengths, or one that is too long or that the mesh or kernel cannot split.
-    """
-    arrays = config.batch_arrays() | config.batch_arrays(evaluation=True)
-    model, whole = config.model, config.model.sequence
-    split = [name for name, (shape, _) in arrays.items() if shape[-1:] == (whole,) and name in batch]
-    lengths = {name: batch[name].shape[-1] for name in split}
-    first = next(iter(lengths.values()), whole)
-    if {first, *lengths.values()} == {whole}:
-        return config
-    if other := next((name for name in split if lengths[name] != first), None):
-        raise UsageError(
-            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give arrays of one length"
-        )
-    if not 0 < first <= whole:
-        raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")
-    mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
-    parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
-    even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
-    unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
-    if first % unit:
-        raise UsageError(
-            f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
-            f"give a multiple of {unit}"
-        )
-    return replace(config, model=replace(model, sequence=first))
 
 
 def _state_shapes(config: Config, transform: optax.GradientTransformation, layout) -> tuple[TrainState, TrainState]:
@@ -347,7 +312,7 @@ def loss_and_gradients(
     own, frozen = split_trained(weights)
 
     def differentiate(micro_batch: MicroBatch):
-        means, pullback = jax.vjp(lambda own: forward(joined(own, frozen), micro_batch=micro_batch), own)
+        means, pullback = jax.vjp(partial(forward, micro_batch=micro_batch, frozen=frozen), own)
         (gradients,) = pullback(weights_in_loss(model.loss_weights, means))
         return means, jax.tree.map(lambda gradient: gradient.astype(wide), gradients)
 

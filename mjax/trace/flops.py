@@ -8,6 +8,9 @@ only, attention over the full s × s matrix, nothing for recomputation. With a f
 MFU is these over the peak, so recomputation lowers it. A causal model needs half of its attention, and who counts it so
 (Megatron today) gives s / 12h for s / 6h: `causal=True`.
 
+The backward pass has two products for one of the forward pass: the gradient of its input, and that of its weight, if
+that is trained. A frozen weight, of a model with adapters, has only the first.
+
 **Hardware FLOPs** add the forward products that `train.recompute` repeats, and those of the logits with
 `train.loss_chunks`. With full recomputation they are those of arXiv 2104.04473, equation 3,
 
@@ -34,8 +37,10 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    # The backward pass costs twice the forward.
-    return 3 * config.train.global_batch * (_layers(config, causal) + _head(config))
+    of_head = head(_whole(Traced.of(config)))
+    forward = _layers(config, causal) + of_head.flops
+    frozen = _frozen(config) + (0.0 if of_head.trained else of_head.flops)
+    return config.train.global_batch * (3 * forward - frozen)
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
@@ -54,6 +59,14 @@ def _layers(config: Config, causal: bool) -> float:
     return weights + _attention(config, causal)
 
 
+def _frozen(config: Config) -> float:
+    """Forward FLOPs of the layers' frozen weights per sample."""
+    return sum(
+        count * (sum(op.flops for op in layer.of_weights) - sum(op.flops for op in layer.of_trained))
+        for count, layer in _kinds(config)
+    )
+
+
 def _attention(config: Config, causal: bool) -> float:
     """FLOPs of scores and weighted sums."""
     full = sum(count * sum(op.flops for op in layer.of_activations) for count, layer in _kinds(config))
@@ -63,11 +76,6 @@ def _attention(config: Config, causal: bool) -> float:
 def _kinds(config: Config) -> list[tuple[int, Layer]]:
     """For each kind of layers how many the model has, and one of them."""
     return [(layers, layer_forward(_whole(of))) for layers, of in kinds_of(config)]
-
-
-def _head(config: Config) -> float:
-    """Forward FLOPs after the layers per sample."""
-    return head(_whole(Traced.of(config))).flops
 
 
 def _whole(of: Traced) -> Traced:

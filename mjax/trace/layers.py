@@ -35,14 +35,16 @@ from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
 from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
+from mjax.parallel.layers import joined, metadata_of, split_trained
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
-from mjax.parallel.zero import gather_weights
+from mjax.parallel.zero import gather_weights, is_layer
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.trace.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
+from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
 
@@ -60,6 +62,7 @@ class Layer:
       of_activations: products of two activations, as in attention.
       joined: for each of `of_weights` the columns of the products that it stands for: one, or those of queries, keys
         and values.
+      trained: for each of `of_weights` whether its weight is trained, so that the backward pass has its gradient.
     """
 
     program: Program
@@ -68,11 +71,17 @@ class Layer:
     branches: tuple[tuple[Product, ...], ...]
     of_activations: tuple[Product, ...]
     joined: tuple[tuple[int, ...], ...]
+    trained: tuple[bool, ...]
 
     @property
     def of_weights(self) -> list[Product]:
         """Products with a weight, in order."""
         return [product for branch in self.branches for product in branch]
+
+    @property
+    def of_trained(self) -> list[Product]:
+        """Products with a weight that is trained."""
+        return [product for product, trained in zip(self.of_weights, self.trained, strict=True) if trained]
 
 
 @dataclass(frozen=True)
@@ -107,12 +116,14 @@ class Head:
       products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
       kept: elements and bytes of each array that its forward pass keeps for its backward pass.
       flops: of its forward pass.
+      trained: whether its weights are.
     """
 
     program: Program
     products: tuple[Product, ...]
     kept: tuple[tuple[int, int], ...]
     flops: float
+    trained: bool
 
     @property
     def logits(self) -> int:
@@ -312,20 +323,24 @@ def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
 def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
-    return _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x)
+    frozen = {v for v, of in zip(jaxpr.invars, metadata_of(weights.blocks, "frozen"), strict=False) if of}
+    frozen = {i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen}
+    return _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x, frozen)
 
 
-def _layer(program: Program, constants: int, x: Array) -> Layer:
-    branches, joined, last = [[]], [], None
+def _layer(program: Program, constants: int, x: Array, frozen: set[int]) -> Layer:
+    branches, joined, trained, last = [[]], [], [], None
     for operation in program.operations:
         if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
-            if operation.inputs[0] == last:  # such as queries, keys and values: the backward pass has them as one
+            of = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
+            if of == last:  # such as queries, keys and values: the backward pass has them as one
                 joined[-1] += (product.n,)
                 product = product._replace(n=product.n + branches[-1].pop().n)
             else:
                 joined.append((product.n,))
+                trained.append(of[1])
             branches[-1].append(product)
-            last = operation.inputs[0]
+            last = of
         elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
     return Layer(
@@ -335,6 +350,7 @@ def _layer(program: Program, constants: int, x: Array) -> Layer:
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(product for product in program.products if not product.of_weight),
         joined=tuple(joined),
+        trained=tuple(trained),
     )
 
 
@@ -342,7 +358,8 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
     """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
-        y, backward = jax.vjp(lambda blocks, x: _run(forward, blocks, x, micro_batch), blocks, x)
+        own, frozen = split_trained(blocks)
+        y, backward = jax.vjp(lambda own, x: _run(forward, joined(own, frozen), x, micro_batch), own, x)
         return y, backward(gradient)
 
     jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
@@ -365,19 +382,25 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
 
 
 def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
-    def loss(weights, x):
-        return sum(forward.loss(weights, x, micro_batch).values())
+    own, frozen = split_trained(weights)
 
-    jaxpr = jax.make_jaxpr(lambda weights, x: jax.vjp(loss, weights, x))(weights, x).jaxpr
+    def loss(own, frozen, x):
+        return sum(forward.loss(joined(own, frozen), x, micro_batch).values())
+
+    def differentiated(own, frozen, x):
+        return jax.vjp(lambda own, x: loss(own, frozen, x), own, x)
+
+    jaxpr = jax.make_jaxpr(differentiated)(own, frozen, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
     products = Program(jaxpr).products
     tokens = micro_batch["tokens"].size
     return Head(
-        program=Program(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(weights, x)),
+        program=Program(jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)),
         products=tuple(product for product in products if product.of_weight and product.m == tokens),
         kept=tuple((variable.aval.size, bytes_of(variable.aval)) for variable in kept),
         flops=sum(product.flops for product in products),
+        trained=any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own)),
     )
 
 

@@ -79,6 +79,19 @@ class Program:
         """Its matrix products, in order."""
         return tuple(product_of(op.equation) for op in self.operations if op.name == "dot_general")
 
+    def source(self, value: int | None) -> int | None:
+        """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
+        made = {output: operation for operation in self.operations for output in operation.outputs}
+        while value in made:
+            value = self._viewed(value)
+            others = [one for one in made[value].inputs if one is not None] if value in made else []
+            sliced = value in made and made[value].name == "dynamic_slice"  # then come numbers of rows
+            if value in made:
+                if len(others) != 1 and not sliced:
+                    return None
+                value = others[0]
+        return value
+
     def bytes(self, value: int) -> int:
         """Bytes of a value."""
         return bytes_of(self.values[value])

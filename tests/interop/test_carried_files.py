@@ -123,7 +123,7 @@ def test_run_keeps_template_only_with_its_tokenizer(tmp_path):
         data = TrainingData(training=None, validation=None, tokenizer=tmp_path / name, summary="")
         new = tmp_path / f"new, {name}"
         shutil.copytree(tmp_path / name, new / "tokenizer")
-        write_origin(new, origin, data, said.append)
+        write_origin(new, origin, None, data, said.append)
         assert (new / "tokenizer" / "chat_template.jinja").exists() == kept
         write_folder(config, config, data, run, said.append)
         assert template.exists() == kept

@@ -49,7 +49,7 @@ def write(prefix, seed, documents=20):
 # --- Fields -----------------------------------------------------------------------------------------------------------
 
 
-TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std"}
+TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std", "lora_dropout"}
 SPECIAL = {
     "batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512", "schedule": "linear",
     "wsd_decay": "minus_sqrt",

@@ -283,7 +283,7 @@ def test_f_without_backward_sum_changes_gradients(monkeypatch):
 
 
 def test_bias_added_before_g_changes_loss(monkeypatch):
-    def call(self, x, tokens):
+    def call(self, x, tokens, key=None):
         kernel = self.kernel[...]
         return mappings.leave(jnp.tensordot(x, kernel, kernel.ndim - 1) + self.bias[...])
 

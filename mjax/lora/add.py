@@ -1,4 +1,4 @@
-"""LoRA: a model whose weights are frozen, with adapters that are trained (arXiv 2106.09685; `parallel/adapters.py`).
+"""LoRA: a model whose weights are frozen, with adapters that are trained (arXiv 2106.09685; `adapters.py`).
 
 Any model gets them, after it is built: every column- or row-parallel layer of its stacked layers whose name is among
 `lora.targets`. The experts of a mixture, which are no such layers, stay frozen without adapters.
@@ -17,8 +17,7 @@ from jax import Array
 from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
-from mjax.models.protocol import Model
-from mjax.parallel.adapters import ColumnAdapter, RowAdapter, uniform
+from mjax.lora.adapters import ColumnAdapter, RowAdapter
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
 
 PARTS = {"qkv": ("q", "k", "v"), "query": ("q",), "key_value": ("k", "v")}
@@ -29,7 +28,7 @@ GATED = ("gate", "up")
 Linear = ColumnParallelLinear | RowParallelLinear
 
 
-def add_adapters(model: Model, key: Array, dtype) -> Model:
+def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
     """Freeze the weights of `model` and add the adapters that its config asks for; A is drawn from `key` and the name
     of the layer, and B is zero, so that the model computes what it did.
 
@@ -54,7 +53,7 @@ def add_adapters(model: Model, key: Array, dtype) -> Model:
     return model
 
 
-def linear_layers(model: Model) -> Iterator[tuple[str, str, Linear]]:
+def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
     """The column- and row-parallel layers of the stacked layers: dotted path, last name, and the layer."""
     for path, layer in nnx.iter_modules(model):
         if path and path[0] == "blocks" and isinstance(layer, Linear):
@@ -96,6 +95,12 @@ def _beside_rows(key: Array, layer: RowParallelLinear, config: ModelConfig, _, d
         grad_partial_over_model=True,
     )  # fmt: skip
     return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
+
+
+def uniform(inputs: int):
+    """PyTorch's initial weights of a linear layer, and peft's of A: uniform up to 1 / √inputs."""
+    bound = 1 / math.sqrt(inputs)
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 def _check_rank(rank: int, rows: int, columns: int) -> None:

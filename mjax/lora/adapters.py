@@ -13,21 +13,20 @@ MLP.
 
 from __future__ import annotations
 
-import math
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mjax.config.axes import MODEL
 from mjax.parallel import mappings
+from mjax.parallel.layers import ColumnParallelLinear, local_columns
 from mjax.parallel.products import linear
-from mjax.parallel.random import DropoutKey, dropout_columns
+from mjax.parallel.random import DropoutKey, dropout
 from mjax.parallel.tokens import Tokens
 
 
 class Adapter(nnx.Module):
-    """What a layer's adapter is made of.
+    """The two matrices of a layer's adapter.
 
     Attributes:
       a, b: A and B, in float32.
@@ -50,9 +49,16 @@ class ColumnAdapter(Adapter):
         super().__init__(*matrices)
         self.parts = parts
 
-    def outputs(self, narrow: Float[Array, "bs k r"], b: Array) -> dict[int, Float[Array, "bs ..."]]:
-        """By part what is added to its output, from f(x) A and this rank's columns of B."""
-        return {part: linear(self.scale * b[i], narrow[:, i], 1) for i, part in enumerate(self.parts)}
+    def added(
+        self, outputs: list[Float[Array, "bs ..."]], narrow: Float[Array, "bs k r"], layer: ColumnParallelLinear
+    ) -> list[Float[Array, "bs ..."]]:
+        """The outputs of a layer, of each part or of all in one, with s · (f(x) A) B added; `narrow` is f(x) A."""
+        b = self.scale * local_columns(self.b[...], layer.columns, 2)
+        own = {part: linear(b[i], narrow[:, i], 1) for i, part in enumerate(self.parts)}
+        if layer.split and len(outputs) == 1:
+            nothing = jnp.zeros_like(own[self.parts[0]])
+            own = {0: jnp.stack([own.get(part, nothing) for part in range(layer.kernel.shape[1])], axis=1)}
+        return [y + own[part] if part in own else y for part, y in enumerate(outputs)]
 
 
 class RowAdapter(Adapter):
@@ -60,18 +66,8 @@ class RowAdapter(Adapter):
 
     def __call__(self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None) -> Float[Array, "bs h"]:
         """This rank's part of what is added to the output of the layer."""
-        x = dropout_columns(x, self.dropout, key, tokens)
-        narrow = linear(self.a[...], x, x.ndim - 1)
+        by_sequence = tokens.by_sequence(x.reshape(len(x), -1))
+        first = mappings.rank(MODEL) * by_sequence.shape[-1]
+        dropped = dropout(by_sequence, self.dropout, key, tokens.position_ids(), first_column=first)
+        narrow = linear(self.a[...], dropped.reshape(x.shape), x.ndim - 1)
         return linear(self.scale * mappings.vary(self.b[...], mappings.varying_axes(narrow)), narrow, 1)
-
-
-def uniform(inputs: int):
-    """PyTorch's initial weights of a linear layer, and peft's of A: uniform up to 1 / √inputs."""
-    bound = 1 / math.sqrt(inputs)
-    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def stacked_parts(parts: dict[int, Float[Array, " bs *out"]], count: int) -> Float[Array, "bs count *out"]:
-    """Some of `count` parts as one array, with zeros in place of the others."""
-    like = next(iter(parts.values()))
-    return jnp.stack([parts.get(part, jnp.zeros_like(like)) for part in range(count)], axis=1)
