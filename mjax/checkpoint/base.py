@@ -30,7 +30,6 @@ from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.layers import joined, split_trained, trained
-from mjax.parallel.random import mix
 from mjax.step.precision import parameter_type
 from mjax.utils.files import read_json, write_whole
 
@@ -203,6 +202,13 @@ def _on_devices(array: jax.Array) -> jax.Array:
 
 def _two_sums(bits, place):
     """Two sums modulo 2³² of hashed bits and places, uint32 [2], the same in whatever order they are added."""
-    hashed = mix(bits ^ mix(place))
     xp = np if isinstance(bits, np.ndarray) else jnp
-    return xp.stack([xp.sum(part, dtype=np.uint32) for part in (hashed, mix(hashed))])
+    hashed = _mixed(bits ^ _mixed(place))
+    return xp.stack([xp.sum(part, dtype=np.uint32) for part in (hashed, _mixed(hashed))])
+
+
+def _mixed(x):
+    """A bijection of uint32 (`random.mix`, of arrays of NumPy too)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)

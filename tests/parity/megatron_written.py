@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.base import restore_weights
 from mjax.commands import cli
 from mjax.config import DataConfig, GPTConfig, MeshConfig, PrecisionConfig, TrainConfig, read_config
 from mjax.config.axes import MODEL
@@ -91,8 +91,7 @@ def opened(run):
         precision=PrecisionConfig(compute="fp32"),
         train=TrainConfig(global_batch=3, micro_batch=3),
     )
-    with Checkpoints(run / "checkpoints") as checkpoints:
-        return config, checkpoints.restore(abstract_weights(config), field="model")[1]
+    return config, restore_weights(run, abstract_weights(config), None, print)[1]
 
 
 def scores_of(run, *arrays):

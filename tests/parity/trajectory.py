@@ -10,7 +10,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.step.step import build_program
 
 
-def losses_of_both(config, weights, peer, peer_loss, batches, steps=20):
+def losses_of_both(config, weights, peer, peer_loss, batches, steps=20, last=None):
     """Losses of `steps` steps at a constant rate, ours and torch's.
 
     Args:
@@ -19,6 +19,7 @@ def losses_of_both(config, weights, peer, peer_loss, batches, steps=20):
       peer: torch's module, which holds the same.
       peer_loss: batch → torch's loss of it.
       batches: what every step takes one of, in turn.
+      last: a list to which our last state is added.
     """
     program = build_program(config, make_mesh(config.mesh))
     state = program.initialize()
@@ -38,6 +39,8 @@ def losses_of_both(config, weights, peer, peer_loss, batches, steps=20):
         for each in optimizers:
             each.step()
         theirs.append(loss.item())
+    if last is not None:
+        last.append(state)
     return ours, theirs
 
 

@@ -136,6 +136,9 @@ def config_of(case):
         samples.pop("reset_positions", None)  # ALiBi counts distances
     if case.architecture == "qwen-3":
         samples.pop("reset_attention", None)  # where documents see each other, rotary positions within them matter
+    lora = dict(LORA[case.lora])
+    if case.lora == "some" and case.architecture == "mixtral":
+        lora["lora_targets"] = ("q", "v")  # all its MLPs are experts
     return small_config(
         case.data,
         case.model,
@@ -151,11 +154,11 @@ def config_of(case):
         attention=case.kernel,
         layers=max(2, period * case.pipe * case.chunks),
         **changes,
-        **LORA[case.lora],
+        **lora,
     )
 
 
-ROWS_OF_TEST, ROWS_OF_CI = 21, 93
+ROWS_OF_TEST, ROWS_OF_CI = 23, 104
 
 
 def tier_of(row):

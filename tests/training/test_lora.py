@@ -1,0 +1,249 @@
+"""Runs that train adapters: what is stored, dropout on every mesh, checkpoints with a base that is named by digest."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import mjax
+from mjax.checkpoint import base as bases
+from mjax.checkpoint.blocks import write_in_blocks
+from mjax.checkpoint.folders import read_manifest
+from mjax.commands import cli
+from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig
+from mjax.config.checks import validate
+from mjax.errors import UsageError
+from mjax.generation.inference import open_run
+from mjax.models.build import count_parameters
+from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.planner.memory import predict_memory
+from mjax.planner.weights import weights_of_device
+from mjax.run.continuing import choose_origin
+from mjax.step.step import build_program
+from mjax.trace.flops import model_flops
+from tests.small import batch_of, named, small_config
+from tests.test_train_command import CONFIG as TINY
+from tests.tiny_config import config as tiny
+from tests.training.test_trainer import losses
+
+LLAMA = LlamaConfig(
+    layers=2, hidden=32, heads=4, kv_heads=2, sequence=16, vocabulary=257, feed_forward=48, attention="xla",
+)  # fmt: skip
+LORA = {"lora_rank": 4, "lora_alpha": 16.0}
+CONFIG = replace(
+    tiny,
+    model=LLAMA,
+    optimizer=OptimizerConfig(learning_rate=3e-2, schedule="constant", clip_norm=0.0),
+    train=replace(tiny.train, steps=6, eval_interval=0, micro_batch=1),
+    checkpoint=replace(tiny.checkpoint, interval=3, keep_last=9),
+)
+ADAPTED = replace(CONFIG, model=replace(LLAMA, **LORA))
+pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
+
+
+# --- What is stored ---------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_are_narrow_and_have_no_moments():
+    config = replace(ADAPTED, precision=PrecisionConfig(compute="bf16"))
+    program = build_program(config, abstract_mesh(config.mesh))
+    state = program.abstract_state
+    own = {name for name in named_shapes(state.model) if ".adapter." in name}
+    assert len(own) == 10
+    for name, leaf in named_shapes(state.model).items():
+        assert leaf.dtype == ("float32" if name in own else "bfloat16"), name
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert sorted(leaf.shape for leaf in moments) == sorted(
+        2 * [leaf.shape for name, leaf in named_shapes(state.model).items() if name in own]
+    )
+    assert {name.partition(" of layer ")[0] for name in program.gradient_names} == own
+
+
+def named_shapes(tree):
+    from mjax.checkpoint.arrays import named as by_name
+
+    return by_name(tree)
+
+
+def test_plan_and_flops_count_what_is_trained():
+    """A frozen weight costs the gradient of its input and no other; the first layer's too, which nobody needs."""
+    mesh = MeshConfig(data=4, model=2, zero=3)
+    whole, own = (weights_of_device(ADAPTED.model, mesh, trained=trained).stored for trained in (False, True))
+    base = weights_of_device(CONFIG.model, mesh).stored
+    assert whole == base + own
+    adapters = count_parameters(ADAPTED.model) - count_parameters(CONFIG.model)
+    assert adapters == count_parameters(ADAPTED.model, trained=True)
+    # q, k, v, out, gate, up and down: r (inputs + outputs) of each, in two layers
+    assert adapters == 2 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 2 * (32 + 48) + (48 + 32))
+    tokens = CONFIG.train.global_batch * LLAMA.sequence
+    kernels = 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48) + LLAMA.padded_vocabulary * 32
+    expected = model_flops(CONFIG) - 2 * tokens * kernels + 3 * 2 * tokens * adapters
+    assert model_flops(ADAPTED) == pytest.approx(expected, rel=1e-12)
+    wide, narrow = (predict_memory(replace(config, precision=PrecisionConfig())) for config in (CONFIG, ADAPTED))
+    assert narrow.optimizer == 8 * adapters
+    assert wide.optimizer == 8 * count_parameters(CONFIG.model)
+
+
+# --- Dropout ----------------------------------------------------------------------------------------------------------
+
+MESHES = [
+    {"model": 2, "sequence_parallel": True},
+    {"pipe": 2, "data": 2, "zero": 1},
+    {"data": 2, "model": 4, "zero": 3},
+    {"context": 2, "model": 2},
+]
+
+
+def losses_with_dropout(rate, data=1, model=1, **mesh):
+    changes = {"kind": "llama", "kv_heads": 4, "feed_forward": 24, "lora_rank": 4, "lora_dropout": rate}
+    with jax.enable_x64(True):
+        config = small_config(data, model, 1, compute="fp64", dropout=0.0, mesh=mesh, **changes)
+        program = build_program(config, make_mesh(config.mesh))
+        state, found = program.initialize(), []
+        for step in range(3):
+            state, metrics = program.train_step(state, program.on_devices(batch_of(config, step)))
+            found.append([float(metrics.loss), float(metrics.grad_norm)])
+        return np.array(found)
+
+
+def test_dropout_of_adapters_is_the_same_on_every_mesh():
+    expected = losses_with_dropout(0.5)
+    for mesh in MESHES:
+        np.testing.assert_allclose(losses_with_dropout(0.5, **mesh), expected, rtol=1e-12, err_msg=str(mesh))
+    without = losses_with_dropout(0.0)
+    assert expected[0, 0] == without[0, 0]  # B is zero at first
+    assert np.abs(expected[1:] - without[1:]).min() > 1e-5
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, quick_runs):
+    """A folder with the run of a base, and one of adapters on it."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mjax.run.loop.check_devices", lambda *_: None)
+        assert mjax.Trainer(replace(CONFIG, train=replace(CONFIG.train, steps=2)), folder / "q", show=False).train()
+        assert mjax.Trainer(ADAPTED, folder / "lora", init=folder / "q", show=False).train().step == 6
+    return folder
+
+
+@pytest.fixture
+def moved(runs, tmp_path):
+    """The same runs in another folder; the first place of the base is gone for them."""
+    for name in ("q", "lora"):
+        shutil.copytree(runs / name, tmp_path / name)
+    base = json.loads((tmp_path / "lora" / "base.json").read_text())
+    (tmp_path / "lora" / "base.json").write_text(json.dumps(base | {"run": "/gone/q"}))
+    return tmp_path
+
+
+def test_checkpoints_hold_the_adapters_and_name_their_base(runs):
+    arrays = read_manifest(runs / "lora" / "checkpoints" / "6")["arrays"]
+    weights = [name for name in arrays if name.startswith("model.")]
+    assert len(weights) == 10
+    assert all(".adapter." in name for name in weights)
+    base = json.loads((runs / "lora" / "base.json").read_text())
+    assert (base["run"], base["step"]) == (str(runs / "q"), 2)
+    before, after = named(open_run(runs / "q").weights), named(open_run(runs / "lora").weights)
+    assert all(np.array_equal(after[name], weight) for name, weight in before.items())
+    assert all(np.any(weight) for name, weight in after.items() if ".adapter." in name)
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, model=2, zero=3), MeshConfig(pipe=2, data=2)])
+def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(runs, moved, mesh):
+    shutil.rmtree(moved / "lora" / "checkpoints" / "6")  # as if it had been killed
+    config = replace(ADAPTED, mesh=mesh)
+    assert mjax.Trainer(config, moved / "lora", show=False).train().step == 6
+    if mesh == MeshConfig():
+        assert losses(moved / "lora") == losses(runs / "lora")
+    else:
+        np.testing.assert_allclose(losses(moved / "lora"), losses(runs / "lora"), rtol=1e-5)
+
+
+def test_digest_is_of_the_numbers_alone(runs, tmp_path):
+    """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
+    weights = named(open_run(runs / "q").weights)
+    digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
+    shapes = {name: array.shape for name, array in weights.items()}
+    assert bases.digest_of(weights) == digest
+    assert bases.digest_of(dict(reversed(weights.items()))) == digest
+    assert bases.digest_of(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
+    assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2", shapes) == digest
+    target = open_run(runs / "q").weights
+    write_in_blocks(tmp_path, "model", target, lambda name, first, end: weights[name][first:end])
+    assert bases.digest_in_blocks(tmp_path / "0", shapes) == digest
+    for change in (lambda w: np.nextafter(w, np.float32(9)), lambda w: w[::-1].copy()):
+        assert bases.digest_of(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
+
+
+def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
+    generate = ["generate", "--run", str(moved / "lora"), "--tokenizer", "bytes", "--prompt", "a", "--tokens", "2"]
+    assert cli.main(generate) == 0  # it stands beside the run
+    base = moved / "lora" / "base.json"
+    known = json.loads(base.read_text())
+    base.write_text(json.dumps(known | {"digest": "0" * 16}))
+    assert cli.main(generate) == 2
+    said = capsys.readouterr().err
+    assert "has adapters of weights with the digest 0000000000000000" in said, said
+    (moved / "q").rename(moved / "elsewhere")
+    assert cli.main(generate) == 2
+    assert "adapters of /gone/q, which is gone; put that run back, or write its path into" in capsys.readouterr().err
+    base.write_text(json.dumps(known | {"run": str(moved / "elsewhere")}))
+    assert cli.main(generate) == 0
+    base.unlink()
+    assert cli.main(generate) == 2
+    assert "start one with --init RUN" in capsys.readouterr().err
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_alpha": 8.0}, "--lora.alpha 8.0 has no effect without adapters; add --lora.rank"),
+        ({"lora_rank": 4, "compute": "fp8"}, "does not work with --precision.compute fp8; type .* bf16"),
+        ({"lora_rank": 4, "optimizer": "muon"}, "--optimizer.name muon.* type --optimizer.name adamw"),
+        ({"lora_rank": 4, "kind": "bert"}, "for a model that predicts the next token, not a BERT"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, words):
+    config = small_config(compute=changes.pop("compute", "fp32"), **({"kind": changes.pop("kind", "gpt")}))
+    config = replace(config, optimizer=OptimizerConfig(name=changes.pop("optimizer", "adamw")))
+    with pytest.raises(UsageError, match=words):
+        validate(replace(config, model=replace(config.model, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora_rank": 17}, r"--lora.rank 17 is above the rank of a matrix of 32 × 16; use at most 16"),
+        (
+            {"lora_rank": 2, "lora_targets": ("q", "w")},
+            "--lora.targets w: the layers of a Llama are down, gate, k, out",
+        ),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model(changes, words):
+    with pytest.raises(UsageError, match=words):
+        count_parameters(replace(LLAMA, **changes))
+
+
+def test_origins_that_do_not_fit(runs, tmp_path, capsys):
+    new = tmp_path / "new"
+    with pytest.raises(
+        UsageError, match=r"holds adapters, and this run trains all .* type --lora.rank 4 --lora.alpha 16"
+    ):
+        choose_origin(new, CONFIG, runs / "lora")
+    with pytest.raises(UsageError, match=r"\(model\.lora_rank 4, here 2\); type --lora\.rank 4"):
+        choose_origin(new, replace(ADAPTED, model=replace(ADAPTED.model, lora_rank=2)), runs / "lora")
+    assert choose_origin(new, ADAPTED, runs / "lora").changed == {}
+    assert choose_origin(new, ADAPTED, runs / "q").changed == {}
+    alone = ["train", "--config", TINY, "--runs", str(tmp_path), "--lora.rank", "4"]
+    assert cli.main([*alone, "--no-data.mock", "--data.path", "none"]) == 2
+    assert "trains adapters of a model that is there; add --init RUN" in capsys.readouterr().err
