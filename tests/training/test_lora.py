@@ -25,7 +25,6 @@ from mjax.run.continuing import choose_origin
 from mjax.step.step import build_program
 from mjax.trace.flops import model_flops
 from tests.small import batch_of, named, small_config
-from tests.test_train_command import CONFIG as TINY
 from tests.tiny_config import config as tiny
 from tests.training.test_trainer import losses
 
@@ -244,6 +243,6 @@ def test_origins_that_do_not_fit(runs, tmp_path, capsys):
         choose_origin(new, replace(ADAPTED, model=replace(ADAPTED.model, lora_rank=2)), runs / "lora")
     assert choose_origin(new, ADAPTED, runs / "lora").changed == {}
     assert choose_origin(new, ADAPTED, runs / "q").changed == {}
-    alone = ["train", "--config", TINY, "--runs", str(tmp_path), "--lora.rank", "4"]
-    assert cli.main([*alone, "--no-data.mock", "--data.path", "none"]) == 2
+    alone = ["train", "--config", "gpt_demo", "--runs", str(tmp_path), "--lora.rank", "4"]
+    assert cli.main([*alone, "--data.path", "none"]) == 2
     assert "trains adapters of a model that is there; add --init RUN" in capsys.readouterr().err
