@@ -89,10 +89,8 @@ def test_plan_and_flops_count_what_is_trained():
 # --- Dropout ----------------------------------------------------------------------------------------------------------
 
 MESHES = [
-    {"model": 2, "sequence_parallel": True},
-    {"pipe": 2, "data": 2, "zero": 1},
-    {"data": 2, "model": 4, "zero": 3},
-    {"context": 2, "model": 2},
+    {"model": 2, "context": 2, "sequence_parallel": True},
+    {"pipe": 2, "data": 2, "model": 2, "zero": 3},
 ]
 
 
