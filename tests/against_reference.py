@@ -46,7 +46,7 @@ PARTS = {"qkv": "q k v", "query": "q", "key_value": "k v"}
 
 
 def adapters_of(weights, model):
-    """Of each kernel with adapters: its name, and for each of these its index in the kernel, A [l, in, r], B [l, r,
+    """Yield each kernel with adapters: its name, and for each of these its index in the kernel, A [l, in, r], B [l, r,
     out] and the shape of that part of the kernel."""
     wanted = {"q", "k", "v", "out", "gate", "up", "down"} if "all" in model.lora_targets else {*model.lora_targets}
     for name, a in weights.items():

@@ -80,7 +80,7 @@ def adapters_of(model: ModelConfig) -> dict[str, Linear]:
 
 
 def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
-    """By name of a module of the base model its adapter.
+    """Return the adapter of each module of the base model, by its name.
 
     Raises:
       UsageError: peft has no adapter like one of `model`, whose base has one matrix for several.

@@ -389,7 +389,7 @@ class _Stage:
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
 
     def _of_trained(self, of_leaves: list) -> list:
-        """Of something for each leaf that of the leaves that are trained."""
+        """Return what a list has for the trained leaves, of a list with an entry for each leaf."""
         return [one for one, frozen in zip(of_leaves, self.frozen, strict=True) if not frozen]
 
     def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:

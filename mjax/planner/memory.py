@@ -341,9 +341,10 @@ def _computed(sizes: _Sizes) -> tuple[float, float]:
     if sizes.width == sizes.master and not sizes.sharded:
         return 0.0, 0.0  # the masters themselves
     layers = own.layers - own.gathered if sizes.width != sizes.master or mesh.zero else 0
-    # Frozen weights are stored as they are used: copied where they are gathered, and without a loop, where XLA keeps
-    # each layer's slice of the stack from the forward to the backward pass.
-    if (mesh.zero and copies(mesh) > 1) or sizes.config.train.unroll == "on":
+    # Frozen weights are stored as they are used: copied where they are gathered; and where layers without a loop are
+    # computed again, whose slices of the stacks XLA writes before them and keeps.
+    train = sizes.config.train
+    if (mesh.zero and copies(mesh) > 1) or (train.unroll == "on" and train.recompute != "none"):
         layers += weights.layers - weights.gathered - (own.layers - own.gathered)
     return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else own.shared)
 

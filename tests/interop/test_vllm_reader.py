@@ -1,4 +1,4 @@
-"""What vLLM reads of an export: settings and tensors as its loader asks for them, and adapters by its names.
+"""Exports as vLLM reads them: settings and tensors that its loader asks for, and adapters by its names.
 
 vLLM needs a GPU, so its rules are written out here: `load_weights` and the settings of
 vllm/model_executor/models/llama.py and qwen3.py, PEFTHelper of vllm/lora/peft_helper.py, and

@@ -117,7 +117,7 @@ def test_twenty_steps_follow_peft(both, mesh):
 
 
 def test_an_adapter_trains_on_here(both, capsys):
-    """As `mjax sft` and `mjax train` continue one: new moments, the same base."""
+    """A new run from it has new moments and the same base."""
     folder, *_ = both
     flags = ("--data.mock", "--train.steps", "2", "--train.global-batch", "16", "--train.micro-batch", "1")
     config = ["--config", str(folder / "lora" / "config.json"), "--init", str(folder / "lora"), "--runs", str(folder)]
@@ -175,7 +175,7 @@ def test_foreign_adapters_are_refused_in_a_sentence(copied, capsys, tmp_path_fac
 
 
 def test_fused_families_are_merged_only(tmp_path, capsys):
-    """GPT-2 has queries, keys and values in one matrix: peft's adapter of that is none of ours."""
+    """GPT-2 has queries, keys and values in one matrix: peft has one adapter for them."""
     kind, fields, _ = FAMILIES["gpt 2"]
     torch.manual_seed(0)
     base = getattr(transformers, f"{kind}LMHeadModel")(getattr(transformers, f"{kind}Config")(**fields))
