@@ -149,10 +149,15 @@ def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[st
     """
     wide = parameter_type(read_config(folder / "config.json").precision.compute)
     stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), target)
+    weights, sums = [], {}
     with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
-        step, weights = checkpoints.restore(stored, step, field="model")
-    base = Base(str(folder.resolve()), step, digest_of(weights))
-    return jax.tree.map(_as_stored, weights, target), base
+        step = checkpoints.find(stored, step, field="model")
+        # One by one: all of them in float32 would need twice the memory of those that are trained on.
+        for (name, leaf), narrow in zip(named(stored, "model").items(), jax.tree.leaves(target), strict=True):
+            weight = checkpoints.read(step, {name: leaf})[name]
+            sums[name.removeprefix("model.")] = np.asarray(_on_devices(weight))
+            weights.append(_as_stored(weight, narrow))
+    return jax.tree.unflatten(jax.tree.structure(target), weights), Base(str(folder.resolve()), step, _digest(sums))
 
 
 def _as_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -110,6 +110,8 @@ class Checkpoints:
         # If folders are created in the background and that fails, threads wait for them for 300 s.
         self._saving.async_options.create_directories_asynchronously = False
         self._saving.async_options.timeout_secs = SAVE_SECONDS
+        self._loading = ocp.Context()
+        self._loading.pytree.loading.partial_load = True  # `read` of some arrays
         # Found by restore, with the word for the problem; a run continued from an earlier step writes them again.
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -337,15 +339,26 @@ class Checkpoints:
         if bare := [name for name, leaf in wanted.items() if leaf.sharding is None]:
             raise ValueError(f"{bare[0]} of the target has no sharding")
         chosen = self.find(target, step, field)
-        stored = read_manifest(self.folder / str(chosen))["arrays"]
+        arrays = self.read(chosen, wanted)
+        return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+
+    def read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+        """Read some arrays of a checkpoint that `find` has checked.
+
+        Args:
+          step: of the checkpoint.
+          wanted: `jax.ShapeDtypeStruct` with a sharding, by name.
+        """
+        stored = read_manifest(self.folder / str(step))["arrays"]
         as_stored = {name: in_chunks_of(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
-        found = ocp.load_checkpointables(self.folder / str(chosen), by_field(as_stored))
+        with self._loading:
+            found = ocp.load_checkpointables(self.folder / str(step), by_field(as_stored))
         arrays = {name: array for part in found.values() for name, array in part.items()}
-        check_types(chosen, arrays, wanted)
+        check_types(step, arrays, wanted)
         for name, leaf in wanted.items():  # one by one, to avoid two copies of everything
             if arrays[name].shape != leaf.shape:
                 arrays[name] = reshape(arrays.pop(name), leaf)
-        return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+        return arrays
 
     def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
         """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""

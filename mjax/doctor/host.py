@@ -53,10 +53,10 @@ def check_memory(config: Config | None = None, root: Path = Path("/")) -> Found:
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of a checkpoint: parameters and two moments, float32 (fp64 runs, for tests, twice that)."""
+    """Bytes of a checkpoint: trained parameters and two moments, float32 (fp64 runs, for tests, twice that)."""
     from mjax.models.build import count_parameters  # imports JAX, which may be what is broken
 
-    return 12 * count_parameters(config.model) * (2 if config.precision.compute == "fp64" else 1)
+    return 12 * count_parameters(config.model, trained=True) * (2 if config.precision.compute == "fp64" else 1)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

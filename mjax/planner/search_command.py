@@ -20,7 +20,7 @@ from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.errors import UsageError, suggestion
 from mjax.models.build import count_parameters
-from mjax.planner.calibration import Calibration
+from mjax.planner.calibration import WIDTHS, Calibration
 from mjax.planner.memory import HEADROOM, free_share, least_memory, predict_memory
 from mjax.planner.search import (
     SEARCHED,
@@ -287,7 +287,10 @@ def enough_devices(
     memory. So the answer is enough; that fewer would not be is likely, not certain.
     """
     # The minimum on a device: float32 masters and two moments, with Muon one, divided over all.
-    needed = (12 if config.optimizer.name == "adamw" else 8) * count_parameters(config.model) / capacity
+    # Frozen weights are as they are stored.
+    trained, each = count_parameters(config.model, trained=True), 12 if config.optimizer.name == "adamw" else 8
+    frozen = count_parameters(config.model) - trained
+    needed = (each * trained + WIDTHS[config.precision.compute] * frozen) / capacity
     thrifty = {"train.micro_batch": 1, "train.recompute": "full", "mesh.chunks": 1}
     free = {name: value for name, value in thrifty.items() if name not in keep}
     small = with_values(config, free)
