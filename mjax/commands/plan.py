@@ -261,11 +261,12 @@ def _run(config: Config, name: str) -> Section:
     from mjax.models.build import count_active, count_parameters
 
     mesh, train, parameters = config.mesh, config.train, count_parameters(config.model)
-    active = count_active(config.model)
+    active, trained = count_active(config.model), count_parameters(config.model, trained=True)
     values = {
         "config": name,
         "parameters": parameters,
         "active_parameters": active,
+        "trained_parameters": trained,
         "mesh": axes.as_typed(mesh),
         "sequence_parallel": mesh.splits_tokens,
         "context_attention": config.across,
@@ -275,7 +276,9 @@ def _run(config: Config, name: str) -> Section:
         "micro_batches": config.micro_batches,
     }
     rows = {
-        "parameters": f"{parameters:,}" + (f", of which a token uses {active:,}" if active < parameters else ""),
+        "parameters": f"{parameters:,}"
+        + (f", of which a token uses {active:,}" if active < parameters else "")
+        + (f", of which {trained:,} are trained" if trained < parameters else ""),
         "devices": f"{mesh.devices:,} = {axes.in_words(mesh, axes.PIPE)}" + ", sequence parallel" * mesh.splits_tokens,
         "global batch": f"{train.global_batch:,} = {mesh.data} replicas × {config.micro_batches} micro-batches "
         f"of {train.micro_batch}",

@@ -28,14 +28,13 @@ from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import open_data
 from mjax.models.protocol import Model
-from mjax.parallel.layers import joined, split_trained
 from mjax.parallel.mesh import make_mesh
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
-from mjax.run.start import first_state, own_state, write_folder, write_origin
+from mjax.run.start import first_state, own_state, restore_state, write_folder, write_origin
 from mjax.step.kernel_trial import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
@@ -171,12 +170,9 @@ class Run:
             if result.stopped:
                 self.display.say("stopped; run the same command again to continue")
                 return replace(result, exit_code=PREEMPTED)
-            _, frozen = split_trained(state.model)
             del state, result  # free memory for the restored state
             self.steps_before -= good
-            start, state = self.checkpoints.restore(own_state(self.program.abstract_state), good)
-            if self.config.model.lora_rank:
-                state = replace(state, model=joined(state.model, frozen))
+            start, state = restore_state(self.checkpoints, self.program, good, self.display.say)
             self.guard.begin(start)
             if self.log:
                 self.log.go_back(start)

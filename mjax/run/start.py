@@ -59,8 +59,7 @@ def first_state(
         say(f"Loaded weights from checkpoint 0; {FRESH}")
         return 0, program.begin(weights), None, None
     if checkpoints.steps():
-        step, state = checkpoints.restore(own_state(program.abstract_state))
-        return step, replace(state, model=with_base(state.model, target, folder, say)), None, None
+        return *restore_state(checkpoints, program, None, say), None, None
     if origin is None:
         return 0, program.initialize(), None, None
     run, base = Path(origin.run), None
@@ -80,6 +79,15 @@ def first_state(
     origin = replace(origin, step=step)
     say(f"Loaded weights from {origin}; {FRESH}")
     return 0, program.begin(weights), origin, base
+
+
+def restore_state(
+    checkpoints: Checkpoints, program: TrainProgram, step: int | None, say: Callable[[str], None]
+) -> tuple[int, TrainState]:
+    """The state of checkpoint `step`, by default of the newest intact one, with the base of its adapters."""
+    step, state = checkpoints.restore(own_state(program.abstract_state), step)
+    weights = with_base(state.model, program.abstract_state.model, checkpoints.folder.parent, say)
+    return step, replace(state, model=weights)
 
 
 def own_state(state: TrainState) -> TrainState:

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mjax.commands import cli
 from mjax.config import CheckpointConfig, HealthConfig
+from mjax.generation.inference import open_run
 from mjax.run import health, loop
 from mjax.run.metrics import MetricsLog, read_metrics
 from tests.conftest import ROOT
-from tests.small import program_of
+from tests.small import named, program_of
 from tests.training.test_optimizer import poisoned
 from tests.training.test_replicas import with_flipped_bit
 
@@ -101,6 +103,21 @@ def test_poisoned_run_keeps_its_last_good_checkpoint(launcher, healthy, capfd):
     assert launcher.saved() == ["8"]
     assert launcher.resume("--step", "8") == 0
     assert launcher.losses() == healthy
+
+
+@pytest.mark.ci
+def test_rewinding_reads_the_base_of_adapters_again(launcher, capfd):
+    """Frozen weights that were damaged in memory are those of the base again."""
+    length = ("--train.steps", "4", "--name", "base")
+    assert launcher(*length) == 0
+    launcher.run_folder = launcher.folder / "lora"
+    flags = ("--init", str(launcher.folder / "base"), "--name", "lora", "--lora.rank", "4")
+    launcher.poisons = {13: weights(30.0)}
+    assert launcher(*flags, "--health.spike", "rewind") == 0
+    assert "rewinding to checkpoint 8" in capfd.readouterr().out
+    assert max(launcher.losses().values()) < 7
+    base, own = (named(open_run(folder).weights) for folder in (launcher.folder / "base", launcher.run_folder))
+    assert all(np.array_equal(own[name], weight) for name, weight in base.items())
 
 
 def test_skipped_steps_name_the_gradient_and_end_the_run(launcher, capfd):
