@@ -24,7 +24,7 @@ from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
-from mjax.interop.weights import places
+from mjax.interop.weights import and_more, places
 from mjax.lora.add import Linear, linear_layers, targets_of
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family
@@ -218,7 +218,7 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     if foreign := sorted({module for module, _ in named} - every.keys()):
         raise UsageError(
             f"{folder} has an adapter of {foreign[0]}, and the linear layers of {base.title} are "
-            f"{_and_more(sorted(every))}; give --base the run of the model that it was trained on"
+            f"{and_more(sorted(every))}; give --base the run of the model that it was trained on"
         )
     targets = {every[module].target for module, _ in named}
     if targets != {module.target for module in every.values()}:
@@ -243,7 +243,3 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
                 )
             ours[...] = theirs
     return model, own
-
-
-def _and_more(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

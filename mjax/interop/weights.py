@@ -216,12 +216,12 @@ def find_tensors(
     copies = {copy: found.pop(copy) for copy in copied if copy in found}
     missing = [name for name in expected if name not in found]
     if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
-        named = _and_more(list(dict.fromkeys(map(family.spelled, lost))))
+        named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
         raise UsageError(
-            f"{source} lacks the tensor {_and_more(missing)}, all of {heads}; "
+            f"{source} lacks the tensor {and_more(missing)}, all of {heads}; "
             "its encoder is complete, so add --draw-heads to give these random weights, or get a model that has them"
         )
     for known, copy in copies.items():
@@ -246,7 +246,8 @@ def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> l
     return [head for head in family.heads if not any(ours.startswith(head) for ours in there)]
 
 
-def _and_more(names: list[str]) -> str:
+def and_more(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
