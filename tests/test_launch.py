@@ -9,6 +9,8 @@ import pytest
 from mjax.cluster import launch
 from mjax.utils.files import cache_home
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
 
 @pytest.mark.parametrize(
     ("environment", "launcher"),
@@ -18,11 +20,25 @@ from mjax.utils.files import cache_home
         ({"SLURM_STEP_NUM_TASKS": "4"}, ("srun", 4)),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun", 2)),
         ({"JOB_COMPLETION_INDEX": "0"}, ("Kubernetes", None)),
+        (TORCHRUN, ("torchrun", 2)),
+        ({**TORCHRUN, "SLURM_STEP_NUM_TASKS": "4"}, ("torchrun", 2)),  # srun torchrun
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "8", "RANK": "0"}, None),  # of something else
         ({"SLURM_STEP_NUM_TASKS": "", "OMPI_COMM_WORLD_SIZE": "4"}, ("mpirun", 4)),  # Slurm leaves some empty
     ],
 )
 def test_launcher_is_found_in_environment(environment, launcher):
     assert launch.launched_by(environment) == launcher
+
+
+def test_rendezvous_of_torchrun():
+    none = launch.Distributed()
+    assert none.under_torchrun({}) == none
+    assert none.under_torchrun(TORCHRUN) == launch.Distributed("node0:29500", 2, 1)  # a PyTorchJob
+    listens = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert none.under_torchrun(listens) == launch.Distributed("node0:29501", 2, 1)
+    typed = launch.Distributed("other:1", 4, 3)
+    assert typed.under_torchrun(listens) == typed
 
 
 def test_process_0_is_one_of_several():

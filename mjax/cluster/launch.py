@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +26,10 @@ SET_BY_MJAX: dict[str, str] = {}
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # GiB of host memory that XLA may pin for all GPUs of a process, and its default.
 PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-# Environment variables in which launchers give the number of processes: Slurm's srun, Open MPI's mpirun.
-PROCESS_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+# Environment variables in which launchers give the number of processes; the innermost launcher first.
+PROCESS_COUNTS = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
+# What torchrun gives to each process, and Kubeflow's PyTorchJob: WORLD_SIZE alone may mean something else.
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def has_nvidia_gpu() -> bool:
@@ -51,6 +53,8 @@ def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int |
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
     for variable, launcher in PROCESS_COUNTS.items():
         count = environment.get(variable, "")
+        if launcher == "torchrun" and not all(environment.get(name) for name in OF_TORCHRUN):
+            continue
         if count.isdecimal() and int(count) > 1:  # Slurm leaves some empty
             return launcher, int(count)
     return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
@@ -120,7 +124,7 @@ def simulate_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Distributed:
-    """Rendezvous of the processes of a run; not needed under srun, mpirun or in a Kubernetes indexed job."""
+    """Rendezvous of the processes of a run; not needed under srun, mpirun, torchrun or in a Kubernetes indexed job."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0."""
@@ -138,6 +142,20 @@ class Distributed:
     hang_limit: float | None = None
     """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
     times as many while it compiles, evaluates or saves. By default never."""
+
+    def under_torchrun(self, environment: Mapping[str, str] = os.environ) -> Distributed:
+        """The rendezvous that torchrun describes, unless flags do.
+
+        torchrun itself listens at MASTER_PORT on the first host (unless a PyTorchJob sets these variables without it),
+        so process 0 listens at the port above.
+        """
+        if (self.coordinator, self.processes, self.process) != (None, None, None):
+            return self
+        if (launched_by(environment) or ("", 0))[0] != "torchrun":
+            return self
+        rank, count, host, port = (environment[name] for name in OF_TORCHRUN)
+        port = int(port) + (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        return replace(self, coordinator=f"{host}:{port}", processes=int(count), process=int(rank))
 
     @property
     def several(self) -> bool:

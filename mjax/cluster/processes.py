@@ -5,9 +5,9 @@ or one of them. Process 0 writes the records of a run; all read their own rows o
 checkpoint.
 
 JAX reads the number of processes, the index of this one and the address of process 0 from the environment of Slurm,
-Open MPI (before 5) and Kubernetes. Which GPUs a process owns is decided here: JAX takes the one with the process's
-index on its host, which is wrong if the launcher shows each process its own GPU only (as `srun --gpus-per-task=1` does)
-and leaves the others unused if one process is to use all of a host.
+Open MPI (before 5) and Kubernetes, and mjax reads those of torchrun. Which GPUs a process owns is decided here: JAX
+takes the one with the process's index on its host, which is wrong if the launcher shows each process its own GPU only
+(as `srun --gpus-per-task=1` does) and leaves the others unused if one process is to use all of a host.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def start(where: Distributed) -> None:
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
     """
-    launched = launched_by() is not None
+    where, launched = where.under_torchrun(), launched_by() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]
     if any(given) and not (all(given) or (launched and given == [True, False, False])):
         raise UsageError(
             "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I go together; "
-            "under srun or mpirun none of them is needed"
+            "under srun, mpirun or torchrun none of them is needed"
         )
     if where.coordinator is not None and not re.fullmatch(r".+:\d+", where.coordinator):
         raise UsageError(
@@ -166,6 +166,8 @@ def local_devices() -> list[int] | None:
 
 def place_on_host() -> tuple[int, int]:
     """Index of this process among those the launcher started on this host, and their number."""
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
