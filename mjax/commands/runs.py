@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
+from mjax.checkpoint.base import BASE, read_base
 from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
@@ -43,9 +44,9 @@ TOKENS_OF_A_STEP = (
 )  # fmt: skip
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
-    ".lock", "README.md", "checkpoints", "config.json", "data.json", "environment.json", "experts.json", "experts.png",
-    "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile", "tensorboard", "tokenizer",
-    "unhealthy.json", "wandb",
+    ".lock", "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
+    "experts.png", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile", "samples.jsonl",
+    "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
@@ -333,14 +334,15 @@ def remove_runs(arguments: RemoveArguments) -> int:
     """`mjax runs remove`. Returns the exit code.
 
     Raises:
-      UsageError: a name is not a run, is a link, is in use, or is a folder with other files too; nothing was removed.
-        Or stdin is not a terminal.
+      UsageError: a name is not a run, is a link, is in use, is the base of another run's adapters, or is a folder with
+        other files too; nothing was removed. Or stdin is not a terminal.
     """
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
     for folder in folders:
         _check_removable(folder)
+        _check_no_base(folder, folders)
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():
@@ -372,6 +374,18 @@ def _check_removable(folder: Path) -> None:
         raise UsageError(f"{folder} contains {foreign[0]}, which no run writes; move it away, or use rm")
     if _in_use(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
+
+
+def _check_no_base(folder: Path, removed: Sequence[Path]) -> None:
+    """Refuse to remove a run beside which another, that stays, has adapters of its weights."""
+    for file in sorted(folder.resolve().parent.glob(f"*/{BASE}")):
+        base = Path(read_base(file.parent).run)
+        here = base.resolve() == folder.resolve() or (not base.exists() and base.name == folder.resolve().name)
+        if here and file.parent not in [other.resolve() for other in removed]:
+            raise UsageError(
+                f"{folder} holds the weights that the adapters of {file.parent.name} belong to; remove that run too: "
+                f"mjax runs remove {folder.name} {file.parent.name}"
+            )
 
 
 def _is_of_a_save(entry: Path) -> bool:

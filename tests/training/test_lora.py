@@ -197,6 +197,14 @@ def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
     assert "start one with --init RUN" in capsys.readouterr().err
 
 
+def test_a_base_is_not_removed_before_its_adapters(moved, capsys):
+    (moved / "lora" / "samples.jsonl").touch()  # of --log.sample-prompts
+    assert cli.main(["runs", "remove", "q", "--runs", str(moved), "--yes"]) == 2
+    assert "the adapters of lora belong to; remove that run too: mjax runs remove q lora" in capsys.readouterr().err
+    assert cli.main(["runs", "remove", "q", "lora", "--runs", str(moved), "--yes"]) == 0
+    assert not list(moved.glob("*/config.json"))
+
+
 # --- Settings ---------------------------------------------------------------------------------------------------------
 
 
