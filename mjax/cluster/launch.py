@@ -28,7 +28,7 @@ MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 # Environment variables in which launchers give the number of processes; the innermost launcher first.
 PROCESS_COUNTS = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-# What torchrun gives to each process, and Kubeflow's PyTorchJob: WORLD_SIZE alone may mean something else.
+# Variables of torchrun, and of Kubeflow's PyTorchJob; WORLD_SIZE alone may mean something else.
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
