@@ -19,7 +19,8 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
     ],
 )
 def test_template_is_bounded(program, words, monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 2.0)
+    if program == LOOP:  # the others end by themselves, on a busy machine later than that
+        monkeypatch.setattr(chat_template, "SECONDS", 2.0)
     template = Template("{% if wild %}" + program + "{% else %}{{ said }}{% endif %}")
     assert template.render(wild=False, said="é\u2028") == ("é\u2028", [])
     with pytest.raises(TemplateError, match=words):
