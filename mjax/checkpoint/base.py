@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ import numpy as np
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.blocks import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import read_manifest
 from mjax.config import read_config
 from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.layers import joined, split_trained, trained
+from mjax.parallel.random import mix
 from mjax.step.precision import parameter_type
 from mjax.utils.files import read_json, write_whole
 
@@ -147,9 +149,7 @@ def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[st
       UsageError: there is no such checkpoint, or it has another model.
       RunError: it is damaged.
     """
-    wide = parameter_type(read_config(folder / "config.json").precision.compute)
-    stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), target)
-    weights, sums = [], {}
+    stored, weights, sums = as_trained(target, folder), [], {}
     with Checkpoints(folder / "checkpoints", on_notice=say) as checkpoints:
         step = checkpoints.find(stored, step, field="model")
         # One by one: all of them in float32 would need twice the memory of those that are trained on.
@@ -158,6 +158,12 @@ def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[st
             sums[name.removeprefix("model.")] = np.asarray(_on_devices(weight))
             weights.append(_as_stored(weight, narrow))
     return jax.tree.unflatten(jax.tree.structure(target), weights), Base(str(folder.resolve()), step, _digest(sums))
+
+
+def as_trained(target: Model, folder: Path) -> Model:
+    """The ShapeDtypeStructs of `target` in the dtype in which the run in `folder` saves the weights that it trains."""
+    wide = parameter_type(read_config(folder / "config.json").precision.compute)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), target)
 
 
 def _as_stored(weight: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -172,22 +178,23 @@ def digest_of(weights: Any) -> str:
     return _digest({name: np.asarray(_on_devices(array)) for name, array in named(weights).items()})
 
 
-def digest_in_blocks(folder: Path, shapes: Mapping[str, Sequence[int]]) -> str:
+def digest_in_blocks(folder: Path) -> str:
     """`digest_of` the weights of the checkpoint in `folder`, with one block of one weight in memory.
 
     Args:
       folder: of the checkpoint, which `Checkpoints.find` has checked.
-      shapes: of the weights by name.
     """
     sums = {}
-    for name, shape in shapes.items():
-        sums[name], row = np.zeros(2, np.uint32), math.prod(shape[1:])
-        for first, block in read_in_blocks(folder, f"model.{name}", len(shape)):
+    for name, (_, shape) in read_manifest(folder)["arrays"].items():
+        if not name.startswith("model."):
+            continue
+        total, row = np.zeros(2, np.uint32), math.prod(shape[1:])
+        for first, block in read_in_blocks(folder, name, len(shape)):
             bits = np.ascontiguousarray(block).reshape(-1).view(np.uint32)
-            place = np.arange(first * row, first * row + block.size).astype(np.uint32)
-            if len(bits) > len(place):  # float64
-                place = (2 * place[:, None] + np.arange(2, dtype=np.uint32)).reshape(-1)
-            sums[name] += _two_sums(bits, place)
+            words = len(bits) // block.size  # two of float64
+            place = words * first * row + np.arange(len(bits), dtype=np.uint64)
+            total += np.asarray(_two_sums(jnp.asarray(bits), jnp.asarray(place.astype(np.uint32))))
+        sums[name.removeprefix("model.")] = total
     return _digest(sums)
 
 
@@ -205,15 +212,8 @@ def _on_devices(array: jax.Array) -> jax.Array:
     return _two_sums(bits, place)
 
 
-def _two_sums(bits, place):
+@jax.jit
+def _two_sums(bits: jax.Array, place: jax.Array) -> jax.Array:
     """Two sums modulo 2³² of hashed bits and places, uint32 [2], the same in whatever order they are added."""
-    xp = np if isinstance(bits, np.ndarray) else jnp
-    hashed = _mixed(bits ^ _mixed(place))
-    return xp.stack([xp.sum(part, dtype=np.uint32) for part in (hashed, _mixed(hashed))])
-
-
-def _mixed(x):
-    """A bijection of uint32 (`random.mix`, of arrays of NumPy too)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    hashed = mix(bits ^ mix(place))
+    return jnp.stack([part.sum(dtype=jnp.uint32) for part in (hashed, mix(hashed))])

@@ -57,7 +57,7 @@ from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.tensors import DecoderTensors
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
-from mjax.models.build import abstract_weights, count_parameters
+from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
@@ -226,9 +226,8 @@ def _from_peft(arguments: FromHfArguments) -> int:
     family = models.family_of(config.model)
     model, own = lora.with_adapters_of(source, config.model, family)
     step = _newest(run, config)
-    shapes = {name: shape for name, (shape, _) in abstract_weights(config.model).items()}
     with status("reading the base", Console(stderr=True)):
-        digest = digest_in_blocks(run / "checkpoints" / str(step), shapes)
+        digest = digest_in_blocks(run / "checkpoints" / str(step))
     config = dataclasses.replace(config, model=model, data=DataConfig())
     with model_folder.new_folder(output) as folder:
         save_config(config, folder / "config.json")
@@ -482,9 +481,8 @@ def _base(run: Path, config: Config) -> tuple[Base, Path]:
     base = read_base(run)
     folder = folder_of(base, run)
     checkpoint = folder / "checkpoints" / str(_newest(folder, read_settings(folder / "config.json"), base.step))
-    shapes = {name: shape for name, (shape, _) in abstract_weights(config.model.without_lora()).items()}
     with status("reading the base", Console(stderr=True)):
-        check_base(base, digest_in_blocks(checkpoint, shapes), folder, run)
+        check_base(base, digest_in_blocks(checkpoint), folder, run)
     return base, checkpoint
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import replace
 
@@ -81,10 +80,8 @@ def _check_lora(config: Config) -> None:
     """Refuse LoRA's settings without adapters, and what adapters do not work with."""
     model = config.model
     if not model.lora_rank:
-        names = ("lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
-        fields = {field.name: field.default for field in dataclasses.fields(model)}
-        if changed := next((name for name in names if getattr(model, name) != fields[name]), None):
-            flag = as_flag(f"model.{changed}", getattr(model, changed))
+        for name, value in model.lora_settings().items():
+            flag = as_flag(f"model.{name}", value)
             raise UsageError(f"{flag} has no effect without adapters; add --lora.rank, such as --lora.rank 16")
         return
     rank = f"--lora.rank {model.lora_rank}"

@@ -192,10 +192,14 @@ class ModelConfig:
         return self.sequence
 
     @property
+    def adapter_alpha(self) -> float:
+        """The alpha of the adapters that is in use."""
+        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
     def lora_scale(self) -> float:
         """The factor of the adapters: alpha / r or alpha / √r."""
-        alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+        return self.adapter_alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
 
     @property
     def groups(self) -> int:
@@ -255,8 +259,11 @@ class ModelConfig:
 
     def without_lora(self) -> Self:
         """The same model without adapters: the base of them."""
-        names = (field for field in dataclasses.fields(self) if field.name.startswith("lora_"))
-        return dataclasses.replace(self, **{field.name: field.default for field in names})
+        return dataclasses.replace(self, **dict(_lora_defaults(self)))
+
+    def lora_settings(self) -> dict[str, Any]:
+        """The settings of adapters that are not at their defaults, by field."""
+        return {name: getattr(self, name) for name, default in _lora_defaults(self) if getattr(self, name) != default}
 
     def without_dropout(self) -> ModelConfig:
         """The same model with all dropout rates 0."""
@@ -561,6 +568,11 @@ def kinds_with(field: str) -> Iterator[str]:
     for kind, cls in REGISTRY.items():
         if field in _names(cls):
             yield kind
+
+
+def _lora_defaults(model: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """The fields that describe adapters, and their defaults."""
+    return ((field.name, field.default) for field in dataclasses.fields(model) if field.name.startswith("lora_"))
 
 
 def _names(cls: type[ModelConfig]) -> set[str]:

@@ -50,25 +50,24 @@ class Module:
       path: of our layer, such as `blocks.attention.query`.
       target: its name in `lora.targets`.
       layer: index in the stacked weights.
-      part: index among the adapters of the layer, and of the part in the kernel if it has several; None: there is one.
+      part: index among the adapters of a column-parallel layer.
       columns: whether the layer is column-parallel.
     """
 
     path: str
     target: str
     layer: int
-    part: tuple[int, int] | None
+    part: int
     columns: bool
 
     def a(self, stacked: np.ndarray) -> np.ndarray:
         """[r, in], a view of our A."""
         one = stacked[self.layer]
-        return one[:, self.part[0] if self.part else 0].T if self.columns else one.reshape(-1, one.shape[-1]).T
+        return one[:, self.part].T if self.columns else one.reshape(-1, one.shape[-1]).T
 
     def b(self, stacked: np.ndarray) -> np.ndarray:
         """[out, r], a view of our B."""
-        one = stacked[self.layer]
-        one = one[self.part[0] if self.part else 0] if self.columns else one
+        one = stacked[self.layer, self.part] if self.columns else stacked[self.layer]
         return one.reshape(len(one), -1).T
 
 
@@ -99,9 +98,9 @@ def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
                 "for a whole model"
             )
         if not columns or len(targets) == 1:
-            found[name.removesuffix(".weight")] = Module(path, targets[0], place.index[0], None, columns)
+            found[name.removesuffix(".weight")] = Module(path, targets[0], place.index[0], 0, columns)
         elif which in layer.adapter.parts:
-            part = layer.adapter.parts.index(which), which
+            part = layer.adapter.parts.index(which)
             found[name.removesuffix(".weight")] = Module(path, targets[which], place.index[0], part, columns)
     return found
 
@@ -127,7 +126,7 @@ def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str)
     """The contents of adapter_config.json; `base` is the name or folder of the base model."""
     # By last name where that means no other module, else in full: experts may have modules of the same name.
     names = modules if model.parted_experts() else {name.rpartition(".")[2] for name in modules}
-    alpha = 2 * model.lora_rank if model.lora_alpha is None else model.lora_alpha
+    alpha = model.adapter_alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -166,16 +165,12 @@ def merged(blocks: Blocks, model: ModelConfig, own: OwnWeights) -> Blocks:
             for i, part in enumerate(layer.adapter.parts if columns else (0,)):
                 kernel = sums[:, :, part] if columns and layer.split else sums
                 ours_a, ours_b = (a[:, :, i], b[:, i]) if columns else (a, b)
-                product = np.matmul(_rows(ours_a, -1), ours_b.reshape(*ours_b.shape[:2], -1))
+                ours_a, ours_b = ours_a.reshape(len(a), -1, a.shape[-1]), ours_b.reshape(*ours_b.shape[:2], -1)
+                product = np.matmul(ours_a, ours_b)  # [l, in, out]
                 kernel += (model.lora_scale * product).reshape(kernel.shape).astype(kernel.dtype)
             yield first, sums
 
     return with_adapters
-
-
-def _rows(array: np.ndarray, last: int) -> np.ndarray:
-    """[l, *into, r] as [l, in, r]."""
-    return array.reshape(len(array), -1, array.shape[last])
 
 
 # --- Import -----------------------------------------------------------------------------------------------------------

@@ -306,9 +306,12 @@ class _Step(Common):
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
         mesh, rates, software, own = self.config.mesh, self.rates, self.software, self.trained
         stage = mesh.model * copies(mesh)
-        # Every weight is gathered, in the compute dtype; those that are trained have gradients to sum, too.
-        seconds = rates.gather(mesh.pipe, stage, self.element * self.weights.shared)
-        seconds += rates.gather(mesh.pipe, stage, software.gradient_bytes * own.shared)
+
+        def across(weights: float, trained: float) -> float:
+            """Bytes of a gather of weights, and of a sum of the gradients of those that are trained."""
+            return self.element * weights + software.gradient_bytes * trained
+
+        seconds = rates.gather(mesh.pipe, stage, across(self.weights.shared, own.shared))
         shared, own_shared = self.weights.shared / mesh.pipe, own.shared / mesh.pipe
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         trained = own_shared if mesh.zero == 3 else own.layers + own_shared
@@ -322,9 +325,8 @@ class _Step(Common):
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
-        experts, own_experts = (0.0, 0.0) if mesh.zero == 3 else (self.weights.experts, own.experts)
-        gathered = self.over_replicas(rates.gather, self.element, weights - narrow / self.element, experts)
-        return seconds + gathered + self.over_replicas(rates.gather, software.gradient_bytes, trained, own_experts)
+        experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
+        return seconds + self.over_replicas(rates.gather, 1, across(weights, trained) - narrow, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""

@@ -300,8 +300,6 @@ def _shown(value: Any) -> str:
 ORIGIN = "init.json"
 UNSEEN = ("attention", "sequence", "rope_theta", "vocabulary", "vocabulary_multiple")
 """Fields of a model, in addition to `TUNING`, that may differ if the shapes of its weights are the same."""
-LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
-"""Fields of a model that describe its adapters."""
 BY_DEFAULT = {"feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size"}
 """Fields that follow from others by default, and the property with the value in use."""
 
@@ -404,12 +402,13 @@ def _changed(init: Path, config: Config) -> dict[str, list[str]]:
         )
     saved = read_config(init / "config.json")
     if saved.model.lora_rank and not config.model.lora_rank:
+        flags = " ".join(as_flag(f"model.{name}", value) for name, value in saved.model.lora_settings().items())
         raise UsageError(
-            f"--init {init} holds adapters, and this run trains all weights; type {_lora_flags(saved.model)} to train "
-            f"the adapters on, or make a model of them: mjax convert to-hf {init} DIR --merged"
+            f"--init {init} holds adapters, and this run trains all weights; type {flags} to train the adapters on, or "
+            f"make a model of them: mjax convert to-hf {init} DIR --merged"
         )
     if not saved.model.lora_rank:  # the adapters of this run are new
-        saved = replace(saved, model=replace(saved.model, **{name: getattr(config.model, name) for name in LORA}))
+        saved = replace(saved, model=replace(saved.model, **config.model.lora_settings()))
     changed = {}
     for section, _, name in (field.partition(".") for field in differences(saved, config)):
         if section == "model" and name != "attention":
@@ -428,13 +427,6 @@ def _changed(init: Path, config: Config) -> dict[str, list[str]]:
             f"or {new_run_flags(init, saved.model)} for its own settings"
         )
     return {f"model.{name}": [str(value) for value in values] for name, values in changed.items()}
-
-
-def _lora_flags(model: ModelConfig) -> str:
-    """The settings of adapters as typed, but for the defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
-    changed = {name: getattr(model, name) for name in LORA if getattr(model, name) != defaults[name]}
-    return " ".join(as_flag(f"model.{name}", value) for name, value in changed.items())
 
 
 def _value(model: ModelConfig, name: str) -> Any:

@@ -18,7 +18,16 @@ from pathlib import Path
 import jax
 
 import mjax
-from mjax.checkpoint.base import Base, own_part, read_base, read_frozen, restore_weights, save_base, with_base
+from mjax.checkpoint.base import (
+    Base,
+    as_trained,
+    own_part,
+    read_base,
+    read_frozen,
+    restore_weights,
+    save_base,
+    with_base,
+)
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
@@ -29,7 +38,6 @@ from mjax.models.build import count_parameters
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.step.layout import initial_weights
-from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
@@ -71,10 +79,8 @@ def first_state(
         frozen, base = read_frozen(run, origin.step, old, say)
         step, weights = base.step, joined(adapters, frozen)
     else:
-        wide = parameter_type(saved.precision.compute)
-        weights, frozen = split_trained(target)
-        weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide, sharding=leaf.sharding), weights)
-        step, weights = restore_weights(run, joined(weights, frozen), origin.step, say)
+        new, old = split_trained(target)
+        step, weights = restore_weights(run, joined(as_trained(new, run), old), origin.step, say)
         base = read_base(run) if saved.model.lora_rank else None
     origin = replace(origin, step=step)
     say(f"Loaded weights from {origin}; {FRESH}")

@@ -13,7 +13,7 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.build import build_model, has_several_stacks
 from mjax.models.protocol import Model
-from mjax.parallel.layers import joined, metadata_of, split_trained
+from mjax.parallel.layers import metadata_of
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import COMPUTE_TYPES, parameter_type
@@ -42,12 +42,12 @@ def initial_weights(config: Config) -> Model:
 
 def in_stored_types(model: Model, config: Config) -> Model:
     """The model with frozen weights in the compute dtype, in which the computation has them."""
-    weights, frozen = split_trained(model)
-    kept = iter(
-        keep for keep, of in zip(*(metadata_of(model, name) for name in ("keep_fp32", "frozen")), strict=True) if of
-    )
+    leaves, structure = jax.tree.flatten(model)
+    said = zip(leaves, metadata_of(model, "frozen"), metadata_of(model, "keep_fp32"), strict=True)
     narrow = COMPUTE_TYPES[config.precision.compute]
-    return joined(weights, jax.tree.map(lambda weight: weight if next(kept) else weight.astype(narrow), frozen))
+    return structure.unflatten(
+        weight.astype(narrow) if frozen and not keep_fp32 else weight for weight, frozen, keep_fp32 in said
+    )
 
 
 def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:

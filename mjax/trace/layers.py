@@ -323,7 +323,7 @@ def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
 def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
-    frozen = {v for v, of in zip(jaxpr.invars, metadata_of(weights.blocks, "frozen"), strict=False) if of}
+    frozen = {v for v, of in zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True) if of}
     frozen = {i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen}
     return _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x, frozen)
 

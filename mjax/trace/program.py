@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,16 +82,17 @@ class Program:
 
     def source(self, value: int | None) -> int | None:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
-        made = {output: operation for operation in self.operations for output in operation.outputs}
-        while value in made:
-            value = self._viewed(value)
-            others = [one for one in made[value].inputs if one is not None] if value in made else []
-            sliced = value in made and made[value].name == "dynamic_slice"  # then come numbers of rows
-            if value in made:
-                if len(others) != 1 and not sliced:
-                    return None
-                value = others[0]
+        while (made := self._made.get(value)) is not None:
+            used = [one for one in made.inputs if one is not None]
+            if len(used) != 1 and made.name != "dynamic_slice":  # whose others say where
+                return None
+            value = used[0]
         return value
+
+    @cached_property
+    def _made(self) -> dict[int, Operation]:
+        """The operation that made each value."""
+        return {output: operation for operation in self.operations for output in operation.outputs}
 
     def bytes(self, value: int) -> int:
         """Bytes of a value."""

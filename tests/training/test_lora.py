@@ -10,6 +10,7 @@ import pytest
 
 import mjax
 from mjax.checkpoint import base as bases
+from mjax.checkpoint.arrays import named as by_name
 from mjax.checkpoint.blocks import write_in_blocks
 from mjax.checkpoint.folders import read_manifest
 from mjax.commands import cli
@@ -50,21 +51,15 @@ def test_frozen_weights_are_narrow_and_have_no_moments():
     config = replace(ADAPTED, precision=PrecisionConfig(compute="bf16"))
     program = build_program(config, abstract_mesh(config.mesh))
     state = program.abstract_state
-    own = {name for name in named_shapes(state.model) if ".adapter." in name}
+    own = {name for name in by_name(state.model) if ".adapter." in name}
     assert len(own) == 10
-    for name, leaf in named_shapes(state.model).items():
+    for name, leaf in by_name(state.model).items():
         assert leaf.dtype == ("float32" if name in own else "bfloat16"), name
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert sorted(leaf.shape for leaf in moments) == sorted(
-        2 * [leaf.shape for name, leaf in named_shapes(state.model).items() if name in own]
+        2 * [leaf.shape for name, leaf in by_name(state.model).items() if name in own]
     )
     assert {name.partition(" of layer ")[0] for name in program.gradient_names} == own
-
-
-def named_shapes(tree):
-    from mjax.checkpoint.arrays import named as by_name
-
-    return by_name(tree)
 
 
 def test_plan_and_flops_count_what_is_trained():
@@ -166,14 +161,13 @@ def test_digest_is_of_the_numbers_alone(runs, tmp_path):
     """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
     weights = named(open_run(runs / "q").weights)
     digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
-    shapes = {name: array.shape for name, array in weights.items()}
     assert bases.digest_of(weights) == digest
     assert bases.digest_of(dict(reversed(weights.items()))) == digest
     assert bases.digest_of(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
-    assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2", shapes) == digest
+    assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2") == digest
     target = open_run(runs / "q").weights
     write_in_blocks(tmp_path, "model", target, lambda name, first, end: weights[name][first:end])
-    assert bases.digest_in_blocks(tmp_path / "0", shapes) == digest
+    assert bases.digest_in_blocks(tmp_path / "0") == digest
     for change in (lambda w: np.nextafter(w, np.float32(9)), lambda w: w[::-1].copy()):
         assert bases.digest_of(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
 
