@@ -57,6 +57,8 @@ TRAIN_FLAGS = {
     "--train.micro-batch 3": "does not divide the 512 sequences",
     "--mesh.expert 2": "a GPT has none; leave it out",
     "--model.kind mixture --mesh.expert 4 --mesh.data 2": "does not divide --mesh.data 2",
+    "--mesh.replica 2 --mesh.data 4": "--mesh.zero 0 makes none; add --mesh.zero 3",
+    "--mesh.replica 3 --mesh.data 4 --mesh.zero 3": "does not divide --mesh.data 4: it is the number of groups",
     "--model.kind mixture --mesh.expert 3 --mesh.data 3 --train.global-batch 24": "does not divide 8 experts",
     "--model.kind mixture --model.router-groups 4 --model.router-top-groups 1 --model.experts-per-token 3": "the 2",
     "--mesh.context 3": "cannot cut 1024 positions into 6 equal parts",

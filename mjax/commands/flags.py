@@ -53,6 +53,7 @@ NAMES_ELSEWHERE = {
     "model.grouped": "moe-grouped-gemm", "model.expert-interval": "moe-layer-freq decoder-sparse-step",
     "model.dense-layers": "first-k-dense-replace",
     # --- mesh
+    "mesh.replica": "num-distributed-optimizer-instances hsdp dp-replicate data-parallel-replicate-degree",
     "mesh.expert": "expert-model-parallel-size expert-parallel-size ep ep-size",
     "mesh.context": "context-parallel-size cp cp-size context-parallel-degree ulysses-parallel-degree "
     "sequence-parallel-size",

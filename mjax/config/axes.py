@@ -2,14 +2,16 @@
 
     axis     splits     gradient of a weight that ranks of the axis share
     pipe     layers     partial sums of the stages that use it: summed after the backward pass
-    data     batch      of the rank's own samples: summed after the backward pass
+    replica  batch      of the rank's own samples: summed after the backward pass
+    data     batch      the same; ZeRO splits weights over it, never over `replica`
     expert   batch      the same; the experts of a mixture are split over it, and no two ranks share one
     context  positions  of the rank's own positions: summed after the backward pass
     model    columns    the same on every rank; with sequence parallelism of its own tokens: summed after it
 
-The first axis is outermost, the last innermost: its devices are neighbours. `expert` is laid over the data-parallel
-replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all experts among
-them. The axis `data` of the mesh then has 2 ranks, and both axes together split the batch.
+The first axis is outermost, the last innermost: its devices are neighbours. `expert` and `replica` are laid over the
+data-parallel replicas, as in Megatron: `--mesh.data 8 --mesh.expert 4` are 8 replicas, in 2 groups of 4 that have all
+experts among them; `--mesh.data 8 --mesh.replica 2` are 2 groups of 4 that have all weights among them. The axis `data`
+of the mesh then has what is left, 2 ranks or 4, and these axes together split the batch.
 
 A new axis is a row here, a field of the same name in `MeshConfig`, and the code that computes with it. This module
 imports no JAX.
@@ -37,6 +39,7 @@ class Axis:
         always, where its size is above 1, or with sequence parallelism.
       exchanged: what its devices communicate.
       often: how often.
+      shards: whether ZeRO splits over it the weights of which its ranks have copies.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Axis:
     sums: Literal["always", "above 1", "with sequence parallelism"]
     exchanged: str
     often: str
+    shards: bool = True
 
 
 AXES = (
@@ -53,6 +57,14 @@ AXES = (
         sums="above 1",
         exchanged="activations and their gradients, b·s·h numbers",
         often="at stage boundaries",
+    ),
+    Axis(
+        "replica",
+        splits="batch",
+        sums="always",
+        exchanged="gradients of a device's shards, in float32",
+        often="once per step",
+        shards=False,
     ),
     Axis(
         "data",
@@ -84,12 +96,14 @@ AXES = (
     ),
 )
 NAMES = tuple(axis.name for axis in AXES)
-PIPE, DATA, EXPERT, CONTEXT, MODEL = NAMES
+PIPE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = NAMES
+LAID = (REPLICA, EXPERT)
+"""Axes that need no devices of their own: they divide the replicas of `--mesh.data`."""
 
 
 def sizes(mesh) -> dict[str, int]:
-    """Size of each axis of a `MeshConfig`, by name: of `data` the replicas beside those of `expert`."""
-    return as_typed(mesh) | {DATA: mesh.data // mesh.expert}
+    """Size of each axis of a `MeshConfig`, by name: of `data` what `replica` and `expert` leave."""
+    return as_typed(mesh) | {DATA: mesh.data // (mesh.replica * mesh.expert)}
 
 
 def as_typed(mesh) -> dict[str, int]:
@@ -120,6 +134,12 @@ def copies(mesh) -> int:
     return math.prod(sizes(mesh)[name] for name in holding())
 
 
+@lru_cache(maxsize=1024)
+def shards(mesh) -> int:
+    """Number of shards into which ZeRO splits such a weight."""
+    return math.prod(sizes(mesh)[name] for name in sharding())
+
+
 @cache
 def splitting(what: Splits) -> tuple[str, ...]:
     """Names of the axes that split `what`, outermost first."""
@@ -130,6 +150,11 @@ def holding() -> tuple[str, ...]:
     """Names of the axes whose ranks have copies of a weight that they do not split, outermost first: they compute with
     different tokens."""
     return splitting("batch") + splitting("positions")
+
+
+def sharding() -> tuple[str, ...]:
+    """Names of the axes of `holding` over which ZeRO splits a weight."""
+    return tuple(axis.name for axis in AXES if axis.shards and axis.name in holding())
 
 
 def summed(mesh) -> frozenset[str]:

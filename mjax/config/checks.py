@@ -56,6 +56,8 @@ def _check_shapes(config: Config) -> None:
 
     if mesh.expert > 1:
         _check_experts(config)
+    if mesh.replica > 1:
+        _check_replica(config)
     if mesh.context > 1:
         _check_context(config)
     if train.unroll == "on" and mesh.pipe > 1:
@@ -110,6 +112,22 @@ def _check_experts(config: Config) -> None:
         raise UsageError(
             f"--mesh.expert {mesh.expert} does not divide {what}: it is the number of replicas that share the experts; "
             f"use {possible}"
+        )
+
+
+def _check_replica(config: Config) -> None:
+    """Check that `replica` divides the data-parallel replicas, and that there are shards to copy."""
+    mesh = config.mesh
+    if mesh.zero == 0:
+        raise UsageError(
+            f"--mesh.replica {mesh.replica} copies the shards of ZeRO between groups, and --mesh.zero 0 makes none; "
+            "add --mesh.zero 3, or leave --mesh.replica out"
+        )
+    if mesh.data % (mesh.replica * mesh.expert):
+        beside = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
+        raise UsageError(
+            f"--mesh.replica {mesh.replica} does not divide --mesh.data {mesh.data}{beside}: it is the number of "
+            f"groups; use {_listed(_divisors(mesh.data // mesh.expert))}"
         )
 
 
@@ -357,8 +375,8 @@ def check_devices(config: Config, found: int, name: str = "this config") -> None
     """
     mesh = config.mesh
     if mesh.devices != found:
-        usual = (axes.DATA, axes.MODEL)  # `expert` is laid over `data`, and needs no devices of its own
-        shown = [name for name in axes.NAMES if name in usual or (name != axes.EXPERT and getattr(mesh, name) > 1)]
+        usual = (axes.DATA, axes.MODEL)
+        shown = [name for name in axes.NAMES if name in usual or (name not in axes.LAID and getattr(mesh, name) > 1)]
         *first, last = (f"--mesh.{name}" for name in shown)
         flags = f"{', '.join(first)} and {last}"
         raise UsageError(

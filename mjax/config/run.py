@@ -75,6 +75,9 @@ class MeshConfig:
     zero: Literal[0, 1, 3] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
+    replica: Count = 1
+    """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
+    exchange the gradients of their shards once a step. It divides data."""
 
     @property
     def devices(self) -> int:

@@ -7,7 +7,8 @@ experts. Between steps it may be split further, and its moments with it:
     all other weights         also over `pipe`, if there is one: the embedding is used at both ends of the pipeline,
                               but its master weights and moments exist once rather than once per stage
     with `mesh.zero` 1 or 3   everything over the replicas that hold it (arXiv 1910.02054): `data`, `expert` and
-                              `context`, or of the experts of a mixture, which `expert` splits already, the others
+                              `context`, or of the experts of a mixture, which `expert` splits already, the others;
+                              but never over `replica`, whose groups have copies (HSDP, arXiv 2304.11277)
 
 Shards become weights at one of two points. ZeRO-1 gathers everything at the start of the step, in the compute dtype.
 ZeRO-3, or FSDP, gathers a layer's weights inside the loop over layers, and again in the backward pass, so that no
@@ -152,7 +153,7 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
         split_by[layers - 1] = (PIPE,)
     elif mesh.pipe > 1:
         split(PIPE)
-    copies = tuple(axis for axis in REPLICAS if sizes[axis] > 1 and axis not in computed)
+    copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed)
     if mesh.zero and copies:
         split(*copies)
     entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
@@ -200,8 +201,8 @@ def gather_weights(model, plan, dtype, mesh: MeshConfig, in_float8: bool = False
 
     def one(shard: Array, storage: Storage) -> Array:
         summed = axes.summed(mesh) | ({MODEL} if storage.grad_partial_over_model else frozenset())
-        if storage.gather_per_layer:  # over the replicas their gradients are summed layer by layer
-            return mappings.vary(shard, summed - {*REPLICAS})
+        if storage.gather_per_layer:  # over these axes their gradients are summed layer by layer
+            return mappings.vary(shard, summed - {*axes.sharding()})
         return mappings.vary(as_used(shard, storage, dtype, in_float8, layer_dims(mesh)), summed)
 
     return jax.tree.map(one, model, plan)

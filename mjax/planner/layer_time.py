@@ -17,7 +17,7 @@ from itertools import islice
 import jax
 
 from mjax.config import Config, MeshConfig
-from mjax.config.axes import CONTEXT, DATA, EXPERT, MODEL, copies, sizes
+from mjax.config.axes import CONTEXT, DATA, EXPERT, MODEL, copies, shards, sizes
 from mjax.config.kernels import FUSED, attention_on_gpu
 from mjax.parallel.grouped import ROWS
 from mjax.planner.calibration import WIDTHS, Rates
@@ -189,13 +189,13 @@ class Common:
         return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
 
     def over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
-        """A collective of `width` bytes for each of `weights`, over all replicas; but of those of `experts`, which
-        `expert` splits, over the replicas that share them."""
+        """A collective of `width` bytes for each of `weights`, over all replicas of a group; but of those of `experts`,
+        which `expert` splits, over those that share them."""
         mesh = self.config.mesh
-        seconds = collective(copies(mesh), mesh.model, width * (weights - experts))
+        seconds = collective(shards(mesh), mesh.model, width * (weights - experts))
         if not experts:
             return seconds
-        return seconds + collective(copies(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
+        return seconds + collective(shards(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
 
     def exposed_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mjax.config import Config
-from mjax.config.axes import copies
+from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
@@ -169,7 +169,7 @@ class _Sizes:
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
-        twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and copies(mesh) > 1))
+        twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and shards(mesh) > 1))
         masks = (config.model.attention_dropout > 0) + self.width * twice
         sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
         self.stream, self.factors = sample.stream, self.of_layers(lambda kind: kind.sample.factors)
@@ -215,7 +215,7 @@ class _Sizes:
     def sharded(self) -> bool:
         """True if weights are gathered from shards."""
         mesh = self.config.mesh
-        return mesh.pipe > 1 or (mesh.zero > 0 and copies(mesh) > 1)
+        return mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
 
     @property
     def of_layer(self) -> float:
@@ -344,7 +344,7 @@ def _computed(sizes: _Sizes) -> tuple[float, float]:
     # Frozen weights are stored as they are used: copied where they are gathered; and where layers without a loop are
     # computed again, whose slices of the stacks XLA writes before them and keeps.
     train = sizes.config.train
-    if (mesh.zero and copies(mesh) > 1) or (train.unroll == "on" and train.recompute != "none"):
+    if (mesh.zero and shards(mesh) > 1) or (train.unroll == "on" and train.recompute != "none"):
         layers += weights.layers - weights.gathered - (own.layers - own.gathered)
     return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else own.shared)
 

@@ -7,6 +7,7 @@ curve. Candidates that `mjax.config.checks` would refuse are never made, because
     pipe          divides the remaining devices, and the layers
     context       divides the remaining devices and the positions, of which a rank keeps `LEAST_POSITIONS`
     data          is the rest, and divides the global batch
+    replica       divides `data`; a group fills servers
     micro-batch   divides a replica's share of the global batch
     chunks        divide the layers of a stage, and above 1 take micro-batches in groups of `pipe`
 
@@ -14,15 +15,14 @@ With a ramp-up or a schedule of the batch, each of these holds for each of its s
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`. The schedule gpipe is left
-out: it has the bubble of 1f1b and at least its memory.
+sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups
+of replicas without FSDP. The schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
 
 Candidates are taken in the order of what they take at least, in bytes and seconds (`Bounds`), which is known before
 their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
 predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do
-not
-fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small batches
-count too. No rule says what goes where: that `model` stays within a server and
+not fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small
+batches count too. No rule says what goes where: that `model` stays within a server and
 pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
@@ -42,6 +42,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from mjax.config import Config, MeshConfig, axes
+from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
@@ -51,8 +52,8 @@ from mjax.planner.time import StepTime
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
-    "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero", "train.micro_batch", "train.recompute",
-    "train.loss_chunks",
+    "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero", "mesh.replica", "train.micro_batch",
+    "train.recompute", "train.loss_chunks",
 )  # fmt: skip
 """Fields in which candidates differ."""
 
@@ -88,6 +89,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: value_of(config, name) for name in keep}
+    zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
 
     def or_fixed(name: str, possible: Sequence) -> Sequence:
@@ -106,6 +108,11 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
             return ["auto"] * bool(possible)
         return possible
 
+    def replica(data: int, context: int, model: int) -> list[int]:
+        """Numbers of groups whose devices fill servers."""
+        fills = [n for n in divisors(data) if n == 1 or data * context * model // n % SERVER == 0]
+        return or_fixed("mesh.replica", fills)
+
     for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
         for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.sequences * config.model.sequence // context
@@ -122,6 +129,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
                 "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
+                "mesh.replica": replica(data, context, model),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": RECOMPUTE,
                 "train.loss_chunks": sorted({1, train.loss_chunks}),
@@ -130,6 +138,9 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
             for *mesh, _, recompute, chunks in product(*options):
                 portions = replace(train, micro_batch=micro_batch, recompute=recompute)
                 candidate = replace(config, mesh=MeshConfig(*mesh), train=replace(portions, loss_chunks=chunks))
+                groups, inside = candidate.mesh.replica, data // candidate.mesh.expert
+                if groups > 1 and (candidate.mesh.zero not in zeros or inside % groups or shards(candidate.mesh) == 1):
+                    continue
                 if recompute != "offload" or can_run_layers(candidate):
                     yield candidate
 
@@ -229,7 +240,7 @@ class Bounds(NamedTuple):
     memory: MemoryOf
 
 
-UNBOUND = ("mesh.schedule", "mesh.chunks", "mesh.zero", "train.loss_chunks")
+UNBOUND = ("mesh.schedule", "mesh.chunks", "mesh.zero", "mesh.replica", "train.loss_chunks")
 
 
 def search(
@@ -331,7 +342,7 @@ def rank(candidate: Candidate) -> tuple:
     # The most important fields for a reader of the config come first.
     return (
         float(f"{candidate.time.mean:.4g}"),
-        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero),
+        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero, mesh.replica),
         *(RECOMPUTE.index(train.recompute), mesh.sequence_parallel, train.micro_batch, train.loss_chunks),
         *(mesh.expert, mesh.context_attention),
     )

@@ -476,7 +476,7 @@ def cost(candidate: Candidate, devices: int, price: float | None) -> Cost:
 
 
 # Columns that are left out where every row has this.
-OPTIONAL = {"expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-", "cost": "-"}
+OPTIONAL = {"groups": 1, "expert": 1, "context": "1", "loss chunks": "-", "host GiB": "-", "cost": "-"}
 
 
 def _table(result: SearchResult, shown: list[Candidate], costs: list[Cost]) -> list[str]:
@@ -490,7 +490,8 @@ def _cells(candidate: Candidate, spent: Cost, result: SearchResult) -> dict[str,
     mesh, train = config.mesh, config.train
     chunks = f" × {mesh.chunks}" if mesh.chunks > 1 else ""
     return {
-        "pipe": mesh.pipe, "data": mesh.data, "expert": mesh.expert,
+        "pipe": mesh.pipe, "data": mesh.data, "groups": mesh.replica,
+        "expert": mesh.expert,
         "context": f"{mesh.context} ({config.across})" if config.across else "1", "model": mesh.model,
         "schedule": f"{mesh.schedule}{chunks}" if mesh.pipe > 1 else "-", "micro-batch": train.micro_batch,
         "recompute": train.recompute, "seq. par.": "yes" if mesh.splits_tokens else "-", "ZeRO": mesh.zero or "-",

@@ -43,7 +43,7 @@ from functools import cached_property, lru_cache
 
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig
-from mjax.config.axes import MODEL, copies
+from mjax.config.axes import MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration, Rates, default_calibration
@@ -325,6 +325,7 @@ class _Step(Common):
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
+        seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * own.stored)
         experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
         return seconds + self.over_replicas(rates.gather, 1, across(weights, trained) - narrow, experts)
 
@@ -333,7 +334,7 @@ class _Step(Common):
         mesh, own = self.config.mesh, self.trained
         weights = own.layers + own.shared / mesh.pipe
         if mesh.zero == 3:
-            weights = (weights + (mesh.expert - 1) * own.experts) / copies(mesh)
+            weights = (weights + (mesh.expert - 1) * own.experts) / shards(mesh)
         added = m * weights if m > 1 else 0.0
         moved = self.software.optimizer_bytes * own.stored + self.software.accumulate_bytes * added
         if self.config.optimizer.name == "adamw":

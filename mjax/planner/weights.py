@@ -74,7 +74,7 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
 
 def _sizes(mesh: MeshConfig) -> MeshConfig:
     """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
-    return MeshConfig(mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context, zero=mesh.zero)
+    return MeshConfig(mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context, zero=mesh.zero, replica=mesh.replica)
 
 
 @lru_cache(maxsize=4096)

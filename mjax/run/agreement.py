@@ -336,8 +336,7 @@ class Replicas:
 
 
 def _hashes(shards: list[Array]) -> Array:
-    """A hash of each shard of each device, replicated: uint32 [pipe, data, expert, context, model, arrays]
-    (`axes.NAMES`)."""
+    """A hash of each shard of each device, replicated: uint32 [*axes.NAMES, arrays]."""
     everywhere = frozenset(NAMES)
     own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
     for dim, axis in enumerate(NAMES):

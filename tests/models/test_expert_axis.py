@@ -47,12 +47,12 @@ def test_flipped_bit_of_an_expert_is_found():
     replicas = Replicas(abstract(model), mesh)
     replicas.check(1, model)
     up = model.blocks.mlp.up
-    up[...] = with_flipped_bit(up[...], mesh.devices[0, 2, 1, 0, 0])
+    up[...] = with_flipped_bit(up[...], mesh.devices[0, 0, 2, 1, 0, 0])
     with pytest.raises(UnhealthyError, match=r"replica 5 \(device 5 .*\) differs from the others in blocks.mlp.up;"):
         replicas.check(2, model)
-    up[...] = with_flipped_bit(up[...], mesh.devices[0, 2, 1, 0, 0])
+    up[...] = with_flipped_bit(up[...], mesh.devices[0, 0, 2, 1, 0, 0])
     router = model.blocks.mlp.router.kernel
-    router[...] = with_flipped_bit(router[...], mesh.devices[0, 0, 1, 0, 0])
+    router[...] = with_flipped_bit(router[...], mesh.devices[0, 0, 0, 1, 0, 0])
     with pytest.raises(UnhealthyError, match=r"replica 1 \(device 1 .*\) differs from the others in .*router.kernel;"):
         replicas.check(3, model)
 

@@ -150,6 +150,21 @@ def test_zero_3_gathers_a_layer_twice():
     assert rows["gradient", "reduce-scatter"] == (11 * L * m + 4, scattered)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_groups_sum_their_shards_once(zero):
+    """HSDP: weights are gathered within a group, however many micro-batches there are, and only the gradients of the
+    shards, in float32, cross groups."""
+    groups = 4
+    found = ledger(gpt_8b({"zero": zero, "replica": groups}, micro_batch=2))
+    assert {r.operation for r in found.records if "replica" in r.axes and r.axes != ("replica",)} <= {"all-reduce"}
+    ((kind, (_, sent)),) = summed(found.over("replica")).items()
+    stored = L * (KERNELS + MLP_BIAS + ROWS) + OTHERS
+    assert kind == ("gradient", "all-reduce")
+    assert {record.loops for record in found.over("replica").records} == {()}
+    stored += L * QKV_BIAS  # whose 96 channels 16 ranks divide
+    assert sent == on_a_ring("all-reduce", groups, 4 * stored / (D // groups))
+
+
 # --- Pipelines --------------------------------------------------------------------------------------------------------
 
 

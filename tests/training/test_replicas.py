@@ -30,7 +30,7 @@ def test_flipped_bit_names_its_device(name, word, bit):
     model = state_on(mesh, P(None, "model"))["model"]
     replicas = Replicas(abstract(model), mesh)
     replicas.check(7, model)
-    device = mesh.devices[0, 2, 0, 0, 1]
+    device = mesh.devices[0, 0, 2, 0, 0, 1]
     model[name] = with_flipped_bit(model[name], device, word, bit)
     words = rf"after step 40 .* replica 2 \(device {device.id} of process 0\) differs from the others in {name};"
     with pytest.raises(UnhealthyError, match=words):
@@ -42,9 +42,9 @@ def test_replicas_compare_what_has_copies():
     mesh = make_mesh(MeshConfig(data=2))
     model = state_on(mesh, P("data"))["model"]
     replicas = Replicas(abstract(model), mesh)
-    model["up"] = with_flipped_bit(model["up"], mesh.devices[0, 1, 0, 0, 0])
+    model["up"] = with_flipped_bit(model["up"], mesh.devices[0, 0, 1, 0, 0, 0])
     replicas.check(1, model)
-    model["bias"] = with_flipped_bit(model["bias"], mesh.devices[0, 1, 0, 0, 0])
+    model["bias"] = with_flipped_bit(model["bias"], mesh.devices[0, 0, 1, 0, 0, 0])
     words = r"replica 0 \(device 0 .*\) and replica 1 \(device 1 .*\) differ in bias;"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(2, model)

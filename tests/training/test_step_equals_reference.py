@@ -46,6 +46,7 @@ class Case(NamedTuple):
     layers: str
     loss_chunks: int
     lora: str
+    replica: int
 
 
 LLAMA = {"kind": "llama", "kv_heads": 4, "feed_forward": 24}
@@ -108,6 +109,7 @@ CHOICES = Case(
     layers=("loop", "apart"),
     loss_chunks=(1, 3),
     lora=("-", "all", "some"),
+    replica=(1, 2),
 )
 LORA = {
     "-": {},
@@ -128,6 +130,7 @@ def config_of(case):
         "chunks": case.chunks,
         "zero": case.zero,
         "sequence_parallel": case.sequence_parallel,
+        "replica": case.replica,
     }
     mesh |= {} if case.across == "-" else {"context_attention": case.across}
     mesh |= {} if case.schedule == "-" else {"schedule": case.schedule}
@@ -220,7 +223,9 @@ def simplest_row(**given):
         needed["context"] = 2
     if found["context"] > 1:
         needed["across"] = "gather"
-    if found["zero"] or found["expert"] > 1:
+    if found["replica"] > 1:
+        needed["zero"] = 3
+    if found["zero"] or found["expert"] > 1 or "zero" in needed:
         needed["data"] = 4
     if found["expert"] > 1:
         needed["architecture"] = "mixtral"
@@ -253,7 +258,7 @@ def test_weights_that_data_does_not_divide(zero, unroll):
 
 def test_region_not_opened_by_f_is_refused(monkeypatch):
     monkeypatch.setattr(mappings, "enter", lambda x: x)
-    with pytest.raises(ValueError, match=r"expected float64\[16,32\]{V:\(data,expert,context\)}"):
+    with pytest.raises(ValueError, match=r"expected float64\[16,32\]{V:\(replica,data,expert,context\)}"):
         largest_error(small_config(2, 4, compute="fp64"))
 
 
