@@ -2,7 +2,7 @@
 
 parameters   4,240,896
 hardware     two CPU cores, about three minutes
-data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
+data         `mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
 
 from mjax.config import (

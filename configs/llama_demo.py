@@ -3,7 +3,7 @@
 parameters   4,196,608, gpt_demo's but for its positions and biases
 hardware     two CPU cores, about three minutes; `make train` has 180 of its steps, with Muon
 result       validation perplexity 178.1 after the 1,024,000 tokens on which gpt_demo reaches 217.1
-data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
+data         `mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
 
 from mjax.config import (

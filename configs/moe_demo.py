@@ -4,7 +4,7 @@ parameters   11,282,688, of which a token uses 4,204,800, about as many as llama
 hardware     two CPU cores, six to nine minutes
 result       validation perplexity 171.4 after the 1,024,000 tokens on which llama_demo reaches 178.1
              (with weights that add up to 1 rather than 2, router_scale, a token's experts are half an MLP: 191.7)
-data         `python -m mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
+data         `mjax prepare --demo --output data/demo` (5 MB of text, 4,096 sentencepiece tokens)
 """
 
 from mjax.config import (

@@ -11,7 +11,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "mjax":
             raise
-        sys.exit(f"mjax: error: the package {error.name} is not installed; pip install -r requirements.txt")
+        sys.exit(f"mjax: error: the package {error.name} is not installed; install mjax again, with what it needs")
 
     launch.restart_with_huge_pages()
     launch.claim_gpu_memory()

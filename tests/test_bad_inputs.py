@@ -180,7 +180,7 @@ MISTAKES = {
     f"{NEW} --model.attention cudnn": "it needs an NVIDIA GPU",
     f"{NEW} --precision.compute fp64": "set JAX_ENABLE_X64=1",
     # --- data
-    f"{NEW} --data.no-mock": "has no data: prepare some with `python -m mjax prepare",
+    f"{NEW} --data.no-mock": "has no data: prepare some with `mjax prepare",
     f"{READ} data/cut_bin": "cut_bin.bin",
     f"{READ} data/cut_idx": "cut_idx.idx",
     f"{READ} data/foreign --model.vocabulary 100": "holds the id",

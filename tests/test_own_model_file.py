@@ -86,7 +86,7 @@ def test_run_of_own_model_resumes_bit_for_bit(place, capsys):
 def test_last_line_of_run_works_as_printed(place, capsys):
     assert command(TRAIN, "--train.steps 4 --config 'my models/palm.py'") == 0
     *_, line = capsys.readouterr().out.splitlines()
-    words = shlex.split(line.partition("python -m mjax ")[2])
+    words = shlex.split(line.partition("mjax ")[2])
     assert words[:3] == ["generate", "--run", RUN]
     REGISTRY.pop("palm")
     assert cli.main([*words[:-1], "the city", "--tokens", "4"]) == 0

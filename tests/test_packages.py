@@ -1,7 +1,14 @@
 """Installed packages, and their builds."""
 
+import ast
+import os
+import shutil
+import subprocess
 import sys
 import tomllib
+import zipfile
+
+import pytest
 
 from mjax.utils import packages
 from tests.conftest import ROOT
@@ -30,3 +37,49 @@ def test_every_package_of_source_is_installed():
     named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     there = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "mjax").rglob("__init__.py")}
     assert named == there | {"mjax.configs"}
+
+
+@pytest.mark.ci
+def test_package_imports_nothing_of_repository():
+    folders = {"tests", "benchmarks", "scripts", "notebooks", "configs"}
+    for file in (ROOT / "mjax").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            assert not folders & {name.split(".")[0] for name in names}, file
+
+
+@pytest.mark.ci
+def test_wheel_works_outside_repository(tmp_path):
+    """The wheel has every source file, config and target, and plans a run in a folder that has nothing else."""
+    source, built, installed, elsewhere = (tmp_path / name for name in ("source", "built", "installed", "else where"))
+    elsewhere.mkdir()
+    source.mkdir()  # a copy: setuptools leaves folders, and takes what an earlier build left
+    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("mjax", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", built, source]
+    subprocess.run(pip, check=True, timeout=300)
+    [wheel] = built.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    files = {file.relative_to(source) for folder in ("mjax", "configs") for file in (source / folder).rglob("*.*")}
+    names = {str(file if file.parts[0] == "mjax" else "mjax" / file) for file in files}
+    assert names == {str(file.relative_to(installed)) for file in (installed / "mjax").rglob("*.*")}
+    assert {path.suffix for path in installed.iterdir()} == {"", ".dist-info"}
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "mjax", "plan", "--config", "gpt_8b", "--gpu", "h100"]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    where = [sys.executable, "-c", "import mjax, mjax.configs; print(mjax.__file__, mjax.configs.__file__)"]
+    found = subprocess.run(where, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=60).stdout
+    assert found.count(str(installed)) == 2
+
+
+def test_extra_of_gpus_has_bounds_of_requirements():
+    """One line has the versions of jax: the extra, and the file for a source tree, name the build only."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = [line.partition("  #")[0] for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()]
+    assert set(extras["cuda"]) <= set(lines)
+    assert "-r requirements.txt" in lines

@@ -56,7 +56,7 @@ RUNS_COMMANDS: Commands = {
 }
 
 COMMANDS: Commands = {
-    "train": Command("train:train", "train a model; same as train.py"),
+    "train": Command("train:train", "train a model"),
     "sft": Command("sft:sft", "fine-tune a model on conversations, so that it answers"),
     "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset"),
     "dedup": Command("dedup:dedup", "remove exact and near-duplicate documents from text"),

@@ -237,8 +237,8 @@ def _from_peft(arguments: FromHfArguments) -> int:
         target = own_part(models.abstract_weights(config))
         write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
-    print(f'generate     python -m mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-    print(f"train on     python -m mjax sft --init {shlex.quote(str(output))} --data chat.jsonl --name NEW")
+    print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
+    print(f"train on     mjax sft --init {shlex.quote(str(output))} --data chat.jsonl --name NEW")
     return 0
 
 
@@ -360,14 +360,12 @@ def _print_next_steps(
     else:
         sentences = "" if config.model.causal else " --split-sentences --no-append-eod"
         if config.model.causal:
-            print(f'generate     python -m mjax generate --run {run} --prompt "…"')
+            print(f'generate     mjax generate --run {run} --prompt "…"')
         flag = f"--tokenizer {shlex.quote(f'run:{arguments.output}')}"
-        print(f"your text    python -m mjax prepare corpus.jsonl --output data/corpus {flag}{sentences}")
+        print(f"your text    mjax prepare corpus.jsonl --output data/corpus {flag}{sentences}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     config_file = shlex.quote(f"{arguments.output}/config.json")
-    print(
-        f"train on     python train.py --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}"
-    )
+    print(f"train on     mjax train --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}")
 
 
 # --- Export to Hugging Face -------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def _read_run(arguments: EvaluateArguments) -> Config:
     saved = read_settings(arguments.checkpoint / "config.json")
     if not labelled.is_fine_tuned(saved.model):
         raise UsageError(
-            f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type python -m mjax finetune "
+            f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type mjax finetune "
             "--help, and give the folder best that it writes"
         )
     return saved
@@ -211,7 +211,7 @@ def _check_labelled(arguments: EvaluateArguments, saved: Config, task: labelled.
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
             f"the model in {arguments.checkpoint} predicts {labelled.what_is_told(saved.model)} and was not fine-tuned "
-            f"for {arguments.task}; give a run of python -m mjax finetune --task {arguments.task}"
+            f"for {arguments.task}; give a run of mjax finetune --task {arguments.task}"
         )
     if arguments.predictions is None and not task.has_labels:
         raise UsageError(

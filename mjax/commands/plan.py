@@ -53,7 +53,7 @@ class PlanArguments:
     compile: bool = False
     """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
     XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels
-    (requirements-cuda.txt)."""
+    (pip install 'jax[cuda13]')."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None

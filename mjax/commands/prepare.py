@@ -343,7 +343,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
     if kind == "run":  # of a model, which the text is for
         file = f"{run}/config.json"
         config = f"{shlex.quote(file)} --init {shlex.quote(run)} --name NEW"
-    command = f"python train.py --config {config} --data.path {shlex.quote(arguments.output)}"
+    command = f"mjax train --config {config} --data.path {shlex.quote(arguments.output)}"
     if arguments.chat:
         command = f"mjax sft --init {shlex.quote(run)} --data.path {shlex.quote(arguments.output)} --name NEW"
     documents = metadata.documents

@@ -290,7 +290,7 @@ def _check_data(config: Config, name: str) -> None:
         return
     if not data.path and not data.train_path:
         raise UsageError(
-            f"{name} has no data: prepare some with `python -m mjax prepare FILES --output data/corpus` and add "
+            f"{name} has no data: prepare some with `mjax prepare FILES --output data/corpus` and add "
             "--data.path data/corpus, or add --data.mock to measure speed"
         )
     if data.path and (data.train_path or data.valid_path):

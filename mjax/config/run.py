@@ -479,7 +479,7 @@ def read_settings(file: Path) -> Config:
 
 
 def _values_of(file: Path) -> Any:
-    missing = "a run folder holds the config.json that train.py wrote"
+    missing = "a run folder holds the config.json that `mjax train` wrote"
     return read_json(file, "restore it, or start a new run with --name", missing)
 
 

@@ -98,7 +98,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
-                fix = f"prepare it with `python -m mjax prepare FILES --output {prefix}`"
+                fix = f"prepare it with `mjax prepare FILES --output {prefix}`"
                 if self.prefix.endswith((".bin", ".idx")):
                     fix = f"give the prefix without the ending: {self.prefix[:-4]}"
                 raise UsageError(f"{file} does not exist; {fix}")
@@ -236,7 +236,7 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
     if not header.startswith(MAGIC):
         raise UsageError(
             f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}, not {MAGIC!r}; "
-            "give a prefix that `python -m mjax prepare` or Megatron's preprocess_data wrote"
+            "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
         )
     if len(header) < HEADER.size:
         raise _unreadable(file, f"cut short: it ends after {len(header)} bytes")

@@ -68,7 +68,7 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
         raise UsageError(
-            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use python -m mjax finetune --help"
+            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use mjax finetune --help"
         )
     if data.own:
         raise UsageError(
@@ -213,7 +213,7 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
     Raises:
       UsageError: its tokenizer does not exist or is not BERT's, or its documents end with end-of-document tokens.
     """
-    fix = "type python -m mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
+    fix = "type mjax prepare FILES --tokenizer bert-uncased:vocab.txt --split-sentences --no-append-eod"
     prefix = prefixes[0]
     if folder is None:
         raise UsageError(f"{prefix} has no {tokenizer_folder(prefix)}, which a BERT needs to mask words; {fix}")

@@ -258,7 +258,7 @@ def check_all_reduce() -> Found | list[Finding] | None:
     low, high = float(total.min()), float(total.max())
     if not (low == high == expected):
         text = f"the sum over {ranks} devices is {low:g} to {high:g}, not {expected}"
-        return RED, text, "NCCL_DEBUG=INFO python -m mjax doctor; try NCCL_P2P_DISABLE=1"
+        return RED, text, "NCCL_DEBUG=INFO mjax doctor; try NCCL_P2P_DISABLE=1"
     # Simulated devices share a few threads: two concurrent sums may deadlock.
     step = (lambda _: reduce(ones)) if on_gpus else (lambda _: jax.block_until_ready(reduce(ones)))
     seconds = seconds_of(step, total)

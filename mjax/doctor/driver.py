@@ -92,7 +92,7 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
     if without_gpu and not driver.on_bus:
         problem = f" ({driver.problem})" if driver.problem else ""
         text = f"NVIDIA's driver or tools, but no NVIDIA GPU on the PCI bus: perhaps a login node{problem}"
-        advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 python -m mjax doctor"
+        advice = "to train on GPUs, ask on a node that has some: srun --gpus-per-node 1 mjax doctor"
         return YELLOW, text, advice
     if driver.problem:
         advice = (
@@ -110,7 +110,7 @@ def check_driver(driver: Driver, cuda: int | None) -> Found:
         newer = f'pip install "jax[cuda12]", or {newer}'
     if cuda is None:
         text = f"driver {driver.version} with {gpus}, but jax is the build for CPUs: it cannot use them"
-        install = "pip install -r requirements-cuda.txt"
+        install = "pip install 'jax[cuda13]'"
         return RED, text, f"{newer} and {install}" if branch < oldest else install
     if branch < oldest:
         text = f"driver {driver.version} is too old for jax's CUDA {cuda}, which needs {oldest} or newer"
@@ -147,7 +147,7 @@ def check_visible(driver: Driver, environment: Mapping[str, str] = os.environ) -
         return GREEN, f"all {count} GPUs" if count > 1 else "the GPU"
     visible = visible_gpus(driver, environment)
     if devices == "NoDevFiles":
-        advice = "ask for some: srun --gpus-per-node 1 python -m mjax doctor"
+        advice = "ask for some: srun --gpus-per-node 1 mjax doctor"
         return YELLOW, "Slurm gave this job none of the GPUs (CUDA_VISIBLE_DEVICES=NoDevFiles)", advice
     if visible == 0:
         return YELLOW, f"CUDA_VISIBLE_DEVICES={devices!r} hides all {count} GPUs", "unset CUDA_VISIBLE_DEVICES"

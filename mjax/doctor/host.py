@@ -122,15 +122,15 @@ def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
     if launched is not None:
         name, count = launched
         processes = f"{count} processes" if count else "an indexed job"
-        return GREEN, f"{name} started {processes}: train.py joins them, this command checks one host"
+        return GREEN, f"{name} started {processes}: mjax train joins them, this command checks one host"
     if "SLURM_JOB_ID" in environment:
         nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
         job = f"Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes"
-        text = f"inside {job}, outside srun: train.py would run alone"
+        text = f"inside {job}, outside srun: mjax train would run alone"
         if nodes == "1":
             return GREEN, text
-        return YELLOW, text, "srun python train.py …, see docs/how-to/run-under-slurm.md"
-    return GREEN, "no launcher: train.py runs as one process"
+        return YELLOW, text, "srun mjax train …, see docs/how-to/run-under-slurm.md"
+    return GREEN, "no launcher: mjax train runs as one process"
 
 
 # --- The disk ---------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
       gpu: each of the devices.
     """
     flags = (as_flag(name, new) for name, (_, new) in differences(base, best.best.config).items())
-    command = f"python train.py --config {best.rung.base} {' '.join(flags)} --data.path PREFIX"
+    command = f"mjax train --config {best.rung.base} {' '.join(flags)} --data.path PREFIX"
     model, name = best.config.model, best.rung.base + ", scaled" * (best.config.model != base.model)
     header = ["parameters", "layers", "hidden", "tokens", "FLOPs", "mesh", "s/step", "MFU", "GiB", "days", "GPU-hours"]
     return Section(

@@ -8,7 +8,7 @@ The result is what a cluster would compile, with one difference: nothing can be 
 tiles for matrix products (Triton's) where on a GPU it times several, including cuBLAS's. Collectives, their order and
 memory hardly depend on that; the speed of matrix products does.
 
-It needs the CUDA wheels (requirements-cuda.txt), which contain the compiler for NVIDIA GPUs; no driver, no GPU.
+It needs the CUDA wheels (jax[cuda13]), which contain the compiler for NVIDIA GPUs; no driver, no GPU.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
     if cuda_build() is None:
         raise UsageError(
             "--compile needs the compiler for NVIDIA GPUs, which is in JAX's CUDA wheels (no GPU and no driver is "
-            "needed); type: pip install -r requirements-cuda.txt"
+            "needed); type: pip install 'jax[cuda13]'"
         )
 
 

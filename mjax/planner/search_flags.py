@@ -42,7 +42,7 @@ class SearchArguments:
     family: str | None = None
     """With --days: choose among the configs whose name begins so: gpt, llama, qwen, …"""
     write: Path | None = None
-    """Write the fastest config into this new file for train.py; must end in .py."""
+    """Write the fastest config into this new file for `mjax train`; must end in .py."""
 
 
 def check_search(arguments: SearchArguments, gpu: str | None) -> None:

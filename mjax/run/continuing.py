@@ -365,7 +365,7 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
     if not steps:
         raise UsageError(
             f"--init {init} has no checkpoint; give the folder of a run, or convert a model of Hugging Face into one: "
-            f"python -m mjax convert from-hf {init} runs/NAME"
+            f"mjax convert from-hf {init} runs/NAME"
         )
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")

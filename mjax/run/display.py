@@ -292,4 +292,4 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         )
     else:
         flags = run_flags(folder, config.model) + " --chat" * config.data.conversations
-        display.say(f'more text   python -m mjax generate {flags} --prompt "…"')
+        display.say(f'more text   mjax generate {flags} --prompt "…"')

@@ -331,7 +331,7 @@ class Guard:
         which = "the last good checkpoint" if good is not None else f"checkpoint {steps[0]} (none is known to be good)"
         rate = self.config.optimizer.learning_rate / 2
         command = (
-            f"python train.py {run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good} "
+            f"mjax train {run_flags(self.folder, self.config.model)} --step {steps[0] if good is None else good} "
             f"--optimizer.learning-rate {rate:g} --allow-change"
         )
         way_out = f"look at {self.folder / 'metrics.jsonl'}, then continue from {which}: {command}"

@@ -1,6 +1,6 @@
 """mjax models in EleutherAI's lm-evaluation-harness: any of its tasks on a run folder.
 
-    python -m mjax lm-eval --run runs/gpt_345m --tasks hellaswag,arc_easy
+    mjax lm-eval --run runs/gpt_345m --tasks hellaswag,arc_easy
 
 The harness calls three methods of a model:
 

@@ -190,13 +190,13 @@ def test_bert_reads_the_samples_of_its_part(data):
 def test_bert_rejects_data_for_other_models(data):
     sentences("d")
     for options, words in (
-        ({"spec": "bytes"}, "tokenizer of kind bytes, not a BERT's; type python -m mjax prepare FILES --tokenizer"),
+        ({"spec": "bytes"}, "tokenizer of kind bytes, not a BERT's; type mjax prepare FILES --tokenizer"),
         ({"append_eod": True}, "e ends each text with an end-of-document token"),
     ):
         sentences("e", **options)
         with pytest.raises(UsageError, match=words):
             open_data(bert_config("e"))
-    with pytest.raises(UsageError, match="which a BERT needs to mask words; type python -m mjax prepare"):
+    with pytest.raises(UsageError, match="which a BERT needs to mask words; type mjax prepare"):
         open_data(bert_config("a"))
 
 

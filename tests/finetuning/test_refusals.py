@@ -62,7 +62,7 @@ WRONG = {
     ),
     "evaluating what was not fine-tuned": (
         lambda p: ["evaluate", "--checkpoint", f"{p}/bert", "--task", "mnli", "--data", f"{p}/mnli/dev_matched.tsv"],
-        "has not been fine-tuned for mnli; type python -m mjax finetune --help",
+        "has not been fine-tuned for mnli; type mjax finetune --help",
     ),
 }  # fmt: skip
 

