@@ -75,6 +75,9 @@ def test_run_folder_holds_what_readme_says(uninterrupted, capsys):
     }  # fmt: skip
     assert (records[0]["learning_rate"], records[-1]["tokens"], records[-1]["mfu"]) == (0.0, 12 * 8 * 16, None)
     assert [record["step"] for record in records if "val_loss" in record] == [5, 10, 12]
+    blocked = {r["step"]: r["checkpoint_blocked_seconds"] for r in records if "checkpoint_blocked_seconds" in r}
+    assert list(blocked) == [5, 9]  # the records after the saves of steps 4 and 8
+    assert all(0 < seconds < 60 for seconds in blocked.values())
     assert records[-1]["loss"] < records[0]["loss"]
     assert json.loads((left / "config.json").read_text())["model"]["hidden"] == 32
     start = json.loads((left / "environment.json").read_text())[-1]

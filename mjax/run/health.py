@@ -270,16 +270,16 @@ class Guard:
         interval = self.config.checkpoint.interval
         return self._put_off or bool(interval and step % interval == 0)
 
-    def save(self, step: int, state: Any, ends: bool) -> None:
-        """Save a checkpoint, or postpone it while the run is unhealthy and does not end."""
+    def save(self, step: int, state: Any, ends: bool) -> bool:
+        """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun."""
         if self.spike is not None:
-            return  # steps after the last good checkpoint will be abandoned
+            return False  # steps after the last good checkpoint will be abandoned
         suspect = self.health.suspect
         if suspect and not ends:
             if not self._put_off:
                 self.say(f"checkpoint {step} is postponed until the run is healthy; {self._last_good()}")
             self._put_off = True
-            return
+            return False
         if self._candidate is not None and self._healthy_since > 0:
             self._confirm()
         host = {
@@ -290,6 +290,7 @@ class Guard:
         }
         self.checkpoints.save(step, state, host, rotate=not suspect)
         self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
+        return True
 
     def _last_good(self) -> str:
         return "none is known to be good" if self.good is None else f"the last good one is {self.good}"

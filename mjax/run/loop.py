@@ -147,6 +147,7 @@ class Run:
         self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
+        self.blocked: float | None = None  # seconds that the save before the next record took of the loop
         self.written = 0  # records
         self.guard = Guard(config, checkpoints, display.say if display else print)
         self.tokenizer: Path | None = None  # its folder
@@ -235,7 +236,9 @@ class Run:
                     self._write(record)
                     if saves:
                         self.watchdog.at(step, "saving")
-                        self.guard.save(step, own_state(state), ends)
+                        begun = time.perf_counter()
+                        if self.guard.save(step, own_state(state), ends):
+                            self.blocked = time.perf_counter() - begun
                     if self.log:
                         self.log.draw(last=ends)
                     waiting = None
@@ -340,6 +343,7 @@ class Run:
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
+        blocked, self.blocked = self.blocked, None
         config, size = self.config, self.sizes.size(step - 1)
         sample = config.model.sequences * config.model.sequence  # tokens
         tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
@@ -357,6 +361,7 @@ class Run:
             mfu=tflops / self.peak if self.peak else None,
             nonfinite=not_finite(metrics, self.program.gradient_names),
             labels=None if metrics.labels is None else int(metrics.labels),
+            checkpoint_blocked_seconds=blocked,
             metrics={name: finite_or_none(float(value)) for name, value in metrics.metrics.items() if not value.ndim},
             arrays={name: value for name, value in metrics.metrics.items() if value.ndim},
         )

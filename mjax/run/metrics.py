@@ -22,6 +22,7 @@ from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.utils.files import free_name, make_folder, to_disk, write_whole
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
+OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
 REDRAW = 10.0  # seconds between two drawings of the pictures, at least; training waits while they are drawn
 
 
@@ -46,6 +47,7 @@ class Record:
       val_loss: mean cross entropy on the validation batches after this step, if it was measured; null in the record if
         it is not finite.
       labels: of the batch that count, if some do not; absent otherwise.
+      checkpoint_blocked_seconds: how long the checkpoint before this step kept the loop from going on; absent without.
       metrics, val_metrics: other means of the model, such as the parts of a BERT's loss; separate keys in the record,
         those of an evaluation with the prefix val_.
       arrays: for a mixture its expert_shares [l, E], the share of each expert in the assignments of its layer. They are
@@ -67,15 +69,16 @@ class Record:
     unhealthy: str | None = None
     val_loss: float | None = None
     labels: int | None = None
+    checkpoint_blocked_seconds: float | None = None
     metrics: dict[str, float | None] = field(default_factory=dict)
     val_metrics: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the arrays; `val_loss`, `labels` and `unhealthy` only if set."""
+        """Plain values, without the arrays; those in `OPTIONAL` only if set."""
         values = asdict(self)
         del values["arrays"]
-        for name in ("val_loss", "labels", "unhealthy"):
+        for name in OPTIONAL:
             if values[name] is None:
                 del values[name]
         if self.val_loss is not None:
