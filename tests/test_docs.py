@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from mjax.checkpoint import mirror
 from mjax.commands import cli
 from mjax.commands.flags import typed_flags
 from mjax.commands.sft import DEFAULTS, SftArguments
@@ -131,6 +132,7 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
             raise _Parsed
 
         monkeypatch.setattr(tyro, "cli", parse_and_stop)
+        monkeypatch.setattr(mirror, "fetch", lambda *_: None)  # a run in an object store
         with pytest.raises(_Parsed):
             cli.main([command, *argv])
 

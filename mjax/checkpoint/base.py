@@ -26,6 +26,7 @@ from mjax.checkpoint.arrays import named
 from mjax.checkpoint.blocks import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import read_manifest
+from mjax.checkpoint.mirror import local_run
 from mjax.config import read_config
 from mjax.config.plain_values import build
 from mjax.errors import UsageError
@@ -34,6 +35,7 @@ from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.random import mix
 from mjax.step.precision import parameter_type
 from mjax.utils.files import read_json, write_whole
+from mjax.utils.stores import resolved
 
 BASE = "base.json"
 
@@ -74,7 +76,7 @@ def folder_of(base: Base, run: Path) -> Path:
     Raises:
       UsageError: it is at neither place.
     """
-    there = Path(base.run)
+    there = local_run(base.run)
     for folder in (there, run.resolve().parent / there.name):
         if (folder / "config.json").is_file():
             return folder
@@ -157,7 +159,7 @@ def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[st
             weight = checkpoints.read(step, {name: leaf})[name]
             sums[name.removeprefix("model.")] = np.asarray(_on_devices(weight))
             weights.append(_as_stored(weight, narrow))
-    return jax.tree.unflatten(jax.tree.structure(target), weights), Base(str(folder.resolve()), step, _digest(sums))
+    return jax.tree.unflatten(jax.tree.structure(target), weights), Base(resolved(folder), step, _digest(sums))
 
 
 def as_trained(target: Model, folder: Path) -> Model:

@@ -62,11 +62,13 @@ from mjax.checkpoint.folders import (
     Damaged,
     Unusable,
     check_files,
+    needed_files,
     read_manifest,
     reason,
     steps_in,
     write_manifest,
 )
+from mjax.checkpoint.mirror import Mirror, bring
 from mjax.cluster.processes import from_first, is_first, wait_for_all
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
@@ -90,6 +92,7 @@ class Checkpoints:
       keep_every: keep checkpoints whose step is a multiple of this forever; None: none.
       on_notice: called with one line of text when a checkpoint has been saved, was found damaged, or an unfinished one
         was removed; also from the writing thread.
+      mirror: copies each checkpoint to an object store, if the run is in one.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class Checkpoints:
         keep_last: int = 2,
         keep_every: int | None = None,
         on_notice: Callable[[str], None] = print,
+        mirror: Mirror | None = None,
     ):
+        self.mirror = mirror
         self.folder = Path(folder).absolute()
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -212,6 +217,8 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back; the next save tries again
             raise self._failure(step, error) from error
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
+        if self.mirror is not None:
+            self.mirror.saved(step)
         if rotate:
             self._remove_old(step, pins=host is not None)
 
@@ -226,6 +233,8 @@ class Checkpoints:
                 self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
         sound = self._sound()
         stay = {newest, *sound[-self.keep_last :]}
+        if self.mirror is not None and self.mirror.uploading is not None:
+            stay.add(self.mirror.uploading)
         if pins:
             good = self.good()
             stay.add(sound[0] if good is None else good)
@@ -388,7 +397,7 @@ class Checkpoints:
             try:
                 manifest = read_manifest(folder, self.on_notice)
                 check_fits(candidate, manifest["arrays"], wanted, field)
-                check_files(folder, manifest["files"], field, self.on_notice)
+                self._check(folder, manifest["files"], field)
             except Unusable as error:
                 unusable[candidate] = error
                 continue
@@ -399,3 +408,14 @@ class Checkpoints:
         what = "; ".join(f"checkpoint {known} is {what.word}: {what}" for known, what in unusable.items())
         others = ", ".join(str(known) for known in there if known not in unusable)
         raise RunError(f"{self.folder}: {what}; {f'there are also {others}' if others else 'there is no other'}")
+
+    def _check(self, folder: Path, files: dict[str, list], field: str | None) -> None:
+        """`check_files`, after fetching from a store what is not here; what is damaged here is fetched again."""
+        needed = needed_files(files, field)
+        bring(folder, needed, files, self.on_notice)
+        try:
+            check_files(folder, files, field, self.on_notice)
+        except Damaged:
+            if not bring(folder, needed, files, self.on_notice, anew=True):
+                raise
+            check_files(folder, files, field, self.on_notice)

@@ -15,7 +15,7 @@ import re
 import shlex
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,12 @@ def check_run_folder(folder: Path) -> None:
     Orbax globs the whole path of what it merges: with a pattern in it, it would find nothing, or another run.
 
     Raises:
-      UsageError: it is an address, such as of an object store, or has one of * ? [ in its path.
+      UsageError: it is an address that no run can be at, or has one of * ? [ in its path.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
         raise UsageError(
-            f"{folder} is an address, and mjax writes runs into folders of a file system; mount the bucket, or give a "
-            "local folder and copy it when the run has ended"
+            f"{folder} is an address that cannot be used here; s3:// and gs:// go with --runs, --run, --init: give a "
+            "local folder, and copy it"
         )
     if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
         raise UsageError(
@@ -163,6 +163,11 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     return manifest
 
 
+def needed_files(files: Iterable[str], field: str | None) -> list[str]:
+    """The files of a checkpoint that `field` of its state needs; None: all fields."""
+    return [name for name in files if field is None or name.split("/")[0] == field or "/" not in name]
+
+
 def check_files(folder: Path, files: dict[str, list], field: str | None, say: Callable[[str], None] = print) -> None:
     """Compare size and checksum of each file, or of those that `field` needs, with the manifest's.
 
@@ -170,9 +175,7 @@ def check_files(folder: Path, files: dict[str, list], field: str | None, say: Ca
       Damaged: one is missing, of another size, or of another content.
       Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
     """
-    needed = {
-        name: said for name, said in files.items() if field is None or name.split("/")[0] == field or "/" not in name
-    }
+    needed = {name: files[name] for name in needed_files(files, field)}
     try:
         for name, (size, _) in needed.items():
             found = _retried(folder / name, Path.stat, say).st_size

@@ -19,6 +19,7 @@ from mjax.cluster import launch
 from mjax.commands.flags import parse
 from mjax.config import available_configs
 from mjax.errors import RunError, UsageError, explain, suggestion
+from mjax.utils.stores import with_addresses
 
 
 class Command(NamedTuple):
@@ -92,11 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             if command.on_cpu:
                 launch.leave_accelerators_alone()
             module, name = command.run.split(":")
+            if name != "train":  # which tells the other processes of a run what is wrong
+                from mjax.checkpoint.mirror import localized
+
+                rest = localized(rest, also=prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf"))
             function = getattr(importlib.import_module(f"mjax.commands.{module}"), name)
             parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
             return result if isinstance(result, int) else 0
     except (UsageError, RunError, OSError, KeyboardInterrupt) as error:
+        if isinstance(error, UsageError | RunError):
+            error.args = (with_addresses(str(error)),)
         return explain(error)
 
 

@@ -63,6 +63,7 @@ from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
+from mjax.utils.stores import resolved
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
     config = dataclasses.replace(config, model=model, data=DataConfig())
     with model_folder.new_folder(output) as folder:
         save_config(config, folder / "config.json")
-        save_base(folder, Base(str(run.resolve()), step, digest))
+        save_base(folder, Base(resolved(run), step, digest))
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
         target = own_part(models.abstract_weights(config))

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from mjax.checkpoint.base import BASE, read_base
 from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
+from mjax.checkpoint.mirror import fetch_all, is_locked, is_running_elsewhere
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
 from mjax.config.model import is_own, kind_of
@@ -36,7 +37,8 @@ from mjax.models.build import count_parameters
 from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.metrics import finite_or_none, read_metrics
-from mjax.utils.files import rename, take_lock
+from mjax.utils.files import rename
+from mjax.utils.stores import with_addresses
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 TOKENS_OF_A_STEP = (
@@ -121,6 +123,7 @@ def list_runs(arguments: ListArguments) -> int:
     Raises:
       UsageError: there is no such folder.
     """
+    fetch_all(arguments.runs)
     if not arguments.runs.is_dir():
         raise UsageError(
             f"there is no folder {arguments.runs}; train a model first, or give another folder with --runs"
@@ -131,7 +134,7 @@ def list_runs(arguments: ListArguments) -> int:
             print(json.dumps(asdict(row), ensure_ascii=False))
         return 0
     if not rows:
-        print(f"no runs in {arguments.runs}")
+        print(with_addresses(f"no runs in {arguments.runs}"))
         return 0
     console = Console(highlight=False, markup=False)
     columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
@@ -214,12 +217,8 @@ def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def _in_use(folder: Path) -> bool:
-    """True if a process has locked the run; nothing is written to find out."""
-    try:
-        with (folder / ".lock").open("rb") as file:
-            return not take_lock(file, lambda line: None)
-    except OSError:
-        return False
+    """True if a process trains the run; nothing is written to find out."""
+    return is_locked(folder) or is_running_elsewhere(folder)
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------

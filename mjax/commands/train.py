@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from mjax.checkpoint.mirror import fetch, localized, to_stderr
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
@@ -19,7 +20,7 @@ from mjax.config import Config, has_own_model, load_config, load_own_model, read
 from mjax.config.checks import validate
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
-from mjax.errors import UsageError, either, exit_code, explain, lines_of
+from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def train(
 ) -> int:
     """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
+        argv = localized(argv)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
-    except UsageError as error:
+    except (UsageError, RunError) as error:
         _tell_the_others(argv, error)
         raise
 
@@ -221,6 +223,7 @@ def _train_arguments(
     from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 
     check_run_folder(folder)
+    fetch(folder, to_stderr)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
@@ -265,7 +268,7 @@ def _check_step(arguments: TrainArguments, folder: Path) -> None:
         raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
 
 
-def _tell_the_others(argv: Sequence[str], error: UsageError) -> None:
+def _tell_the_others(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
     needed = ("--distributed.", "--simulate")  # other flags may be what is wrong

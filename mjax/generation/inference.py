@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.base import restore_weights
 from mjax.checkpoint.folders import checkpoint_steps
+from mjax.checkpoint.mirror import local_run
 from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
@@ -84,7 +85,7 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
         defined, imported nor loaded with `load_config`.
       RunError: the checkpoint is damaged.
     """
-    folder, mesh = Path(folder), mesh or MeshConfig()
+    folder, mesh = local_run(folder), mesh or MeshConfig()
     load_own_model(None, folder, print)
     config = read_config(folder / "config.json")
     check_enough_devices(mesh)

@@ -49,6 +49,7 @@ from mjax.parallel import mappings
 from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed
+from mjax.utils.stores import mirror_of
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}
 PACKAGES = re.compile(
@@ -84,7 +85,7 @@ def facts_of(config: Config, data: TrainingData | None = None, origin: Origin | 
     """
     facts = {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
     if origin is not None:
-        run, step = Path(origin.run), origin.step
+        run, step = mirror_of(origin.run), origin.step
         found = newest_checkpoint(run) if step is None else checkpoint_named(run, step)
         facts["--init"] = found, f"{origin.run}, checkpoint {found}"
     return facts

@@ -48,6 +48,7 @@ from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import read_json, write_whole
+from mjax.utils.stores import resolved
 
 
 def _every_field(section: type) -> tuple[str, ...]:
@@ -369,17 +370,17 @@ def choose_origin(folder: Path, config: Config, init: Path | None, step: int | N
         )
     if step is not None and step not in steps:
         raise UsageError(f"--step {step}: {init} has no such checkpoint; use {either(steps)}")
-    return Origin(str(init.resolve()), step, _changed(init, config))
+    return Origin(resolved(init), step, _changed(init, config))
 
 
 def _check_same(folder: Path, init: Path, step: int | None) -> None:
     """Refuse another origin than that of the run in `folder`, which has checkpoints."""
-    if init.resolve() == folder.resolve():
+    if resolved(init) == resolved(folder):
         raise UsageError(
             f"--init {init} is the folder of this run; add --name NEW for a new run, or leave --init out to continue it"
         )
     origin = origin_of(folder)
-    if origin is None or Path(origin.run) != init.resolve() or step not in (None, origin.step):
+    if origin is None or origin.run != resolved(init) or step not in (None, origin.step):
         began = "with weights of its own" if origin is None else f"from {origin}"
         asked = f"{init}, checkpoint {step}" if step is not None else init
         raise UsageError(

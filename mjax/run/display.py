@@ -34,6 +34,7 @@ from mjax.run.options import Result
 from mjax.step.step import TrainProgram
 from mjax.trace.flops import peak_tflops
 from mjax.utils.names import leaf_name
+from mjax.utils.stores import with_addresses
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -130,7 +131,7 @@ class Display:
 
     def say(self, message: str) -> None:
         """Print a separate line."""
-        self.console.print(message, markup=False)
+        self.console.print(with_addresses(message), markup=False)
 
     def show(self, record: Record) -> None:
         """Update the line with `record`."""

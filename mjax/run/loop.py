@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import locked
+from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import COMPILING, Watchdog
@@ -41,6 +42,7 @@ from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState
 from mjax.trace.flops import model_flops, peak_tflops
 from mjax.utils.progress import status
+from mjax.utils.stores import address_of
 
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
 DAY = 86_400.0
@@ -86,11 +88,15 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
     watchdog.say = options.profile.say = display.say
+    address, mirror = address_of(folder), None
     with contextlib.ExitStack() as stack:
         if is_first():
             stack.enter_context(locked(folder, display.say))
+            if address is not None:
+                mirror = stack.enter_context(Mirror(folder, address, display.say))
+        keep_last, keep_every = config.checkpoint.keep_last, config.checkpoint.keep_every
         checkpoints = stack.enter_context(
-            Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, config.checkpoint.keep_every, display.say)
+            Checkpoints(folder / "checkpoints", keep_last, keep_every, display.say, mirror)
         )
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
@@ -120,6 +126,8 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         if result.exit_code == 0:
             options.on_end(run, result.state, data)
             announce_results(display, result, folder, config)
+    if address is not None:
+        watchdog.ask_first(None, lambda _: None)  # process 0 has copied the run to its store
     return result
 
 

@@ -42,6 +42,7 @@ from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
 from mjax.utils.files import set_aside, write_whole
+from mjax.utils.stores import mirror_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
@@ -70,7 +71,7 @@ def first_state(
         return *restore_state(checkpoints, program, None, say), None, None
     if origin is None:
         return 0, program.initialize(), None, None
-    run, base = Path(origin.run), None
+    run, base = mirror_of(origin.run), None
     saved = read_config(run / "config.json")
     if target.config.lora_rank and not saved.model.lora_rank:
         new, old = split_trained(target)
@@ -125,9 +126,9 @@ def write_origin(
     save_origin(folder, origin)
     if base is not None:
         save_base(folder, base)
-    if origin and (card := Path(origin.run) / "README.md").is_file():  # whose front matter has the license
+    if origin and (card := mirror_of(origin.run) / "README.md").is_file():  # whose front matter has the license
         shutil.copy(card, folder)
-    tokenizer = Path(origin.run) / "tokenizer" if origin else None
+    tokenizer = mirror_of(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
     if data.tokenizer is None or same_files(data.tokenizer, tokenizer):

@@ -9,6 +9,7 @@ from pathlib import Path
 import optax
 
 from mjax.checkpoint.folders import check_run_folder
+from mjax.checkpoint.mirror import local_run
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate
@@ -70,7 +71,7 @@ class Trainer:
         Raises:
           UsageError: with the sentence that `train.py` would print.
         """
-        self.folder, self.callbacks = Path(folder), tuple(callbacks)
+        self.folder, self.callbacks = local_run(folder), tuple(callbacks)
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
@@ -88,7 +89,7 @@ class Trainer:
             config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
         validate(config, str(folder))
         self.config = config
-        origin = choose_origin(self.folder, config, None if init is None else Path(init))
+        origin = choose_origin(self.folder, config, None if init is None else local_run(init))
         self.changes = changes_since(self.folder, config, allow_change)
         self.options = Options(
             name=str(self.folder),
