@@ -416,6 +416,6 @@ class Checkpoints:
         try:
             check_files(folder, files, field, self.on_notice)
         except Damaged:
-            if not bring(folder, needed, files, self.on_notice, anew=True):
+            if not bring(folder, needed, files, self.on_notice, again=True):
                 raise
             check_files(folder, files, field, self.on_notice)

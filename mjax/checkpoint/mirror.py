@@ -8,7 +8,7 @@
 
 **A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start and
 `commit_success.txt`, which Orbax writes too, goes last: after all other files, whose sizes the store has listed, after
-the metrics up to there, and after the manifest. Without the mark it is no checkpoint, and the next upload removes it.
+the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next upload removes it.
 
 **Training does not wait.** A checkpoint is saved to the local disk as without a store, and a thread copies it. While
 the store is slow, the newest checkpoint is copied next, and those that were rotated away meanwhile are not. A store
@@ -145,9 +145,12 @@ def fetch(folder: Path, say: Callable[[str], None], found: Mapping[str, Any] | N
         known = index.get("files", {})
         new = [name for name in sorted(wanted) if known.get(name, [""])[0] != version(found[name])]
         new += [name for name in sorted(wanted) if name not in new and _size(folder / name) != found[name]["size"]]
-        for name in new:
-            if match := STEP.fullmatch(name):  # the rest of it is of another one
-                shutil.rmtree(folder / "checkpoints" / match[1], ignore_errors=True)
+        for name in list(new):
+            if match := STEP.fullmatch(name):
+                if (folder / name).is_file() and (folder / name).read_bytes() == store.read(f"{address}/{name}"):
+                    new.remove(name)  # saved by this machine, with all its files
+                else:
+                    shutil.rmtree(folder / "checkpoints" / match[1], ignore_errors=True)
         store.get([(f"{address}/{name}", folder / name) for name in new])
         for name in new:
             os.utime(folder / name, (modified(found[name]),) * 2)
@@ -169,7 +172,7 @@ def fetch(folder: Path, say: Callable[[str], None], found: Mapping[str, Any] | N
 
 
 def bring(
-    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], say: Callable[[str], None], anew=False
+    checkpoint: Path, files: Iterable[str], sizes: Mapping[str, list], say: Callable[[str], None], again=False
 ) -> bool:
     """Fetch files of a checkpoint that are not here; True if there were some.
 
@@ -178,12 +181,12 @@ def bring(
       files: names in it.
       sizes: bytes first, by name.
       say: takes one line about it.
-      anew: fetch all of them.
+      again: fetch all of them, also those that are here.
     """
     if (address := address_of(checkpoint)) is None:
         return False
     with alone(checkpoint.parent.parent):
-        missing = [name for name in files if anew or _size(checkpoint / name) != sizes[name][0]]
+        missing = [name for name in files if again or _size(checkpoint / name) != sizes[name][0]]
         if missing:
             total = sum(sizes[name][0] for name in missing)
             say(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
@@ -255,7 +258,7 @@ def _files_of(folder: Path) -> Iterator[str]:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """What was fetched last: the version of each file there, and its size and time here."""
+    """Return what was fetched last: the version of each file there, and its size and time here."""
     try:
         index = json.loads((folder / INDEX).read_bytes())
     except (OSError, ValueError):
@@ -304,11 +307,14 @@ class Mirror:
         self._files = threading.Thread(target=self._copy_now_and_then, name="copies", daemon=True)
 
     def __enter__(self) -> Mirror:
-        self._files.start()
         there = {step for step, files in _steps(self.store.files(self.address)).items() if COMMIT in files}
-        for step in steps_in(self.folder / "checkpoints"):
+        here = steps_in(self.folder / "checkpoints")
+        if max(there, default=-1) > max(here, default=-1):
+            raise UsageError(f"{self.address} has got checkpoint {max(there)} meanwhile; type the same command again")
+        for step in here:
             if step not in there:  # of a start that ended before it was copied
                 self.saved(step)
+        self._files.start()
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -470,7 +476,7 @@ class Mirror:
         self._beat()
 
     def _holder(self) -> dict[str, Any] | None:
-        """Who trains there, with the 'age' of the last sign of life; None: nobody, or a process that is gone."""
+        """Return who trains there, with the 'age' of the last sign of life; None: nobody, or a process that is gone."""
         about = self.store.files(self.address).get(LOCK)
         if about is None or (age := time.time() - modified(about)) > ALIVE:
             return None

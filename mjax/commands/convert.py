@@ -63,7 +63,7 @@ from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
-from mjax.utils.stores import resolved
+from mjax.utils.stores import address_of, resolved
 
 
 @dataclass(frozen=True)
@@ -445,6 +445,7 @@ def to_hf(arguments: ToHfArguments) -> int:
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
     into = f", merged into checkpoint {base.step} of {base.run}" if base else ""
+    run = resolved(run) if address_of(run) else run
     print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:

@@ -22,6 +22,7 @@ from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
+from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
     from mjax.data.sources import TrainingData
@@ -105,7 +106,7 @@ def train(
     with watching(arguments.distributed, explain) as watchdog:
         if processes.is_first():
             for line in changes:
-                print(line)
+                print(with_addresses(line))
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts

@@ -16,6 +16,7 @@ import numpy as np
 from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
+from mjax.utils.ranges import local_prefix
 
 MOST_DATASETS = 32767  # their numbers are int16
 
@@ -38,6 +39,8 @@ class Blend:
 def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
     """The blend that '0.3 data/a 0.7 data/b' (weights and prefixes in turn) or 'data/a data/b' describes.
 
+    Prefixes at s3:// and gs:// become local ones (`utils/ranges.py`).
+
     Megatron takes any odd number of values as prefixes, even numbers among them; here a number is always a weight,
     unless it is the only value.
 
@@ -59,6 +62,7 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
         raise UsageError(
             f"{flag} {' '.join(values)} has a weight that is not above 0; leave that dataset out, or give it a weight"
         )
+    blend = dataclasses.replace(blend, prefixes=tuple(map(local_prefix, blend.prefixes)))
     if not all(blend.prefixes) or len(blend.prefixes) >= MOST_DATASETS:
         raise UsageError(
             f"{flag} has an empty prefix, or {MOST_DATASETS:,} of them or more; give fewer, and each a name"

@@ -46,6 +46,7 @@ import numpy as np
 from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import lock, put, remove, write_whole
+from mjax.utils.ranges import Ranges
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -122,6 +123,7 @@ class IndexedDataset:
         if size == 0:
             raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
+        self._ranges = Ranges.of(token_file(prefix)), Ranges.of(mask_file(prefix))
         self.tokens = size // self.dtype.itemsize
         self.masked = mask_file(prefix).is_file()
         if self.masked:
@@ -154,6 +156,11 @@ class IndexedDataset:
         digest = hashlib.sha256(f"{self.dtype.str} {self.fingerprint}".encode())
         digest.update(self.document_indices)
         starts = np.linspace(0, max(self.tokens - SAMPLED_TOKENS, 0), SAMPLED, dtype=np.int64)
+        for stored, size in zip(self._ranges, (self.dtype.itemsize, 1), strict=True):
+            if stored is not None:  # all of them at a time
+                stored.need(
+                    [(start * size, min(start + SAMPLED_TOKENS, self.tokens) * size) for start in starts.tolist()]
+                )
         for start in np.unique(starts).tolist():
             ranges = [(start, min(start + SAMPLED_TOKENS, self.tokens))]
             digest.update(self._read(ranges))
@@ -205,6 +212,8 @@ class IndexedDataset:
             else:
                 joined.append([begin, end])
         size, done = dtype.itemsize, 0
+        if (stored := self._ranges[masks]) is not None:
+            stored.need([(begin * size, end * size) for begin, end in joined])
         out = np.empty(sum(end - begin for begin, end in joined), dtype)
         room = memoryview(out.view(np.uint8))
         for begin, end in joined:

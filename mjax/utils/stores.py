@@ -115,7 +115,7 @@ class Store:
         return cls(address.partition(":")[0], say)
 
     def files(self, folder: str) -> dict[str, dict[str, Any]]:
-        """What is under an address, by its name there: size and LastModified and, of S3, ETag; {} if there is nothing.
+        """Return the objects under an address, by name: size and LastModified and, of S3, ETag; {} if there are none.
 
         Raises:
           UsageError: there is no such bucket, or it may not be read.

@@ -222,8 +222,8 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
 
 @pytest.mark.all
 def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, elsewhere, tmp_path, capsys):
-    """From the newest marked checkpoint, on another mesh, bit for bit as from the files of the killed run; and it is
-    exported from there."""
+    """It continues from the newest marked checkpoint, on another mesh, bit for bit as from the files of the killed run.
+    It is exported from there."""
     runs, here = "s3://bucket/runs", mirror_of("s3://bucket/runs/run")
     with Group(tmp_path / "logs", "--runs", runs, "--checkpoint.keep-last", "9", count=2) as group:
         server.kill_at(9, group.processes[0].pid, "/checkpoints/12/")
