@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +27,10 @@ import numpy as np
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero
-from mjax.data.corpus import Document, TextFiles, decontaminate, find_files, outputs, parse
+from mjax.data.corpus import Document, MalformedLines, TextFiles, decontaminate, find_files, outputs, parse, tasks
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
-from mjax.data.corpus.outputs import CleanedFiles, FilterArguments, Tally
-from mjax.data.corpus.workers import Workers, useful_workers
+from mjax.data.corpus.outputs import FilterArguments, FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import RunError, UsageError
 
@@ -65,8 +65,8 @@ class CleanArguments(FilterArguments):
         return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
-def clean(arguments: CleanArguments) -> dict[str, Any]:
-    """Clean documents, print a summary and return the report.
+def clean(arguments: CleanArguments) -> dict[str, Any] | None:
+    """Clean documents, print a summary and return the report; None if the work was submitted to a cluster.
 
     Raises:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
@@ -76,7 +76,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # --keep MODULE:FUNCTION looks here too
     evaluation = find_files(arguments.decontaminate)
-    files = CleanedFiles(arguments, [*corpus.files, *evaluation])
+    check_outputs(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
     texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
     grams = decontaminate.evaluation_grams(document.text for document in texts) if evaluation else None
@@ -86,29 +86,79 @@ def clean(arguments: CleanArguments) -> dict[str, Any]:
             "give evaluation sets as text, or name their field with --decontaminate-key"
         )
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
-    workers = useful_workers(arguments.workers, corpus.size)
-    with files:
-        report = {"command": "clean", "inputs": corpus.names}
-        report |= {"minimum_tokens": arguments.minimum_tokens, "tokenizer": arguments.tokenizer or "words"}
-        if grams is not None:  # common phrases are left out of it
-            counts: Counter[int] = Counter()
-            with Workers(workers, Cleaner, (arguments, grams)) as pool:
-                for part in pool.map(Cleaner.count_block, outputs.watched_blocks(corpus, "counting")):
-                    counts.update(part)
-            grams, all_grams = decontaminate.without_common(grams, counts, arguments.common), grams
-            runs, left = (sum(map(len, table.values())) for table in (all_grams, grams))
-            numbers = {"files": texts.names, "words": GRAM, "runs": runs, "runs_met": len(counts)}
-            report["decontaminate"] = numbers | {"common": arguments.common, "common_runs": runs - left}
-        tallies = {name: Tally(name) for name in ("read", "kept")}
-        with Workers(workers, Cleaner, (arguments, grams)) as pool:
-            for part in outputs.first_reading(corpus, "cleaning", pool, Cleaner.clean_block):
-                files.kept.write(part.kept)
-                files.removed.write(part.removed)
-                for name, tally in part.tallies.items():
-                    tallies.setdefault(name, Tally(name)).merge(tally)
-        report = files.finish(report | _in_order(tallies, arguments), corpus)
-    files.show(report, _remarks(arguments, report))
-    return report
+    return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
+
+
+class CleanJob(FilterJob):
+    """The stages of `mjax clean`; `grams` is the text of `evaluation`, the evaluation sets, if any."""
+
+    single = ("common", "finish")
+
+    def __init__(self, arguments: CleanArguments, corpus: TextFiles, evaluation: list[str], grams: Grams | None):
+        counting = ["count", "common"] * (grams is not None)
+        super().__init__(arguments, corpus, [*counting, "clean", "merge", "finish"])
+        self.evaluation, self.grams = evaluation, grams
+
+    def count(self, rank: int) -> Counter[int]:
+        """Count how often each run of evaluation text occurs in a share."""
+        counts: Counter[int] = Counter()
+        for block in self.blocks(rank):
+            for document in parse(block, self.corpus.key)[0]:
+                counts.update(decontaminate.count_matches(document.text, self.grams))
+        return counts
+
+    def common(self, rank: int) -> tuple[Grams, dict[str, Any]]:
+        """The runs without the common phrases, and the numbers of the report."""
+        counts: Counter[int] = Counter()
+        for part in self.results("count"):
+            counts.update(part)
+        grams = decontaminate.without_common(self.grams, counts, self.arguments.common)
+        runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
+        numbers = {"files": self.evaluation, "words": GRAM, "runs": runs, "runs_met": len(counts)}
+        return grams, numbers | {"common": self.arguments.common, "common_runs": runs - left}
+
+    @cached_property
+    def _cleaner(self) -> "Cleaner":
+        return Cleaner(self.arguments, None if self.grams is None else self.results("common")[0][0])
+
+    def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
+        """Clean a share."""
+        tallies, malformed = {name: Tally(name) for name in ("read", "kept")}, self.malformed()
+        with self.writing(rank, "kept", "removed") as (kept, removed):
+            for block in self.blocks(rank):
+                part = self._cleaner.clean_block(block)
+                malformed.add(part.malformed)
+                kept.write(part.kept)
+                removed.write(part.removed)
+                _merge(tallies, part.tallies)
+        return tallies, malformed
+
+    def finish(self, rank: int) -> dict[str, Any]:
+        """Write the report and give the files their names."""
+        how, tallies = self.arguments, {}
+        for part, _ in self.results("clean"):
+            _merge(tallies, part)
+        report = {"command": "clean", "inputs": self.corpus.names}
+        report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
+        if self.grams is not None:
+            report["decontaminate"] = self.results("common")[0][1]
+        malformed = self.malformed([part for _, part in self.results("clean")])
+        return self.put_files(report | _in_order(tallies, how), malformed)
+
+    def remarks(self, report: dict[str, Any]) -> Iterator[str]:
+        """Remarks below the table."""
+        if numbers := report.get("decontaminate"):
+            yield (
+                f"Found {numbers['runs_met']:,} of {numbers['runs']:,} runs of words of the evaluation sets, "
+                f"{numbers['common_runs']:,} of them {numbers['common']} times or more: common phrases, not cut out."
+            )
+        if self.arguments.minimum_tokens and not self.arguments.tokenizer:
+            yield "Lengths are in words between white space; --tokenizer counts tokens."
+
+
+def _merge(tallies: dict[str, Tally], later: dict[str, Tally]) -> None:
+    for name, tally in later.items():
+        tallies.setdefault(name, Tally(name)).merge(tally)
 
 
 def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
@@ -120,17 +170,6 @@ def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
     steps = {"changed": changed, "removed": removed}
     steps = {key: [tallies.get(name, Tally(name)) for name in names] for key, names in steps.items()}
     return {"read": tallies["read"], **steps, "kept": tallies["kept"]}
-
-
-def _remarks(arguments: CleanArguments, report: dict[str, Any]) -> Iterator[str]:
-    """Remarks below the table."""
-    if numbers := report.get("decontaminate"):
-        yield (
-            f"Found {numbers['runs_met']:,} of {numbers['runs']:,} runs of words of the evaluation sets, "
-            f"{numbers['common_runs']:,} of them {numbers['common']} times or more: common phrases, not cut out."
-        )
-    if arguments.minimum_tokens and not arguments.tokenizer:
-        yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -183,13 +222,6 @@ class Cleaner:
             part.count("read", document.text)
             self._clean(document, part)
         return part
-
-    def count_block(self, block: Block) -> Counter[int]:
-        """Count how often each run of evaluation text occurs in a block."""
-        counts: Counter[int] = Counter()
-        for document in parse(block, self.how.key)[0]:
-            counts.update(decontaminate.count_matches(document.text, self.grams))
-        return counts
 
     def _clean(self, document: Document, part: CleanPart) -> None:
         text, source = document.text, document.source

@@ -6,32 +6,31 @@ finds candidates and compares them. Similar pairs are joined into clusters, and 
 kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
 not be the one that was kept.
 
-The corpus is read three times. Worker processes get raw blocks of it, so that the main process only reads and writes.
-Memory holds about 100 bytes a document, however long it is, and the names of those that are removed:
+The corpus is read three times, by tasks that share it (tasks.py); between the readings one task sees all documents.
+That one holds about 100 bytes a document in memory, and the names of those that are removed:
 
-    1. every text    → its digest, its signature, its bands           files of 600 to 950 bytes a document
-    2. candidates    → their shingles                                 a file of 8 bytes a word
-    3. every text    → kept or removed
-
-These files lie beside the output until it is complete.
+    read, gather       every text    → its digest, its signature, its bands       files of 600 to 950 bytes a document
+    group              equal digests, candidates                                  one task
+    shingle, collect   candidates    → their shingles                             a file of 8 bytes a word
+    cluster, choose    pairs compared and joined, what is needed of each          one task
+    write, merge       every text    → kept or removed
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import pairwise, zip_longest
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import tyro
 
 from mjax.config.bounds import Count
-from mjax.data.corpus import Corpus, Document, near_duplicates, outputs, parse
+from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.near_duplicates import Bands, Clusters
-from mjax.data.corpus.outputs import EXAMPLES, CleanedFiles, FilterArguments, Tally, where_they_differ
+from mjax.data.corpus.near_duplicates import Bands, Clusters, ShingleFile, SketchFiles
+from mjax.data.corpus.outputs import EXAMPLES, FilterArguments, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
 from mjax.data.corpus.workers import Workers, useful_workers
 from mjax.errors import RunError
@@ -57,39 +56,16 @@ class DedupArguments(FilterArguments):
     """Words or characters in a shingle. Megatron's tools took 5 characters."""
 
 
-def dedup(arguments: DedupArguments) -> dict[str, Any]:
-    """Remove duplicates, print a summary and return the report.
+def dedup(arguments: DedupArguments) -> dict[str, Any] | None:
+    """Remove duplicates, print a summary and return the report; None if the work was submitted to a cluster.
 
     Raises:
       UsageError: arguments that cannot work, an input that cannot be read, or an output that exists.
       RunError: the output cannot be written, a worker was killed, or the input changed while it was read.
     """
     corpus, bands = arguments.open(), near_duplicates.choose_bands(arguments.threshold)
-    files = CleanedFiles(arguments, corpus.files)
-    with files, Workers(useful_workers(arguments.workers, corpus.size)) as workers:
-        duplicates = find_duplicates(corpus, arguments, bands, files.folder, workers)
-        report = {"command": "dedup", "inputs": corpus.names, **_write(corpus, arguments, files, duplicates, workers)}
-        if duplicates.clusters is not None:
-            report["near_duplicates"] = _near_report(arguments, bands, duplicates)
-        report = files.finish(report, corpus)
-    files.show(report, _remarks(arguments, report))
-    return report
-
-
-def _remarks(arguments: DedupArguments, report: dict[str, Any]) -> Iterator[str]:
-    """Remarks below the table."""
-    if near := report.get("near_duplicates"):
-        recall = near["expected_recall"][f"{arguments.threshold:.3g}"]
-        plural = "s" * (near["clusters"] != 1)
-        yield (
-            f"{near['clusters']:,} cluster{plural} of near-duplicates, the largest of {near['largest_cluster']:,}; "
-            f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
-            f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
-            f"{near['threshold']:g}, and more of those above."
-        )
-
-
-# --- Finding: the first two readings ----------------------------------------------------------------------------------
+    check_outputs(arguments, corpus.files)
+    return tasks.run(DedupJob(arguments, corpus, bands))
 
 
 @dataclass
@@ -98,13 +74,11 @@ class Duplicates:
 
     Attributes:
       same: the first document with the same text, which may be itself; int64 [documents].
-      blocks: documents in each block of the corpus.
       clusters: near-duplicates among the first ones; None if only exact duplicates were looked for.
       candidates: documents whose shingles were compared with others'.
     """
 
     same: np.ndarray
-    blocks: list[int]
     clusters: Clusters | None = None
     candidates: int = 0
 
@@ -119,43 +93,197 @@ class Duplicates:
         numbers = np.arange(len(self.same))
         return (self.instead != numbers) & (self.same == numbers)
 
-    def read_again(self, corpus: Corpus, verb: str, values: np.ndarray) -> Iterator[tuple[Block, np.ndarray]]:
-        """Read the corpus again: its blocks, each with its part of `values` [documents]."""
-        parts = np.split(values, np.cumsum(self.blocks)[:-1]) if self.blocks else []
-        for block, part in zip_longest(outputs.watched_blocks(corpus, verb), parts):
-            if block is None or part is None:
-                raise RunError(f"{corpus.names[-1]} changed while it was read; run the same command again")
-            yield block, part
 
+class DedupJob(FilterJob):
+    """The stages of `mjax dedup`."""
 
-def find_duplicates(corpus: Corpus, how: DedupArguments, bands: Bands, folder: Path, workers: Workers) -> Duplicates:
-    """Read `corpus` once, or twice to look for near-duplicates; `folder` is for temporary files."""
-    sketches = near_duplicates.SketchFiles(folder, bands.count)
-    digests = [np.empty(0, DIGEST)]
-    for part in outputs.first_reading(corpus, "reading", workers, partial(_read_block, how, bands)):
-        digests.append(part.digests)
-        if part.sketches is not None:
-            sketches.append(part.sketches)
-    sketches.close()
-    _, first, group = np.unique(np.concatenate(digests), return_index=True, return_inverse=True)
-    same = first[group]
-    duplicates = Duplicates(same, [len(part) for part in digests[1:]])
-    if how.exact or len(same) == 0:
-        return duplicates
+    single = ("group", "cluster", "choose", "finish")
+    shows = ("cluster",)
 
-    distinct = same == np.arange(len(same))
-    chosen = near_duplicates.candidates(sketches, distinct)
-    duplicates.candidates = len(chosen)
-    wanted = np.zeros(len(same), bool)
-    wanted[chosen] = True
-    shingles = near_duplicates.ShingleFile(folder / "shingles", chosen)
-    tasks = (task for task in duplicates.read_again(corpus, "shingling", wanted) if task[1].any())
-    shingles.write(workers.map(partial(_shingle_block, how), tasks))
-    with progress("comparing", bands.count) as advance:
-        duplicates.clusters = near_duplicates.find_clusters(
-            sketches, distinct, shingles, how.threshold, workers, lambda: advance(1)
-        )
-    return duplicates
+    def __init__(self, arguments: DedupArguments, corpus: TextFiles, bands: Bands):
+        near = ["shingle", "collect", "cluster"] * (not arguments.exact)
+        stages = ["read", *["gather"] * (not arguments.exact), "group", *near, "choose", "write", "merge", "finish"]
+        super().__init__(arguments, corpus, stages)
+        self.bands = bands
+
+    # --- Finding: the first two readings ------------------------------------------------------------------------------
+
+    def read(self, rank: int) -> tuple[list[int], MalformedLines]:
+        """Write digests and sketches of a share; returns the number of documents in each block."""
+        malformed, keys, documents = self.malformed(), [], []
+        with self.writing(rank, "digests", "signatures", "keys") as (digests, signatures, key_stream):
+            for block in self.blocks(rank):
+                part = _read_block(self.arguments, self.bands, block)
+                malformed.add(part.malformed)
+                part.digests.tofile(digests)
+                documents.append(len(part.digests))
+                if part.sketches is not None:
+                    part.sketches.signatures.tofile(signatures)
+                    keys.append(part.sketches.keys)
+            if keys:
+                np.concatenate(keys, axis=1).tofile(key_stream)
+        return documents, malformed
+
+    @property
+    def _firsts(self) -> np.ndarray:
+        """The number of each task's first document, and of all documents; int64 [tasks + 1]."""
+        return np.cumsum([0, *(sum(documents) for documents, _ in self.results("read"))])
+
+    def gather(self, rank: int) -> None:
+        """Copy the sketches of a share to their places in the files of all documents."""
+        first = int(self._firsts[rank])
+        SketchFiles(self.folder, self.bands.count).put(first, self.part("keys", rank), self.part("signatures", rank))
+
+    def group(self, rank: int) -> None:
+        """Find equal texts, and documents that share a band."""
+        digests = [np.fromfile(self.part("digests", rank), DIGEST) for rank in range(self.tasks)]
+        _, first, group = np.unique(np.concatenate(digests), return_index=True, return_inverse=True)
+        same = first[group]
+        np.save(self.folder / "same.npy", same)
+        if not self.arguments.exact:
+            sketches = SketchFiles(self.folder, self.bands.count)
+            chosen = near_duplicates.candidates(sketches, same == np.arange(len(same)))
+            np.save(self.folder / "candidates.npy", chosen)
+
+    def _read_again(self, rank: int, values: np.ndarray) -> Iterator[tuple[np.ndarray, list[Document]]]:
+        """Read a share again: the documents of its blocks, each with its part of `values` [all documents]."""
+        first = self._firsts[rank]
+        for block, count in zip_longest(self.blocks(rank), self.results("read")[rank][0]):
+            documents = parse(block, self.corpus.key)[0] if block else []
+            if block is None or len(documents) != count:
+                name = block.file if block else self.corpus.names[-1]
+                raise RunError(f"{name} changed while it was read; run the same command again")
+            yield values[first : first + count], documents
+            first += count
+
+    def shingle(self, rank: int) -> np.ndarray:
+        """Write the distinct shingles of the candidates in a share; returns their number for each, int64."""
+        wanted = np.zeros(self._firsts[-1], bool)
+        wanted[np.load(self.folder / "candidates.npy")] = True
+        how, sizes = self.arguments, []
+        with self.writing(rank, "shingles") as (stream,):
+            for want, documents in self._read_again(rank, wanted):
+                texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
+                if texts:
+                    hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
+                    for begin, end in pairwise(offsets):
+                        distinct = shingle_set(hashes[begin:end])
+                        distinct.tofile(stream)
+                        sizes.append(len(distinct))
+        return np.array(sizes, np.int64)
+
+    def collect(self, rank: int) -> None:
+        """Copy the shingles of a share to their place in the file of all."""
+        self.put_part("shingles", rank, self.folder / "shingles", self.offset("shingles", rank))
+
+    def cluster(self, rank: int) -> Clusters:
+        """Compare candidates and join similar ones."""
+        how, same = self.arguments, np.load(self.folder / "same.npy")
+        sizes = np.concatenate(self.results("shingle"))
+        shingles = ShingleFile(self.folder / "shingles", np.load(self.folder / "candidates.npy"), sizes)
+        sketches = SketchFiles(self.folder, self.bands.count)
+        workers = 1 if how.executor else useful_workers(how.workers, self.corpus.size)
+        with Workers(workers) as pool, progress("cluster", self.bands.count) as advance:
+            distinct = same == np.arange(len(same))
+            return near_duplicates.find_clusters(sketches, distinct, shingles, how.threshold, pool, lambda: advance(1))
+
+    # --- Writing: the third reading -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _duplicates(self) -> Duplicates:
+        same = np.load(self.folder / "same.npy")
+        if self.arguments.exact or not len(same):
+            return Duplicates(same)
+        return Duplicates(same, self.results("cluster")[0], len(np.load(self.folder / "candidates.npy")))
+
+    def _similar(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """The document that each is most similar to, their similarity, and the examples of the report."""
+        same, near = self._duplicates.same, self._duplicates.near
+        similar, similarity = same.copy(), np.ones(len(same))
+        if (clusters := self._duplicates.clusters) is not None:
+            similar[near], similarity[near] = clusters.similar[near], clusters.similarity[near]
+        # Examples are the least similar near-duplicates, the most doubtful removals.
+        doubtful = np.flatnonzero(near)[np.argsort(similarity[near], kind="stable")]
+        exact = np.flatnonzero(same != np.arange(len(same)))
+        return similar, similarity, {EXACT: exact[:EXAMPLES], NEAR: doubtful[:EXAMPLES]}
+
+    def choose(self, rank: int) -> None:
+        """Decide what is needed of each document."""
+        instead = self._duplicates.instead
+        similar, _, examples = self._similar()
+        is_kept = instead == np.arange(len(instead))
+        removed = np.flatnonzero(~is_kept)
+        needed = np.where(is_kept, KEPT, 0).astype(np.uint8)
+        needed[np.concatenate((removed, instead[removed], similar[removed]))] |= NAMED
+        for shown in examples.values():
+            needed[np.concatenate((shown, similar[shown]))] |= SHOWN
+        np.save(self.folder / "needed.npy", needed)
+
+    def write(self, rank: int) -> "_Part":
+        """Write the documents of a share that are kept."""
+        sizes, sources, texts = [], {}, {}
+        number = int(self._firsts[rank])
+        with self.writing(rank, "kept", "removed") as (kept, _):
+            for needed, documents in self._read_again(rank, np.load(self.folder / "needed.npy", mmap_mode="r")):
+                for document, need in zip(documents, needed.tolist(), strict=True):
+                    sizes.append(len(document.text.encode()))
+                    if need & KEPT:
+                        kept.write(outputs.document_line(document, self.corpus.key))
+                    if need & NAMED:
+                        sources[number] = document.source
+                    if need & SHOWN:
+                        texts[number] = document.text
+                    number += 1
+        return _Part(np.array(sizes, np.int64), sources, texts)
+
+    def finish(self, rank: int) -> dict[str, Any]:
+        """Write the record of the documents removed and the report, and give the files their names."""
+        parts, duplicates = self.results("write"), self._duplicates
+        size = np.concatenate([part.sizes for part in parts])
+        sources, texts = ({k: v for part in parts for k, v in part[field].items()} for field in (1, 2))
+        instead, near = duplicates.instead, duplicates.near
+        similar, similarity, examples = self._similar()
+        numbers = np.arange(len(instead))
+        is_kept, exact = instead == numbers, duplicates.same != numbers
+
+        def story(number: int) -> dict[str, Any]:
+            return {
+                "source": sources[number],
+                "reason": EXACT if exact[number] else NEAR,
+                "kept": sources[instead[number]],
+                "similar_to": sources[similar[number]],
+                "jaccard": round(float(similarity[number]), 4),
+            }
+
+        def example(number: int) -> dict[str, Any]:
+            text, other = where_they_differ(texts[number], texts[similar[number]])
+            return {**story(number), "text": text, "similar_text": other}
+
+        def tally(name: str, which: np.ndarray) -> Tally:
+            shown = [example(number) for number in examples.get(name, np.empty(0, int)).tolist()]
+            return Tally(name, int(which.sum()), int(size[which].sum()), shown)
+
+        if (self.folder / "removed").exists():
+            with (self.folder / "removed").open("wb") as stream:
+                stream.writelines(outputs.json_line(story(number)) for number in np.flatnonzero(~is_kept).tolist())
+        steps = [tally(EXACT, exact)] + ([] if duplicates.clusters is None else [tally(NEAR, near)])
+        report = {"command": "dedup", "inputs": self.corpus.names, "read": tally("read", is_kept | ~is_kept)}
+        report |= {"removed": steps, "kept": tally("kept", is_kept)}
+        if duplicates.clusters is not None:
+            report["near_duplicates"] = _near_report(self.arguments, self.bands, duplicates)
+        return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
+
+    def remarks(self, report: dict[str, Any]) -> Iterator[str]:
+        """Remarks below the table."""
+        if near := report.get("near_duplicates"):
+            recall = near["expected_recall"][f"{self.arguments.threshold:.3g}"]
+            plural = "s" * (near["clusters"] != 1)
+            yield (
+                f"{near['clusters']:,} cluster{plural} of near-duplicates, the largest of {near['largest_cluster']:,}; "
+                f"{near['pairs_compared']:,} pairs compared, {near['pairs_confirmed']:,} of them similar.\n"
+                f"{near['bands']} bands of {near['rows']} hashes are expected to find {recall:.1%} of the pairs at "
+                f"{near['threshold']:g}, and more of those above."
+            )
 
 
 class _Reading(NamedTuple):
@@ -174,100 +302,18 @@ def _read_block(how: DedupArguments, bands: Bands, block: Block) -> _Reading:
     return _Reading(np.frombuffer(digests, DIGEST), sketched, malformed)
 
 
-def _shingle_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> list[np.ndarray]:
-    """Distinct shingles of the wanted documents of a block."""
-    texts = [document.text for document, want in zip(_documents(how, *task), task[1], strict=True) if want]
-    hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
-    return [shingle_set(hashes[begin:end]) for begin, end in pairwise(offsets)]
-
-
-def _documents(how: DedupArguments, block: Block, values: np.ndarray) -> list[Document]:
-    """The documents of a block; `values` holds one for each."""
-    documents, _ = parse(block, how.key)
-    if len(documents) != len(values):
-        raise RunError(f"{block.file} changed while it was read; run the same command again")
-    return documents
-
-
-# --- Writing: the third reading ---------------------------------------------------------------------------------------
-
-
-def _write(
-    corpus: Corpus, how: DedupArguments, files: CleanedFiles, duplicates: Duplicates, workers: Workers
-) -> dict[str, Any]:
-    """Write the documents kept, and the record of those removed; returns the steps of the report."""
-    numbers = np.arange(len(duplicates.same))
-    instead, similar, similarity = duplicates.instead, duplicates.same.copy(), np.ones(len(numbers))
-    is_kept, exact, near = instead == numbers, duplicates.same != numbers, duplicates.near
-    if duplicates.clusters is not None:
-        similar[near], similarity[near] = duplicates.clusters.similar[near], duplicates.clusters.similarity[near]
-    removed = np.flatnonzero(~is_kept)
-    # Examples are the least similar near-duplicates, the most doubtful removals.
-    doubtful = np.flatnonzero(near)[np.argsort(similarity[near], kind="stable")]
-    examples = {EXACT: np.flatnonzero(exact)[:EXAMPLES], NEAR: doubtful[:EXAMPLES]}
-
-    needed = np.where(is_kept, KEPT, 0).astype(np.uint8)
-    needed[np.concatenate((removed, instead[removed], similar[removed]))] |= NAMED
-    for shown in examples.values():
-        needed[np.concatenate((shown, similar[shown]))] |= SHOWN
-    sizes, sources, texts, first = [np.empty(0, np.int64)], {}, {}, 0
-    for part in workers.map(partial(_write_block, how), duplicates.read_again(corpus, "writing", needed)):
-        files.kept.write(part.lines)
-        sizes.append(part.sizes)
-        sources |= {first + number: source for number, source in part.sources.items()}
-        texts |= {first + number: text for number, text in part.texts.items()}
-        first += len(part.sizes)
-
-    def story(number: int) -> dict[str, Any]:
-        return {
-            "source": sources[number],
-            "reason": EXACT if exact[number] else NEAR,
-            "kept": sources[instead[number]],
-            "similar_to": sources[similar[number]],
-            "jaccard": round(float(similarity[number]), 4),
-        }
-
-    def example(number: int) -> dict[str, Any]:
-        text, other = where_they_differ(texts[number], texts[similar[number]])
-        return {**story(number), "text": text, "similar_text": other}
-
-    for number in removed.tolist():
-        files.removed.write(outputs.json_line(story(number)))
-    size = np.concatenate(sizes)
-
-    def tally(name: str, which: np.ndarray) -> Tally:
-        shown = [example(number) for number in examples.get(name, np.empty(0, int)).tolist()]
-        return Tally(name, int(which.sum()), int(size[which].sum()), shown)
-
-    steps = [tally(EXACT, exact)] + ([] if duplicates.clusters is None else [tally(NEAR, near)])
-    return {"read": tally("read", is_kept | ~is_kept), "removed": steps, "kept": tally("kept", is_kept)}
-
-
 class _Part(NamedTuple):
-    """The result of one block.
+    """Sizes, sources and texts of the documents of a share, for the report.
 
     Attributes:
-      lines: the documents kept, as lines of JSON.
       sizes: bytes of text in UTF-8, int64 [documents].
-      sources: of the documents that are NAMED, by their number in the block.
-      texts: of the documents that are SHOWN, by their number in the block.
+      sources: of the documents that are NAMED, by number.
+      texts: of the documents that are SHOWN, by number.
     """
 
-    lines: bytes
     sizes: np.ndarray
     sources: dict[int, str]
     texts: dict[int, str]
-
-
-def _write_block(how: DedupArguments, task: tuple[Block, np.ndarray]) -> _Part:
-    documents, needed = _documents(how, *task), task[1]
-    kept, named, shown = (np.flatnonzero(needed & flag).tolist() for flag in (KEPT, NAMED, SHOWN))
-    return _Part(
-        lines=b"".join(outputs.document_line(documents[number], how.key) for number in kept),
-        sizes=np.array([len(document.text.encode()) for document in documents], np.int64),
-        sources={number: documents[number].source for number in named},
-        texts={number: documents[number].text for number in shown},
-    )
 
 
 def _near_report(how: DedupArguments, bands: Bands, duplicates: Duplicates) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Kills a command before each thing it does to its output folder, and runs it again.
 
-    python -m tests.data.kill_points prepare|merge|dedup|clean|cache FOLDER [--overwrite]
+    python -m tests.data.kill_points prepare|merge|dedup|clean|cache FOLDER [--overwrite] [--tasks]
 
 Python announces every file that is opened, renamed or removed to its audit hooks. A forked copy of this process runs
 the command with a hook that sends SIGKILL to itself at the first such event, the next copy at the second, and so on,
@@ -79,6 +79,7 @@ def command_of(kind: str, inputs: Path, folder: Path, overwrite: bool) -> Callab
     """Return the command to kill; its output is in `folder`."""
     texts, lines = (inputs / "b.txt", inputs / "a.txt"), inputs / "in.jsonl"
     common = {"inputs": (lines,), "output": folder / "out.jsonl", "overwrite": overwrite, "workers": 1}
+    common["tasks"] = 3 if "--tasks" in sys.argv else 1
 
     def keep_indices() -> None:
         GPTDataset(IndexedDataset(inputs / "a"), range(1), 9, 5, 1, cache=cache.IndexCache([folder]))

@@ -27,6 +27,8 @@ from tests.conftest import ROOT
         pytest.param("dedup", [], 12, marks=pytest.mark.ci),
         pytest.param("dedup", ["--overwrite"], 12, marks=pytest.mark.ci),
         pytest.param("clean", [], 12, marks=pytest.mark.ci),
+        pytest.param("clean", ["--tasks"], 40, marks=pytest.mark.all),
+        pytest.param("dedup", ["--tasks"], 80, marks=pytest.mark.all),
     ],
 )
 def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):

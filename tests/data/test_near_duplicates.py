@@ -2,6 +2,8 @@
 
 import re
 import sys
+from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import pytest
@@ -78,15 +80,18 @@ def sets_of(texts):
 
 def clusters_of(texts, threshold, folder, distinct=None, batch=1000):
     """The clusters of `texts` by single words, through the files of a run."""
-    bands = choose_bands(threshold)
+    bands, folder = choose_bands(threshold), Path(mkdtemp(dir=folder))
     files = SketchFiles(folder, bands.count)
     for start in range(0, len(texts), batch):
-        files.append(sketch(texts[start : start + batch], 1, "words", bands))
-    files.close()
+        part = sketch(texts[start : start + batch], 1, "words", bands)
+        part.keys.tofile(folder / "keys")
+        part.signatures.tofile(folder / "signatures")
+        files.put(start, folder / "keys", folder / "signatures")
     distinct = np.ones(len(texts), bool) if distinct is None else distinct
     chosen = candidates(files, distinct)
-    shingles, sets, advanced = ShingleFile(folder / "shingles", chosen), sets_of(texts), []
-    shingles.write([sets[number]] for number in chosen)
+    sets, advanced = [sets_of(texts)[number] for number in chosen], []
+    np.concatenate([np.empty(0, np.uint64), *sets]).tofile(folder / "shingles")
+    shingles = ShingleFile(folder / "shingles", chosen, np.array([len(part) for part in sets], int))
     with Workers(1) as workers:
         clusters = find_clusters(files, distinct, shingles, threshold, workers, lambda: advanced.append(1))
     assert len(advanced) == bands.count

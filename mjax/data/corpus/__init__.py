@@ -28,7 +28,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import tyro
 
 from mjax.config.bounds import Count, check_bounds
-from mjax.data.corpus.blocks import ENDINGS, MOST_BYTES, OTHER_TEXT, ROWS, Block, ending_of, read_blocks
+from mjax.data.corpus.blocks import (
+    CUT,
+    ENDINGS,
+    MOST_BYTES,
+    OTHER_TEXT,
+    ROWS,
+    Block,
+    count_lines,
+    ending_of,
+    read_blocks,
+)
 from mjax.errors import RunError, UsageError, either
 
 EXAMPLES = 5  # malformed lines that are shown
@@ -70,6 +80,11 @@ class MalformedLines:
         self.count += len(messages)
         self.examples += messages[: EXAMPLES - len(self.examples)]
 
+    def merge(self, later: "MalformedLines") -> None:
+        """Add those of the lines that follow."""
+        self.count += later.count
+        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+
     def clear(self) -> None:
         """Start counting from zero, as each reading of a corpus does."""
         self.count, self.examples = 0, []
@@ -80,19 +95,29 @@ class Corpus:
 
     Attributes:
       names: the inputs, for the record.
+      files: files of the inputs, if they are files.
       size: bytes of input in all.
       key: field that holds the text.
       malformed: filled by each iteration.
     """
 
     names: list[str]
+    files: Sequence[Path] = ()
     size: int
     key: str
     malformed: MalformedLines
 
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+        """The part of the input for one of `tasks` tasks as raw pieces; `lines` is what `lines` returned for each."""
+        raise NotImplementedError
+
+    def lines(self, rank: int, tasks: int) -> dict[int, int]:
+        """Line ends in a task's share of each file that is cut, by the number of the file."""
+        return {}
+
     def blocks(self) -> Iterator[Block]:
         """The input as raw pieces, which `parse` turns into documents."""
-        raise NotImplementedError
+        return self.share(0, 1, [])
 
     def __iter__(self) -> Iterator[Document]:
         self.malformed.clear()
@@ -137,13 +162,34 @@ class TextFiles(Corpus):
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.malformed = MalformedLines(malformed)
         self.names = [str(file) for file in files]
-        self.size = sum(file.stat().st_size for file in files)
+        self.sizes = [file.stat().st_size for file in files]
+        self.size = sum(self.sizes)
 
-    def blocks(self) -> Iterator[Block]:
-        """The files as raw pieces, in order."""
-        for file in self.files:
-            for block in read_blocks(file, self.key, self.all_fields, self.most):
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+        """The blocks of a range of bytes of all files; a compressed file or a text belongs to whom it begins with."""
+        for number, begin, end in self._ranges(rank, tasks):
+            before = sum(counts.get(number, 0) for counts in lines[:rank])
+            for block in read_blocks(self.files[number], self.key, self.all_fields, self.most, begin, end, before):
                 yield replace(block, split=self.split)
+
+    def lines(self, rank: int, tasks: int) -> dict[int, int]:
+        """Line ends in a task's share of each .jsonl file that is cut."""
+        ranges = [part for part in self._ranges(rank, tasks) if ending_of(self.files[part[0]]) == ".jsonl"]
+        cut = [part for part in ranges if part[2] - part[1] < self.sizes[part[0]]]
+        return {number: count_lines(self.files[number], begin, end) for number, begin, end in cut}
+
+    def _ranges(self, rank: int, tasks: int) -> Iterator[tuple[int, int, int]]:
+        """Number of each file in a task's share, and the bytes where its part begins and ends."""
+        low, high = self.size * rank // tasks, self.size * (rank + 1) // tasks
+        start = 0
+        for number, (file, size) in enumerate(zip(self.files, self.sizes, strict=True)):
+            if ending_of(file) in CUT:
+                begin, end = max(low - start, 0), min(high - start, size)
+                if begin < end or (size == 0 and rank == 0):  # an empty file may be damaged
+                    yield number, begin, max(end, 0)
+            elif low <= start < high or (start == self.size and rank == tasks - 1):
+                yield number, 0, size
+            start += size
 
 
 # --- Naming files -----------------------------------------------------------------------------------------------------
@@ -373,9 +419,10 @@ class Wikipedia(Corpus):
         self.key, self.malformed = "text", MalformedLines("stop")
         self.size = sum(len(text.encode()) for text in self._texts)
 
-    def blocks(self) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
         """The paragraphs, some hundred per block."""
-        for start in range(0, len(self._texts), ROWS):
+        first, end = (len(self._texts) * number // tasks // ROWS * ROWS for number in (rank, rank + 1))
+        for start in range(first, len(self._texts) if rank + 1 == tasks else end, ROWS):
             rows = [{"text": text} for text in self._texts[start : start + ROWS]]
             yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
 
@@ -383,9 +430,9 @@ class Wikipedia(Corpus):
 class Questions(Wikipedia):
     """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
 
-    def blocks(self) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
         """The pairs, some hundred per block."""
-        for block in super().blocks():
+        for block in super().share(rank, tasks, lines):
             yield replace(block, content=[_question(row["text"]) for row in block.content])
 
 

@@ -33,6 +33,8 @@ ROWS = 256  # rows of a Parquet file in a block: a row may be a book
 ENDINGS = (".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".jsonl.zst", ".txt.zst", ".parquet")
 OF_ROWS = tuple(ending for ending in ENDINGS if not ending.startswith(".txt"))
 """Endings of files with one JSON object a line, or rows."""
+CUT = (".jsonl", ".parquet")
+"""Endings of files that tasks share: at line ends, and between row groups."""
 OTHER_TEXT = (
     ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go",
     ".rs", ".rb", ".sh", ".sql",
@@ -67,20 +69,34 @@ def ending_of(file: Path) -> str | None:
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
-def read_blocks(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
+def count_lines(file: Path, begin: int, end: int) -> int:
+    """Line ends in the bytes from `begin` to `end` of a file."""
+    lines, left = 0, end - begin
+    with file.open("rb") as stream:
+        stream.seek(begin)
+        while left and (piece := stream.read(min(left, 8 * SIZE))):
+            lines, left = lines + piece.count(b"\n"), left - len(piece)
+    return lines
+
+
+def read_blocks(
+    file: Path, key: str, all_fields: bool, most: int, begin: int = 0, end: int | None = None, before: int = 0
+) -> Iterator[Block]:
     """The blocks of a file in order.
 
     Args:
       file: any of ENDINGS.
       key, all_fields: columns of a Parquet file to read; an empty key need not be there.
       most: largest size of a document in bytes, of a line of .jsonl with all of its fields.
+      begin, end: of a file of CUT: only lines or row groups that begin in these bytes.
+      before: line ends before `begin`.
 
     Raises:
       UsageError: the file is damaged or cut short, or, of Parquet, has no column `key` or needs a missing package.
     """
     ending = ending_of(file)
     if ending == ".parquet":
-        yield from _rows(file, key, all_fields, most)
+        yield from _rows(file, key, all_fields, most, begin, end)
         return
     with file.open("rb") as raw:
         if ending.endswith((".gz", ".zst")) and not file.stat().st_size:
@@ -91,19 +107,26 @@ def read_blocks(file: Path, key: str, all_fields: bool, most: int) -> Iterator[B
                 stream = gzip.GzipFile(fileobj=raw)
             elif ending.endswith(".zst"):
                 stream = zstd.ZstdFile(raw)
-            yield from _raw_blocks(file, raw, stream, ending.startswith(".jsonl"), most)
+            if ending == ".jsonl" and begin:
+                raw.seek(begin - 1)
+                passed = _pass_line(raw)
+                before += passed > 1  # a line that began before
+            ends = end if ending == ".jsonl" else None
+            yield from _raw_blocks(file, raw, stream, ending.startswith(".jsonl"), most, before + 1, ends)
         except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
             raise UsageError(f"{file} is damaged or cut short ({error}); fetch or compress it again") from None
 
 
-def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int) -> Iterator[Block]:
+def _raw_blocks(
+    file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int, number: int, end: int | None
+) -> Iterator[Block]:
     if not lines:
         content = _at_most(stream, most + 1)
         yield Block(str(file), 0, file.stat().st_size, None if len(content) > most else content, most=most)
         return
-    number, position = 1, 0
-    while content := stream.read(SIZE):
-        rest = stream.readline(most + 1)  # up to the end of the line
+    position = raw.tell()
+    while content := stream.read(SIZE if end is None else max(min(SIZE, end - position), 0)):
+        rest = b"" if content.endswith(b"\n") else stream.readline(most + 1)  # up to the end of the line
         too_large = len(rest) > most  # `parse` handles shorter ones
         content = content[: content.rfind(b"\n") + 1] if too_large else content + rest
         ended = rest.endswith(b"\n")
@@ -114,10 +137,20 @@ def _raw_blocks(file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: 
         if too_large:
             yield Block(str(file), number, raw.tell() - position, None, most=most)
             position = raw.tell()
-            while not ended:
-                passed = stream.readline(SIZE)
-                ended = not passed or passed.endswith(b"\n")
+            if not ended:
+                _pass_line(stream)
+            position = raw.tell() if end is not None else position
             number += 1
+
+
+def _pass_line(stream: BinaryIO) -> int:
+    """Pass the rest of a line; returns its bytes."""
+    size = 0
+    while passed := stream.readline(SIZE):
+        size += len(passed)
+        if passed.endswith(b"\n"):
+            break
+    return size
 
 
 def _at_most(stream: BinaryIO, size: int) -> bytes:
@@ -132,7 +165,7 @@ def _at_most(stream: BinaryIO, size: int) -> bytes:
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
+def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: int | None) -> Iterator[Block]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -140,7 +173,7 @@ def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
         raise UsageError(
             f"{file} needs the package pyarrow (55 MB), which is not installed; type: python -m pip install pyarrow"
         ) from None
-    size, first, position = file.stat().st_size, 1, 0
+    size = file.stat().st_size
     try:
         with parquet.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
@@ -148,10 +181,15 @@ def _rows(file: Path, key: str, all_fields: bool, most: int) -> Iterator[Block]:
                 there = ", ".join(map(repr, names)) or "none"
                 raise UsageError(f"{file}: there is no column {key!r}, only {there}; name the text's column with --key")
             rows = table.metadata.num_rows
-            for batch in table.iter_batches(ROWS, columns=None if all_fields else [key]):
-                end = size * (first - 1 + len(batch)) // rows
-                yield Block(str(file), first, end - position, batch.to_pylist(), most=most)
-                first, position = first + len(batch), end
+            first = 0
+            for group in range(table.metadata.num_row_groups):
+                after = first + table.metadata.row_group(group).num_rows
+                if begin <= size * first // max(rows, 1) < (size if end is None else end):
+                    for batch in table.iter_batches(ROWS, [group], columns=None if all_fields else [key]):
+                        share = size * (first + len(batch)) // rows - size * first // rows
+                        yield Block(str(file), first + 1, share, batch.to_pylist(), most=most)
+                        first += len(batch)
+                first = after
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"{file} is damaged or cut short ({reason}); fetch or write it again") from None

@@ -31,9 +31,9 @@ fifty million. The pairs compared depend on the documents alone, never on the nu
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -134,22 +134,20 @@ COMPARISONS = 256  # pairs a worker compares at a time
 
 
 class SketchFiles:
-    """The sketches of a corpus, appended batch after batch to files in `folder`."""
+    """The sketches of a corpus in files in `folder`, which tasks fill at known places."""
 
     def __init__(self, folder: Path, bands: int):
         self.bands = bands
-        self._files = [*(folder / f"{band:02}.keys" for band in range(bands)), folder / "signatures"]
-        self._streams = [file.open("wb") for file in self._files]
+        self._files = [*(folder / f"{band:02}.keys" for band in range(bands)), folder / "all-signatures"]
 
-    def append(self, sketches: Sketches) -> None:
-        """Add the documents of one batch."""
-        for stream, part in zip(self._streams, (*sketches.keys, sketches.signatures), strict=True):
-            part.tofile(stream)
-
-    def close(self) -> None:
-        """End writing; from now on the files can be read."""
-        for stream in self._streams:
-            stream.close()
+    def put(self, first: int, keys: Path, signatures: Path) -> None:
+        """Write the sketches of the documents from number `first` on: their keys band after band, their signatures."""
+        parts = _mapped(keys, np.uint64).reshape(self.bands, -1)
+        for file, part in zip(self._files, (*parts, _mapped(signatures, np.uint8)), strict=True):
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.seek(first * (HASHES if file is self._files[-1] else 8))
+                part.tofile(stream)
 
     def keys(self, band: int) -> np.ndarray:
         """One band of all documents, uint64 [documents], mapped from disk."""
@@ -161,18 +159,11 @@ class SketchFiles:
 
 
 class ShingleFile:
-    """The distinct shingles of some documents, appended to a file."""
+    """The distinct shingles of some documents in a file, `sizes` of each of the sorted `documents`."""
 
-    def __init__(self, file: Path, documents: np.ndarray):
-        self.file, self._documents = file, documents  # sorted numbers of the documents to come
-        self._ends = np.zeros(len(documents) + 1, np.int64)
-
-    def write(self, batches: Iterable[list[np.ndarray]]) -> None:
-        """Write the shingles of all documents, in order."""
-        with self.file.open("wb") as stream:
-            for number, shingles in enumerate(chain.from_iterable(batches)):
-                shingles.tofile(stream)
-                self._ends[number + 1] = self._ends[number] + len(shingles)
+    def __init__(self, file: Path, documents: np.ndarray, sizes: np.ndarray):
+        self.file, self._documents = file, documents
+        self._ends = np.concatenate(([0], np.cumsum(sizes)))
 
     def parts(self, documents: np.ndarray) -> np.ndarray:
         """Begin and end of each document's shingles in the file, int64 [documents, 2]."""

@@ -5,21 +5,20 @@
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
 All three are written into the folder OUTPUT.jsonl.tmp and renamed when everything is done, OUTPUT.jsonl last: if it
-exists, it is complete. After a run that was killed, the next one replaces the others. The same input gives the same
-bytes, whatever the number of workers.
+exists, it is complete. After a run that was killed, the same command continues. The same input gives the same bytes,
+whatever the number of tasks and workers.
 
 Tables and progress bars of the commands that read text are here too.
 """
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich import filesize
@@ -29,14 +28,12 @@ from rich.progress import TextColumn
 from rich.table import Table
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, Document, TextArguments
-from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.workers import Workers
-from mjax.errors import RunError, UsageError
+from mjax.config.bounds import Count
+from mjax.data.corpus import Corpus, Document, MalformedLines, TextArguments
+from mjax.data.corpus.tasks import Job
+from mjax.errors import UsageError
 from mjax.utils.files import put
 from mjax.utils.progress import progress
-
-Part = TypeVar("Part")
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -71,81 +68,85 @@ class FilterArguments(TextArguments):
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
     """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason."""
+    executor: Literal["local", "slurm", "ray"] | None = None
+    """Run the tasks with datatrove (pip install 'mjax[data]'): on this machine, a Slurm cluster or a Ray cluster; by
+    default in worker processes here."""
+    tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of the input, each a task that runs again if it was killed; by default one for 4 MB, at most 256 until each
+    has 1 GB. The result is the same with any number."""
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
+    """Options of sbatch for --executor slurm: partition=NAME, time=HH:MM:SS (default 24 hours), account=NAME, …"""
 
 
-class CleanedFiles:
-    """Writes the three files of a run. Use it as a context manager; without `finish` no file gets its final name.
-
-    Attributes:
-      kept: stream for the documents kept, as lines of `document_line`.
-      removed: stream for the record of documents removed, lines of `json_line` with source, reason and details.
-      folder: for temporary files.
+def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
+    """Check `--output`.
 
     Raises:
-      UsageError: `--output` does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
-      RunError: the files cannot be written.
+      UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
     """
+    output = arguments.output
+    if output.suffix != ".jsonl":
+        raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
+    read = {file.resolve() for file in inputs}
+    for file in output_files(output).values():
+        if file.resolve() in read:
+            raise UsageError(f"--output {output} would overwrite the input {file}; choose another --output")
+    if output.exists() and not arguments.overwrite:
+        raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
 
-    def __init__(self, arguments: FilterArguments, inputs: Sequence[Path]):
-        self.output, self._json, self._started = arguments.output, arguments.json, time.perf_counter()
-        if self.output.suffix != ".jsonl":
-            possible = self.output.with_suffix(".jsonl")
-            raise UsageError(f"--output {self.output} is not a .jsonl file; give one such as {possible}")
-        self.removed_file = self.output.with_suffix(".removed.jsonl")
-        self.report_file = self.output.with_suffix(".report.json")
-        read = {file.resolve() for file in inputs}
-        for file in (self.output, self.removed_file, self.report_file):
-            if file.resolve() in read:
-                raise UsageError(f"--output {self.output} would overwrite the input {file}; choose another --output")
-        if self.output.exists() and not arguments.overwrite:
-            raise UsageError(f"{self.output} exists; choose another --output, or add --overwrite to replace it")
-        self.folder = Path(f"{self.output}.tmp")
 
-    def __enter__(self) -> "CleanedFiles":
-        try:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
-            self.folder.mkdir(parents=True)
-            self.kept = (self.folder / "kept").open("wb")
-            self.removed = (self.folder / "removed").open("wb")
-        except OSError as error:
-            raise RunError(f"{self.output} cannot be written: {error}") from error
-        return self
+def output_files(output: Path) -> dict[str, Path]:
+    """The files of a run by their names in the working folder, in the order in which they are put in place."""
+    removed = output.with_suffix(".removed.jsonl")
+    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
 
-    def __exit__(self, kind, error, trace) -> None:
-        for file in (self.kept, self.removed):
-            file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RunError(f"writing {self.output} stopped: {error}; nothing was left under that name") from error
 
-    def finish(self, story: dict[str, Any], corpus: Corpus) -> dict[str, Any]:
+class FilterJob(Job):
+    """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
+
+    def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
+        super().__init__(arguments, corpus, arguments.output, stages)
+        self._started = time.perf_counter()
+
+    def merge(self, rank: int) -> None:
+        """Copy a task's parts to their places."""
+        for name in ("kept", "removed"):
+            self.put_part(name, rank, self.folder / name, self.offset(name, rank))
+
+    def put_files(self, story: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
         """Give the files their names; returns the report: `story`, malformed lines, output and version."""
-        malformed = {"documents": corpus.malformed.count, "examples": corpus.malformed.examples}
-        text = report_text({**story, "malformed": malformed, "output": self.output, "mjax_version": __version__})
-        (self.folder / "report").write_bytes(text.encode())
-        for file in (self.kept, self.removed):
-            file.close()
-        for name, file in (("report", self.report_file), ("removed", self.removed_file), ("kept", self.output)):
-            put(self.folder / name, file)
+        lines = {"documents": malformed.count, "examples": malformed.examples}
+        text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
+        if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
+            (self.folder / "report").write_bytes(text.encode())
+        for name, file in output_files(self.arguments.output).items():
+            if (self.folder / name).exists():
+                put(self.folder / name, file)
         return json.loads(text)
 
-    def show(self, report: dict[str, Any], remarks: Iterable[str]) -> None:
-        """Print the report as JSON, or as a table with the command's `remarks` and the names of the files."""
-        if self._json:
+    def remarks(self, report: dict[str, Any]) -> Iterable[str]:
+        """Sentences below the table."""
+        raise NotImplementedError
+
+    def show(self, report: dict[str, Any]) -> None:
+        """Print the report as JSON, or as a table with remarks and the names of the files."""
+        if self.arguments.json:
             print(report_text(report), end="")
             return
+        output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{self.output} is ready after {time.perf_counter() - self._started:.1f} s", markup=False)
+        console.print(f"{output} is ready after {time.perf_counter() - self._started:.1f} s", markup=False)
         console.print(facts(_steps(report), "right"))
-        for remark in remarks:
+        for remark in self.remarks(report):
             console.print(f"\n{remark}", markup=False)
         malformed = report["malformed"]
         if malformed["documents"]:
             console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
             for line in malformed["examples"]:
                 console.print(f"  {line}", markup=False)
-        console.print(f"\nRemoved documents, line by line: {self.removed_file}", markup=False)
-        console.print(f"Counts and examples: {self.report_file}", markup=False)
+        files = output_files(output)
+        console.print(f"\nRemoved documents, line by line: {files['removed']}", markup=False)
+        console.print(f"Counts and examples: {files['report']}", markup=False)
 
 
 def document_line(document: Document, key: str, **changes: Any) -> bytes:
@@ -173,22 +174,6 @@ def _plain(value: Any) -> Any:
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------
-
-
-def watched_blocks(corpus: Corpus, verb: str) -> Iterator[Block]:
-    """The blocks of a corpus, under a progress bar."""
-    with progress(verb, corpus.size) as advance:
-        for block in corpus.blocks():
-            yield block
-            advance(block.size)
-
-
-def first_reading(corpus: Corpus, verb: str, workers: Workers, function: Callable[..., Part]) -> Iterator[Part]:
-    """Yield `function(block)` by `workers` for each block, in order, and count the `malformed` lines in it."""
-    corpus.malformed.clear()
-    for part in workers.map(function, watched_blocks(corpus, verb)):
-        corpus.malformed.add(part.malformed)
-        yield part
 
 
 @contextmanager

@@ -1,0 +1,371 @@
+"""Commands as stages of tasks, on this machine's cores or by datatrove's executors (local, Slurm, Ray).
+
+A `Job` names its stages. Each task of a stage reads a share of the input, or the files of earlier stages, and writes
+files of its own into the working folder. Its marker, written last, holds what it returns:
+
+    OUTPUT.tmp/plan.json           the command and its inputs: only the same command continues the work
+    OUTPUT.tmp/STAGE.RANK.done     a task is finished; a task without it runs again from its beginning
+    OUTPUT.tmp/NAME.RANK           files of a task
+
+So a killed task costs that task, and the bytes of the output depend neither on the number of tasks nor on the executor.
+The number of tasks is part of the plan: another number starts over. Markers are pickles, which only this program writes
+and reads; datatrove sends tasks the same way.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+from rich.console import Console
+
+from mjax import __version__
+from mjax.data.corpus import Corpus, MalformedLines, TextArguments
+from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.workers import WORTH_A_WORKER, Workers, useful_workers
+from mjax.errors import RunError, UsageError
+from mjax.utils.files import put, remove, take_lock, to_disk, write_whole
+from mjax.utils.progress import progress, status
+
+MANY = 256  # tasks by default, for less than LARGE bytes each
+LARGE = 2**30
+
+
+def useful_tasks(asked: int | None, size: int) -> int:
+    """`asked` tasks, or a number by the bytes of input alone, so that another machine continues the work."""
+    return asked or max(1, min(size // WORTH_A_WORKER, MANY), size // LARGE)
+
+
+class Job:
+    """A command as stages; a stage is a method that takes the rank of a task and returns what its marker keeps.
+
+    Attributes:
+      arguments, corpus: of the command.
+      output: what is written, for messages and the names of the working folder and the logs.
+      tasks: of each stage but those in `single`, which are one task.
+      stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
+      shows: stages of one task that show their own progress.
+    """
+
+    single: ClassVar[tuple[str, ...]] = ("finish",)
+    shows: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+        self.arguments: Any = arguments
+        self.corpus, self.output = corpus, str(output)
+        self.folder = Path(f"{output}.tmp")
+        self.tasks = useful_tasks(arguments.tasks, corpus.size)
+        self.stages = [*["lines"] * (self.tasks > 1), *stages]
+
+    def finish(self, rank: int) -> Any:
+        """The last stage: put the output in place; returns the result of the command, which can be repeated."""
+        raise NotImplementedError
+
+    def show(self, result: Any) -> None:
+        """Print a summary of the result."""
+        raise NotImplementedError
+
+    # --- In a task ----------------------------------------------------------------------------------------------------
+
+    def lines(self, rank: int) -> dict[int, int]:
+        """Line ends in each file that is cut, by its number: shares begin to count where earlier ones end."""
+        return self.corpus.lines(rank, self.tasks)
+
+    def blocks(self, rank: int) -> Iterator[Block]:
+        """The blocks of a task's share of the input."""
+        lines = self.results("lines") if "lines" in self.stages else []
+        return self.corpus.share(rank, self.tasks, lines)
+
+    def malformed(self, parts: Sequence[MalformedLines] = ()) -> MalformedLines:
+        """The malformed lines of all `parts`, under the policy of the command."""
+        together = MalformedLines(self.arguments.malformed)
+        for part in parts:
+            together.merge(part)
+        return together
+
+    def part(self, name: str, rank: int) -> Path:
+        """A file of a task."""
+        return self.folder / f"{name}.{rank:05}"
+
+    @contextmanager
+    def writing(self, rank: int, *names: str) -> Iterator[list[BinaryIO]]:
+        """Files of a task to write, on the disk at the end."""
+        with contextlib.ExitStack() as stack:
+            yield [stack.enter_context(self.part(name, rank).open("wb")) for name in names]
+        for name in names:
+            to_disk(self.part(name, rank))
+
+    def put_part(self, name: str, rank: int, file: Path, offset: int) -> None:
+        """Copy a task's file to its place in `file`, which tasks fill together."""
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+        with self.part(name, rank).open("rb") as source, os.fdopen(descriptor, "wb") as target:
+            target.seek(offset)
+            shutil.copyfileobj(source, target, 2**22)
+        to_disk(file)
+
+    def offset(self, name: str, rank: int) -> int:
+        """Bytes of the files `name` of the tasks before this one."""
+        return sum(self.part(name, earlier).stat().st_size for earlier in range(rank))
+
+    def results(self, stage: str) -> list[Any]:
+        """What the tasks of an earlier stage returned, by rank."""
+        return _results(self.folder, stage, self.tasks_of(stage))
+
+    # --- Running ------------------------------------------------------------------------------------------------------
+
+    def tasks_of(self, stage: str) -> int:
+        """Number of tasks of a stage."""
+        return 1 if stage in self.single else self.tasks
+
+    def left(self, stage: str) -> list[int]:
+        """Ranks of the tasks of a stage that have not finished."""
+        done = set(os.listdir(self.folder)) if self.folder.is_dir() else set()
+        return [rank for rank in range(self.tasks_of(stage)) if f"{stage}.{rank:05}.done" not in done]
+
+    def run_task(self, stage: str, rank: int) -> None:
+        """Do a task that has not been done, and mark it."""
+        marker, failed = self.part(stage, rank).with_suffix(f".{rank:05}.done"), self.part(f"{stage}.failed", rank)
+        if marker.exists():
+            return
+        for earlier in self.stages[: self.stages.index(stage)][-1:]:
+            if left := self.left(earlier):
+                raise RunError(f"task {left[0]} of stage {earlier} has not finished; repeat the command")
+        try:
+            value = getattr(self, stage)(rank)
+        except Exception as error:
+            with contextlib.suppress(OSError):  # of a full disk
+                failed.write_text(str(error) if isinstance(error, UsageError | RunError) else repr(error))
+            raise
+        temporary = Path(f"{marker}.tmp")
+        temporary.write_bytes(pickle.dumps(value))
+        put(temporary, marker)
+
+    def plan(self) -> str:
+        """What must be the same for a run to continue the work of another."""
+        how = replace(self.arguments, executor=None, workers=None, overwrite=False, json=False, sbatch=())
+        files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self.corpus.files]
+        values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
+        return json.dumps({**values, "mjax_version": __version__}, indent=2)
+
+    def close(self) -> None:
+        """Remove the working folder, the plan first: nothing continues what is half removed."""
+        remove(self.folder / "plan.json")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _results(folder: Path, stage: str, count: int) -> list[Any]:
+    files = (folder / f"{stage}.{rank:05}.done" for rank in range(count))
+    return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def run(job: Job) -> Any:
+    """Run all stages on the executor of --executor, print a summary and return the result; None if Slurm has them.
+
+    Raises:
+      UsageError: as the tasks, or datatrove is missing, or another process writes the same output.
+      RunError: a worker was killed, or a task failed on an executor; the same command continues.
+    """
+    kind = job.arguments.executor
+    pipeline = _pipelines(job) if kind else None
+    with _working_folder(job):
+        if kind == "slurm":
+            _submit(job, pipeline)
+            return None
+        if pipeline is None:
+            _run_here(job)
+        for stage in job.stages:
+            if job.left(stage):
+                _run_there(job, stage, pipeline)
+        result = job.results(job.stages[-1])[0]
+        job.close()
+    job.show(result)
+    return result
+
+
+def _run_here(job: Job) -> None:
+    """Run the tasks in worker processes of this one, which runs stages of one task itself."""
+    workers = min(useful_workers(job.arguments.workers, job.corpus.size), job.tasks)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(Workers(workers, _same, (job,))) if workers > 1 else None
+        for stage in job.stages:
+            ranks = job.left(stage)
+            bar = contextlib.nullcontext(lambda _: None) if stage in job.shows else progress(stage, len(ranks))
+            with bar as advance:
+                if pool is None or stage in job.single:
+                    results = (job.run_task(stage, rank) for rank in ranks)
+                else:
+                    results = pool.map(functools.partial(_task, stage), ranks)
+                with contextlib.closing(results):
+                    for _ in results:
+                        advance(1)
+
+
+def _run_there(job: Job, stage: str, pipeline: Callable[..., Any]) -> None:
+    """Run the tasks of a stage on an executor, and name the first that failed."""
+    reason = "it was killed"
+    with status(f"{stage}: {len(job.left(stage))} tasks", Console(stderr=True)):
+        try:
+            pipeline(stage).run()
+        except Exception as error:  # the reasons of tasks are in files
+            reason = repr(error)
+    if left := job.left(stage):
+        reasons = {rank: job.part(f"{stage}.failed", rank) for rank in left}
+        failed = next((rank for rank, file in reasons.items() if file.exists()), left[0])
+        reason = reasons[failed].read_text() if reasons[failed].exists() else reason
+        raise RunError(
+            f"task {failed} of {job.tasks_of(stage)} of stage {stage} failed: {reason}; the same command continues "
+            f"(logs: {job.folder}/logs/{stage})"
+        )
+
+
+def _same(job: Job) -> Job:
+    return job
+
+
+def _task(stage: str, job: Job, rank: int) -> None:
+    job.run_task(stage, rank)
+
+
+@contextmanager
+def _working_folder(job: Job) -> Iterator[None]:
+    """The folder of `job`, with what the same command left in it; what another left is removed."""
+    plan, file = job.plan(), job.folder / "plan.json"
+    _results.cache_clear()
+    try:
+        if job.folder.is_dir() and not (file.is_file() and file.read_text() == plan):
+            if file.is_file():
+                print(
+                    f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr
+                )
+            job.close()
+        job.folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            write_whole(file, plan)
+    except OSError as error:
+        raise RunError(f"{job.output} cannot be written: {error}") from error
+    with file.open() as stream:
+        if not take_lock(stream, print):
+            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        try:
+            yield
+        except BaseException as error:
+            killed = isinstance(error, RunError) and not any(job.folder.glob("*.failed.*"))
+            if job.arguments.executor is None and not killed:
+                job.close()
+            if isinstance(error, OSError):
+                raise RunError(f"writing {job.output} stopped: {error}; nothing was left under that name") from error
+            raise
+
+
+# --- datatrove --------------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A stage as a step of datatrove's pipelines: a callable with data, rank and number of tasks."""
+
+    def __init__(self, job: Job, stage: str):
+        self.job, self.stage = job, stage
+
+    def __call__(self, data: Any, rank: int, world_size: int) -> None:
+        if self.job.arguments.executor != "slurm":
+            with contextlib.suppress(Exception):  # written down for `_run_there`; datatrove would print pages
+                self.job.run_task(self.stage, rank)
+            return
+        self.job.run_task(self.stage, rank)  # a failure cancels the stages that follow
+        if self.stage == self.job.stages[-1]:
+            self.job.show(self.job.results(self.stage)[0])
+            self.job.close()
+
+
+def _pipelines(job: Job) -> Callable[..., Any]:
+    """A function that makes datatrove's executor of a stage; its further arguments are for the executor.
+
+    Raises:
+      UsageError: a package is missing, or --sbatch does not name a partition.
+    """
+    kind = job.arguments.executor
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")  # what tasks say is in the logs
+    try:
+        import datatrove.executor as executors
+
+        if kind == "ray":
+            import ray
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--executor {kind} needs the package {error.name}, which is not installed; type: python -m pip install "
+            f"{'ray' if error.name == 'ray' else repr('mjax[data]')}"
+        ) from None
+    # datatrove's own markers are not used: they would survive a change of the command.
+    common = {"skip_completed": False, "workers": job.arguments.workers or -1}
+    logs = job.folder / "logs"
+    if kind == "slurm":
+        options = dict(option.partition("=")[::2] for option in job.arguments.sbatch)
+        if not options.get("partition") or not shutil.which("sbatch"):
+            raise UsageError(
+                "--executor slurm submits with sbatch; run it where sbatch is, with --sbatch partition=NAME "
+                "[time=HH:MM:SS account=NAME …]"
+            )
+
+        class Slurm(executors.SlurmPipelineExecutor):
+            def launch_merge_stats(self) -> None:
+                """Start no job for datatrove's statistics, which are empty here."""
+
+        executor, logs = Slurm, Path(f"{job.output}.logs").resolve()
+        common |= {"partition": options.pop("partition"), "time": options.pop("time", "24:00:00"), "qos": None}
+        common |= {"mem_per_cpu_gb": 4, "sbatch_args": options}
+        path = f"{Path(sys.executable).parent}:$PATH"
+        common["env_command"] = f'export PATH="{path}" PYTHONPATH="{os.pathsep.join(filter(None, sys.path))}"'
+    elif kind == "ray":
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False)
+        executor = executors.RayPipelineExecutor
+        common["mem_per_cpu_gb"] = 0
+    else:
+
+        class Local(executors.LocalPipelineExecutor):
+            def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+                """Run as any rank but 0, which would copy its log to the terminal."""
+                return executors.LocalPipelineExecutor._run_for_rank(self, rank, 1, node_rank)
+
+        executor = Local
+
+    def make(stage: str, **options: Any) -> Any:
+        options = {**common, **options, "tasks": job.tasks_of(stage), "logging_dir": str(logs / stage)}
+        if kind == "slurm":
+            options["job_name"] = f"mjax-{stage}"
+        return executor([Step(job, stage)], **options)
+
+    return make
+
+
+def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
+    """Submit all stages to Slurm, each after the one before, and say where to look."""
+    submitted = Path(f"{job.output}.logs") / "jobs.json"  # outlives the working folder, which a fast last job removes
+    if submitted.exists() and shutil.which("squeue"):
+        ids = json.loads(submitted.read_text())
+        answer = subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True)
+        if answer.stdout.strip():
+            raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(ids)}; wait, or scancel them first")
+    job.folder, previous, ids = job.folder.resolve(), None, []
+    for stage in job.stages:
+        executor = pipeline(stage, depends=previous)
+        executor.run()
+        ids.append(str(executor.job_id))
+        previous = executor
+    write_whole(submitted, json.dumps(ids))
+    print(
+        f"Submitted {len(ids)} stages of up to {job.tasks} tasks: {', '.join(job.stages)} (jobs {', '.join(ids)})\n"
+        f"State: squeue -j {','.join(ids)}; tasks done: ls {job.folder}/*.done | wc -l; logs: {job.output}.logs\n"
+        f"The last job writes {job.output} and removes {job.folder}. After a failure, scancel what is left and repeat "
+        "the command: it submits the tasks that are missing."
+    )

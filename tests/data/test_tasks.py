@@ -1,0 +1,221 @@
+"""The bytes of an output depend neither on the number of tasks, nor on the executor, nor on tasks that were killed."""
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from mjax.commands.clean import CleanArguments, clean
+from mjax.commands.dedup import DedupArguments, dedup
+from mjax.data.corpus import TextFiles, parse
+from mjax.data.corpus.tasks import Job
+from mjax.errors import RunError, UsageError
+from tests.conftest import ROOT
+from tests.data import cluster
+
+COMMANDS = {
+    "dedup": (dedup, DedupArguments, {}),
+    "clean": (clean, CleanArguments, {"minimum_tokens": 12, "decontaminate": (Path("evaluation.txt"),)}),
+}
+WORDS = [f"word{number}" for number in range(300)]
+
+
+def text(draw: random.Random) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randrange(8, 30)))
+
+
+def write_corpus(folder: Path, documents: int) -> tuple[Path, ...]:
+    """Files of all kinds with equal and similar documents, in `folder`; a space and a bracket are in a name."""
+    draw, texts = random.Random(1), []
+    for _ in range(documents):
+        old = draw.choice(texts) if texts and draw.random() < 0.4 else text(draw)
+        texts.append(old + draw.choice(["", "", " more", " of it"]))
+    rows, part = [{"text": each, "n": number} for number, each in enumerate(texts)], documents // 4
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "a [1] b.jsonl").write_text("".join(lines[: 2 * part]) + "\n" + lines[0].strip())
+    with gzip.open(folder / "c.jsonl.gz", "wt") as stream:
+        stream.writelines(lines[2 * part : 3 * part])
+    (folder / "d.txt").write_text(texts[3])
+    (folder / "e.jsonl").write_text("")
+    parquet.write_table(pyarrow.Table.from_pylist(rows[3 * part :]), folder / "f.parquet", row_group_size=7)
+    (folder / "evaluation.txt").write_text(texts[5])
+    return tuple(folder / name for name in ("a [1] b.jsonl", "c.jsonl.gz", "d.txt", "e.jsonl", "f.parquet"))
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path, 200)
+    return ("a [1] b.jsonl", "c.jsonl.gz", "d.txt", "e.jsonl", "f.parquet")
+
+
+def run(command, inputs, output="out.jsonl", **options):
+    function, arguments, more = COMMANDS[command]
+    return function(arguments(inputs=tuple(map(Path, inputs)), output=Path(output), **{**more, **options}))
+
+
+def hashes(folder=Path("."), stem="out"):
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.glob(f"{stem}*") if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_bytes_do_not_depend_on_tasks(corpus, command):
+    run(command, corpus, tasks=1)
+    alone = hashes()
+    assert len(alone) == 3
+    for tasks in (2, 3, 16):
+        run(command, corpus, tasks=tasks, overwrite=True)
+        assert hashes() == alone
+    run(command, corpus, tasks=3, workers=2, overwrite=True)
+    assert hashes() == alone
+    assert not list(Path().glob("*.tmp"))
+
+
+def test_shares_number_their_lines(tmp_path):
+    """Cut anywhere, a file gives every line once, with its number."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}\n\nno\n{"text": "' + 40 * "b" + '"}\n\n\n{"text": "c"}')
+    for most in (10**6, 30):
+
+        def all_of(blocks):
+            documents, malformed = zip(*(parse(block, "text") for block in blocks), strict=True)
+            return [each._replace(size=0) for each in chain(*documents)], list(chain(*malformed))
+
+        corpus = TextFiles([file], malformed="skip", most=most)
+        whole = all_of(corpus.blocks())
+        for tasks in range(2, corpus.size + 3):
+            lines = [corpus.lines(rank, tasks) for rank in range(tasks)]
+            blocks = [block for rank in range(tasks) for block in corpus.share(rank, tasks, lines)]
+            assert all_of(blocks) == whole
+
+
+def test_killed_work_continues_or_starts_over(corpus, monkeypatch, capsys):
+    """The same command does what is missing; another input or number of tasks starts over."""
+    done = []
+
+    def counted(job, stage, rank):
+        done.append((stage, rank))
+        if done[0] == ("lines", 0) and (stage, rank) == ("clean", 1):
+            raise RunError("a worker process was killed")  # as `Workers` says it
+        return plain(job, stage, rank)
+
+    plain = Job.run_task
+    run("clean", corpus, tasks=1)
+    expected = hashes()
+    monkeypatch.setattr(Job, "run_task", counted)
+    for change in (None, "tasks", "input"):
+        done.clear()
+        with pytest.raises(RunError, match="was killed"):
+            run("clean", corpus, tasks=4, overwrite=True)
+        done[:] = [("", 0)]
+        if change == "input":
+            Path("d.txt").write_text(Path("d.txt").read_text() + " ")
+        run("clean", corpus, tasks=3 if change == "tasks" else 4, overwrite=True)
+        assert (("clean", 0) in done) == (change is not None)
+        assert ("starting over" in capsys.readouterr().err) == (change is not None)
+        assert (hashes() == expected) == (change != "input")
+
+
+@pytest.mark.ci
+def test_failed_task_is_named(corpus):
+    pytest.importorskip("datatrove")
+    Path("own.py").write_text("def keep(text):\n    return 1 / (len(text) - len(text))\n")
+    with pytest.raises(RunError, match=r"task \d of 3 of stage clean failed: --keep own.py:keep failed on .*Zero"):
+        run("clean", corpus, tasks=3, executor="local", keep=("own.py:keep",))
+
+
+def test_impossible_executor_is_rejected(corpus, monkeypatch):
+    pytest.importorskip("datatrove")
+    with pytest.raises(UsageError, match=r"--executor slurm submits with sbatch; .* --sbatch partition=NAME"):
+        run("clean", corpus, executor="slurm")
+    monkeypatch.setitem(sys.modules, "datatrove.executor", None)
+    with pytest.raises(UsageError, match=r"--executor local needs the package datatrove.*mjax\[data\]"):
+        run("clean", corpus, executor="local")
+
+
+def typed(command, inputs, output, *flags):
+    more = ["--minimum-tokens", "12", "--decontaminate", "evaluation.txt"] * (command == "clean")
+    return [sys.executable, "-m", "mjax", command, *inputs, "--output", output, *more, *flags]
+
+
+@pytest.mark.parametrize(
+    ("command", "executor", "tasks"),
+    [
+        pytest.param("clean", "slurm", 2, marks=pytest.mark.ci),
+        *(
+            pytest.param(command, executor, tasks, marks=pytest.mark.all)
+            for command in COMMANDS
+            for executor in ("local", "slurm", "ray")
+            for tasks in (1, 3, 16)
+        ),
+    ],
+)
+def test_bytes_do_not_depend_on_the_executor(corpus, tmp_path, command, executor, tasks):
+    pytest.importorskip("datatrove")
+    if executor == "ray":
+        pytest.importorskip("ray")
+    run(command, corpus, tasks=1)
+    expected = hashes()
+    environment = {**cluster.install(tmp_path / "bin"), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    flags = ["--tasks", str(tasks), "--executor", executor, "--workers", "2", "--overwrite"]
+    if executor == "slurm":
+        flags += ["--sbatch", "partition=cpu", "account=me"]
+    line = typed(command, corpus, "out.jsonl", *flags)
+    result = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert hashes() == expected
+    assert not Path("out.jsonl.tmp").exists()
+    if executor == "slurm":
+        assert "State: squeue -j 1,2" in result.stdout
+        assert "out.jsonl is ready" in "".join(
+            file.read_text() for file in Path().glob("out.jsonl.logs/finish/*/*.out")
+        )
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("command", COMMANDS)
+def test_twenty_killed_tasks_change_nothing(tmp_path, monkeypatch, command):
+    """Worker processes die one after the other, each in another task; the command is repeated each time."""
+    monkeypatch.chdir(tmp_path)
+    inputs = [file.name for file in write_corpus(tmp_path, 2000)]
+    run(command, inputs, tasks=1)
+    expected, kills = hashes(), 0
+    shutil.rmtree("state", ignore_errors=True)
+    Path("state").mkdir()
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, sys\nfrom mjax.data.corpus.tasks import Job\nplain = Job.run_task\n"
+        "def run_task(job, stage, rank):\n"
+        "    mark = f'state/{stage}.{rank}'\n"
+        "    if stage not in job.single and len(os.listdir('state')) < 20 and not os.path.exists(mark):\n"
+        "        open(mark, 'w').close()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return plain(job, stage, rank)\n"
+        "Job.run_task = run_task\n"
+        "if __name__ == '__main__':\n    from mjax.__main__ import main\n    sys.exit(main())\n"
+    )
+    flags = ["--tasks", "16", "--workers", "2", "--overwrite"]
+    line = [sys.executable, str(script), *typed(command, inputs, "out.jsonl", *flags)[3:]]
+    deadline = time.monotonic() + 900
+    while time.monotonic() < deadline:
+        result = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        if result.returncode == 0:
+            break
+        assert "worker processes was killed" in result.stderr, result.stderr
+        kills += 1
+    assert len(os.listdir("state")) >= 20
+    assert kills >= 10  # two workers may die in one run
+    assert hashes() == expected
