@@ -1,11 +1,15 @@
-"""`mjax prepare` compared with Megatron's preprocess_data, with the same tokenizer library on the same text.
+"""`mjax prepare`, with gigatoken and without, compared with Megatron's preprocess_data on the same text.
 
     python benchmarks/prepare.py FILE.jsonl [--megabytes 20] [--workers 1 2] [--rounds 3]
+    taskset -c 0 python benchmarks/prepare.py FILE.jsonl --megabytes 110 --workers 1 --no-pool \\
+        --tokenizer gpt2:encoder.json,vocab.bpe
+
+`--tokenizer llama3` trains 48,000 byte pairs with Llama 3's pattern.
 
 benchmarks/mixture.py writes a FILE. The peer is the loop in Megatron-LM's tools/preprocess_data.py (json.loads,
 tokenize, flatten, add_document), which is in no package, around megatron-core's own IndexedDatasetBuilder. "loop" runs
 it in one process. "pool" works like the script: multiprocessing.Pool.imap with chunks of 32 documents; one worker makes
-two processes. Both use mjax's tokenizer, one text per call as in the script.
+two processes. Both use mjax's tokenizer without gigatoken, one text per call as in the script.
 
 Contenders alternate, after one round of warm-up, and the fastest round of each counts. The start of worker processes is
 included, that of the interpreter is not. CPU seconds are of all processes; those of the first process, which reads and
@@ -34,6 +38,7 @@ from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles
 from mjax.data.tokenizers import load_tokenizer
+from mjax.data.tokenizers.fast import SWITCH
 from mjax.errors import UsageError
 
 _tokenizer = None
@@ -44,6 +49,7 @@ _tokenizer = None
 
 def initialise(spec: str) -> None:
     global _tokenizer
+    os.environ[SWITCH] = "0"
     _tokenizer = load_tokenizer(spec)
 
 
@@ -83,25 +89,53 @@ def megatron(file: Path, spec: str, prefix: str, workers: int | None) -> None:
 # --- The comparison ---------------------------------------------------------------------------------------------------
 
 
-def mjax(file: Path, spec: str, prefix: str, workers: int) -> None:
+def mjax(file: Path, spec: str, prefix: str, workers: int, switch: str) -> None:
+    os.environ[SWITCH] = switch
     prepare(PrepareArguments(output=prefix, inputs=(file,), tokenizer=spec, workers=workers, overwrite=True, json=True))
 
 
-def contenders(file: Path, spec: str, folder: Path, workers: list[int]) -> dict[str, Callable[[], None]]:
+def contenders(file: Path, spec: str, folder: Path, workers: list[int], pool: bool) -> dict[str, Callable[[], None]]:
     runs = {"megatron loop": lambda: megatron(file, spec, str(folder / "loop"), None)}
+    os.environ[SWITCH] = "1"
+    encoders = {load_tokenizer(spec).encoder: "1"}
+    if "gigatoken" in encoders:
+        encoders = {"tokenizers": "0", **encoders}
     for count in workers:
-        runs[f"megatron pool, workers {count}"] = lambda n=count: megatron(file, spec, str(folder / f"pool{n}"), n)
-        runs[f"mjax, workers {count}"] = lambda n=count: mjax(file, spec, str(folder / f"mjax{n}"), n)
+        if pool:
+            runs[f"megatron pool, workers {count}"] = lambda n=count: megatron(file, spec, str(folder / f"pool{n}"), n)
+        for name, switch in encoders.items():
+            prefix = str(folder / f"mjax{count}-{name}")
+            runs[f"mjax, {name}, workers {count}"] = lambda n=count, p=prefix, s=switch: mjax(file, spec, p, n, s)
     return runs
 
 
-def cut(file: Path, megabytes: float, folder: Path) -> Path:
+def llama3(file: Path, folder: Path) -> str:
+    """Train byte pairs with the pattern of Llama 3, whose own vocabulary is in no package."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern + r"|\s+(?!\S)|\s+"), "isolated")
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder, special = decoders.ByteLevel(), ["<|begin_of_text|>", "<|end_of_text|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=48_000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = (document.text for document in TextFiles([cut(file, 30, folder, "training.jsonl")]))
+    made.train_from_iterator(texts, trainer)
+    made.save(str(folder / "llama3.json"))
+    return f"hf:{folder}/llama3.json"
+
+
+def cut(file: Path, megabytes: float, folder: Path, name: str = "part.jsonl") -> Path:
     """The first lines of `file`, `megabytes` of them.
 
     Raises:
       UsageError: not one fits.
     """
-    part = folder / "part.jsonl"
+    part = folder / name
     with file.open("rb") as source, part.open("wb") as target:
         for line in source:
             if target.tell() + len(line) > megabytes * 1e6:
@@ -135,9 +169,12 @@ def quietly(run: Callable[[], None]) -> Times:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, help="a .jsonl file, such as benchmarks/mixture.py writes")
-    parser.add_argument("--tokenizer", default=None, help="as for mjax prepare; trained on the text when not given")
+    parser.add_argument(
+        "--tokenizer", default=None, help="as for mjax prepare, or llama3; trained on the text when not given"
+    )
     parser.add_argument("--megabytes", type=float, default=20.0, help="how much of the file is used (default: 20)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
+    parser.add_argument("--no-pool", action="store_true", help="leave Megatron's pool of processes out")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (default: 3)")
     arguments = parser.parse_args()
     check_counts(arguments, "workers", "rounds")
@@ -152,7 +189,9 @@ def main() -> int:
             training = PrepareArguments(output=str(folder / "t"), inputs=(part,), vocabulary=32000)
             quietly(lambda: prepare(training))
             spec = f"sentencepiece:{folder}/t.tokenizer/tokenizer.model"
-        runs = contenders(part, spec, folder, arguments.workers)
+        if spec == "llama3":
+            spec = llama3(arguments.file, folder)
+        runs = contenders(part, spec, folder, arguments.workers, not arguments.no_pool)
         times: dict[str, list[Times]] = {run: [] for run in runs}
         for counts in [False] + [True] * arguments.rounds:
             for run, start in runs.items():
@@ -171,15 +210,17 @@ def main() -> int:
 
 
 def report(times: dict[str, list[Times]], size: int, tokenizer: str) -> None:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "sentencepiece", "numpy"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "sentencepiece", "tokenizers"))
+    if any("gigatoken" in name for name in times):
+        versions += f", gigatoken {version('gigatoken')}"
     print(f"{size / 1e6:.1f} MB of JSON lines; {tokenizer}; {len(os.sched_getaffinity(0))} cores; {versions}")
-    print(f"{'':<26} {'s':>7} {'MB/s':>6} {'speed':>6} {'CPU s':>7} {'of the first':>12}   s of all rounds")
+    print(f"{'':<29} {'s':>7} {'MB/s':>6} {'speed':>6} {'CPU s':>7} {'of the first':>12}   s of all rounds")
     peer = min(times["megatron loop"])
     for name, rounds in times.items():
         best = min(rounds)
         figures = f"{best.wall:>7.2f} {size / best.wall / 1e6:>6.2f} {peer.wall / best.wall:>5.2f}x"
         every = " ".join(f"{each.wall:.2f}" for each in rounds)
-        print(f"{name:<26} {figures} {best.cpu:>7.2f} {best.first_process:>12.2f}   {every}")
+        print(f"{name:<29} {figures} {best.cpu:>7.2f} {best.first_process:>12.2f}   {every}")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ that is killed leaves files that end in .tmp, which the same command replaces, w
 
 import dataclasses
 import json
+import os
 import random
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -55,6 +56,7 @@ from mjax.data.indexed import check_output, dataset_files, put_beside, temporary
 from mjax.data.samples import advice
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
 from mjax.data.tokenizers.bert import TRAINABLE
+from mjax.data.tokenizers.fast import SWITCH, EncodersDiffer
 from mjax.errors import UsageError
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
@@ -157,7 +159,12 @@ def write_dataset(arguments: PrepareArguments) -> PrepareSummary:
     if arguments.chat:
         tokenizer.bos = None  # the template writes it
     encoding_began = time.perf_counter()
-    metadata, counts = _write(arguments, corpus, tokenizer, workers)
+    try:
+        metadata, counts = _write(arguments, corpus, tokenizer, workers)
+    except EncodersDiffer as error:  # with any number of workers the dataset is the same: begin again
+        print(f"{error}; begin again with tokenizers alone", file=sys.stderr)
+        os.environ[SWITCH] = "0"
+        metadata, counts = _write(arguments, corpus, tokenizer, Workers(workers.count, encoder, making))
     now = time.perf_counter()
     files = dataset_files(arguments.output)
     return PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began, *counts.tolist())
@@ -278,7 +285,7 @@ class Encoder:
 
     def __init__(self, arguments: PrepareArguments, key: str, tokenizer: Path):
         self.key, self.append_eod, self.tokenizer = key, arguments.append_eod, tokenizer_from_folder(tokenizer)
-        self.begin = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
+        self.begin = self.tokenizer.bos
         self.dtype = token_dtype(self.tokenizer.vocabulary)
         self.splitter = load_splitter(arguments.language) if arguments.split_sentences else None
 
@@ -286,30 +293,40 @@ class Encoder:
         """The documents of a block as token ids."""
         parsed, malformed = parse(block, self.key)
         texts = [document.text for document in parsed]
-        documents = self._encode(texts)
-        sequences = [sequence for document in documents for sequence in document]
-        lengths = np.fromiter(map(len, sequences), np.int32, len(sequences))
+        if block.first == 1:
+            self.tokenizer.begin_file()
+        tokens, lengths, sequences = self._encode(texts)
         return Encoded(
-            tokens=np.fromiter(chain.from_iterable(sequences), self.dtype, lengths.sum(dtype=np.int64)),
+            tokens=tokens.astype(self.dtype),
             lengths=lengths,
-            sequences=np.fromiter(map(len, documents), np.int64, len(documents)),
+            sequences=sequences,
             text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
             size=block.size,
             malformed=malformed,
         )
 
-    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
-        """Ids of each sequence of each document."""
-        pieces = (
+    def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, the lengths of sequences, and the number of sequences in each document, 0 without text."""
+        parts = (
             [split_sentences(text, self.splitter) for text in texts] if self.splitter else [[text] for text in texts]
         )
-        ids = iter(self.tokenizer.encode_batch([sequence for document in pieces for sequence in document]))
-        documents = [[encoded for _ in document if (encoded := next(ids))] for document in pieces]
-        for document in filter(None, documents):
-            document[0][:0] = self.begin
-            if self.append_eod:
-                document[-1].append(self.tokenizer.eod)
-        return documents
+        tokens, lengths = self.tokenizer.encode_flat([sequence for document in parts for sequence in document])
+        document = np.repeat(np.arange(len(parts)), [len(document) for document in parts])[lengths > 0]
+        lengths, sequences = lengths[lengths > 0].astype(np.int32), np.bincount(document, minlength=len(parts))
+        # Every document with tokens has a first and a last sequence: `begin` goes before one, the end behind the other.
+        last = np.cumsum(sequences)[sequences > 0] - 1
+        first = last - sequences[sequences > 0] + 1
+        ends = np.cumsum(lengths, dtype=np.int64)
+        before, after = [np.empty(0, np.int64)] * 2
+        if self.begin is not None:
+            before = (ends - lengths)[first]
+            lengths[first] += 1
+        if self.append_eod:
+            after = ends[last]
+            lengths[last] += 1
+        # The end of a document is inserted before the beginning of the next, which is at the same place.
+        values = np.repeat([self.tokenizer.eod, self.begin or 0], [len(after), len(before)]).astype(tokens.dtype)
+        return np.insert(tokens, np.concatenate([after, before]), values), lengths, sequences
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------

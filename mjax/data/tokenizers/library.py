@@ -14,13 +14,18 @@ is refused, because other merges would silently give other tokens.
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Self
 
+import numpy as np
 import tokenizers
 
+from mjax.data.tokenizers.fast import WORTH, EncodersDiffer, FastEncoder, fast_encoder
 from mjax.errors import UsageError
 
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
@@ -95,6 +100,25 @@ class Tokenizer:
         """`encode` of each text, faster where the library allows; in one thread."""
         raise NotImplementedError
 
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts, one after the other, uint32 [tokens], and the tokens of each text, int64 [texts].
+
+        Raises:
+          UsageError: as `encode`.
+          EncodersDiffer: gigatoken encodes a text differently; switch it off and begin again.
+        """
+        ids = self.encode_batch(texts)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        return np.fromiter(chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
+
+    @property
+    def encoder(self) -> str:
+        """The package that `encode_flat` uses."""
+        return "mjax"
+
+    def begin_file(self) -> None:
+        """Compare the first texts that follow with another encoder, where there are two."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
 
@@ -160,7 +184,43 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the tokens of each text; special tokens written out in it are text like any other."""
-        # The fast one keeps no track of which token came from which characters.
+        if self._is_worth(texts):
+            try:
+                ids, lengths = self._fast.encode(texts)
+                return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+            except EncodersDiffer as error:
+                print(f"{error}; mjax continues with tokenizers alone", file=sys.stderr)
+                self._fast = None
+        return self._encode_slowly(texts)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Encode all texts as any tokenizer does, and without lists where gigatoken can."""
+        return self._fast.encode(texts) if self._is_worth(texts) else super().encode_flat(texts)
+
+    @property
+    def encoder(self) -> str:
+        """The package that encodes many texts."""
+        return "tokenizers" if self._fast is None else "gigatoken"
+
+    def begin_file(self) -> None:
+        """Let gigatoken's ids of the first texts that follow be compared."""
+        if self._fast is not None:
+            self._fast.compare()
+
+    @cached_property
+    def _fast(self) -> FastEncoder | None:
+        return fast_encoder(self.library, self._encode_slowly)
+
+    def _is_worth(self, texts: Sequence[str]) -> bool:
+        """True if gigatoken encodes these texts; they are checked to be valid."""
+        if sum(map(len, texts)) < WORTH or self._fast is None:
+            return False
+        for text in texts:
+            utf8(text)
+        return True
+
+    def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
+        # The fast method keeps no track of which token came from which characters.
         return [encoding.ids for encoding in self._encoded(texts, self.library.encode_batch_fast)]
 
     def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:

@@ -66,6 +66,11 @@ class SentencePieceTokenizer(Tokenizer):
             utf8(text)
         return self._processor.encode(list(texts), num_threads=1)
 
+    @property
+    def encoder(self) -> str:
+        """The package that encodes."""
+        return "sentencepiece"
+
     def _text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 

@@ -1,0 +1,113 @@
+"""Byte pairs at the speed of memory: gigatoken in place of `tokenizers`, for texts that both encode alike.
+
+gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules are older than those of `tokenizers` by a version of
+Unicode, so a text goes to `tokenizers` if it holds
+
+- a code point that Unicode 16 lacks: gigatoken takes a new letter for one, and finds the contraction in `X's`;
+- a token that `tokenizers` finds in text, such as Qwen's `<think>`;
+- where the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
+
+A tokenizer that gigatoken does not know, or that normalizes in another way, goes to `tokenizers` altogether. Both
+encode the beginning of the first 1,000 texts of every file, and are compared. MJAX_GIGATOKEN=0 switches gigatoken off.
+"""
+
+import json
+import os
+import unicodedata
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import tokenizers
+
+from mjax.errors import RunError
+
+COMPARED, BEGINNING = 1000, 1024
+"""Texts of a file that are compared, and their first characters: `tokenizers` takes half a second for these."""
+WORTH = 2**16  # characters in a call; less is encoded before gigatoken is ready
+SWITCH = "MJAX_GIGATOKEN"
+
+
+class EncodersDiffer(RunError):
+    """gigatoken and `tokenizers` encode a text differently; the message says which."""
+
+
+class FastEncoder:
+    """Encodes with gigatoken the texts that both encode alike, and all others by `slow`.
+
+    Raises:
+      Exception: gigatoken is not there, or does not know this tokenizer.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]):
+        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json  # optional
+
+        values = json.loads(library.to_str())
+        self._slow, self._normalizes = slow, values["normalizer"] is not None
+        self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
+        if self._normalizes and values["normalizer"] != {"type": "NFC"}:
+            raise ValueError("only NFC is known not to change a text")
+        # Special tokens are text here, which to gigatoken no added token is.
+        self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
+        if not isinstance(self._library, BPETokenizer):
+            raise ValueError("sentencepiece's byte pairs are not compared")
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare the first of the texts that follow."""
+        self._left = COMPARED
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts, one after the other, uint32 [tokens], and the tokens of each text, int64 [texts].
+
+        Raises:
+          EncodersDiffer: a text that is compared has two encodings.
+        """
+        is_fast = [self._is_fast(text) for text in texts]
+        if self._left:
+            self._compare([text[:BEGINNING] for text, fast in zip(texts, is_fast, strict=True) if fast][: self._left])
+            self._left = max(self._left - len(texts), 0)
+        slow = iter(self._slow([text for text, fast in zip(texts, is_fast, strict=True) if not fast]))
+        rows = [
+            self._library.encode(text) if fast else np.array(next(slow), np.uint32)
+            for text, fast in zip(texts, is_fast, strict=True)
+        ]
+        return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
+
+    def _is_fast(self, text: str) -> bool:
+        if any(token in text for token in self._added):
+            return False
+        if text.isascii():
+            return True
+        if self._normalizes and not unicodedata.is_normalized("NFC", text):
+            return False
+        found = _classes()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].max()
+        return found < (MARK if self._normalizes else UNKNOWN)
+
+    def _compare(self, texts: list[str]) -> None:
+        for text, ids in zip(texts, self._slow(texts), strict=True):
+            if self._library.encode(text).tolist() != ids:
+                raise EncodersDiffer(f"gigatoken and tokenizers encode {text[:60]!r} differently")
+
+
+MARK, UNKNOWN = 1, 2
+
+
+@cache
+def _classes() -> np.ndarray:
+    """For each code point UNKNOWN if Unicode lacks it, MARK if it combines with the character before, else 0."""
+    classes = {"Cn": UNKNOWN, "Mn": MARK, "Mc": MARK, "Me": MARK}
+    categories = map(unicodedata.category, map(chr, range(0x110000)))
+    return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, 0x110000)
+
+
+def fast_encoder(library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]) -> FastEncoder | None:
+    """A FastEncoder, or None if gigatoken is missing, switched off, or does not know the tokenizer."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        return FastEncoder(library, slow)
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of Rust is not an Exception
+        return None

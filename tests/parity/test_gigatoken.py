@@ -1,0 +1,137 @@
+"""gigatoken in place of `tokenizers`: the same ids for every text, and the same bytes on disk."""
+
+import dataclasses
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers, trainers
+
+from mjax.commands.prepare import PrepareArguments, prepare
+from mjax.data.tokenizers import load_tokenizer
+from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder
+from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
+
+pytestmark = pytest.mark.ci
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {
+    "llama 3": CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,
+    "qwen 3": CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,
+}
+
+
+def library(kind, folder):
+    """A small tokenizer with the words of GPT-2, Llama 3 or Qwen 3; Qwen's normalizes, and finds <think> in text."""
+    made = hf_byte_pairs()
+    if kind != "gpt2":
+        split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[kind]), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator([*TEXTS, *["it's we'll don't"] * 99], trainer)  # "'s" is one token
+    if kind == "gpt2":
+        vocab, merges = made.model.save(str(folder))
+        return load_tokenizer(f"gpt2:{vocab},{merges}")
+    if kind == "qwen 3":
+        made.normalizer = normalizers.NFC()
+        made.add_tokens([tokenizers.AddedToken("<think>", special=False, normalized=False)])
+    made.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(f"hf:{folder}/tokenizer.json")
+
+
+@pytest.fixture(params=["gpt2", "llama 3", "qwen 3"])
+def tokenizer(request, tmp_path):
+    return library(request.param, tmp_path)
+
+
+def assert_same(tokenizer, texts):
+    ids, lengths = FastEncoder(tokenizer.library, tokenizer._encode_slowly).encode(texts)
+    expected = tokenizer._encode_slowly(texts)
+    for text, ours, theirs in zip(texts, np.split(ids, np.cumsum(lengths)[:-1]), expected, strict=True):
+        assert ours.tolist() == theirs, repr(text[:300])
+
+
+def test_ids_are_those_of_tokenizers(tokenizer):
+    """Texts that break tokenizers, and letters newer than gigatoken, before a contraction."""
+    newer = [f"{chr(code)}'s x{chr(code)}'ll" for code in (0x88F, 0xC5C, 0x11DE5, 0x16EB8, 0x18DCB, 0x1E6CF, 0x323B0)]
+    added = ["<think>so</think>", "a<think>", unicodedata.normalize("NFD", "Ångström's déjà's 한국어")]
+    assert_same(tokenizer, [*NASTY.values(), *TEXTS, *newer, *added])
+
+
+def test_ids_are_those_of_tokenizers_after_any_character(tokenizer):
+    """Before and after a contraction, a word, a number; of Chinese and the like every eighth character."""
+    of_code = {code: unicodedata.category(chr(code)) for code in range(0x110000)}
+    known = [code for code, category in of_code.items() if category not in ("Cn", "Cs", "Co")]
+    characters = [chr(code) for code in known if of_code[code] != "Lo" or code % 8 == 0]
+    texts = [
+        "".join(f"{c}'s a{c}'ll '{c} {c}{c} 1{c}\n" for c in characters[i : i + 50])
+        for i in range(0, len(characters), 50)
+    ]
+    assert_same(tokenizer, texts)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen 3"])
+def test_dataset_is_that_of_tokenizers(tmp_path, monkeypatch, kind):
+    """With a token before (GPT-2) and behind each document, and documents without text."""
+    tokenizer = library(kind, tmp_path)
+    file = tmp_path / "corpus.jsonl"
+    texts = ["", "\u0c5c's " * 2000, *[" ".join(TEXTS) * 3 + f" {i}. Another sentence." for i in range(300)], ""]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer.bos = tokenizer.bos_of_files()
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    run = f"run:{tmp_path}/run"
+    how = PrepareArguments(output=str(tmp_path / "fast"), inputs=(file,), tokenizer=run, workers=1)
+    assert load_tokenizer(how.tokenizer).encoder == "gigatoken"
+    prepare(how)
+    monkeypatch.setenv(SWITCH, "0")
+    assert load_tokenizer(how.tokenizer).encoder == "tokenizers"
+    prepare(dataclasses.replace(how, output=str(tmp_path / "slow")))
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"fast.{ending}").read_bytes() == (tmp_path / f"slow.{ending}").read_bytes()
+
+
+def test_prepare_begins_again_when_encoders_differ(tmp_path, monkeypatch, capsys):
+    tokenizer = library("gpt2", tmp_path)
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(SWITCH, "1")  # restored afterwards
+    encoded = []
+
+    def wrong(self, texts):
+        encoded.append(len(texts))
+        raise EncodersDiffer("gigatoken and tokenizers encode 'x' differently")
+
+    monkeypatch.setattr(FastEncoder, "_compare", wrong)
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": text * 200}) + "\n" for text in TEXTS))
+    tokenizer.save(tmp_path / "run" / "tokenizer")
+    prepare(PrepareArguments(output=str(tmp_path / "d"), inputs=(file,), tokenizer=f"run:{tmp_path}/run", workers=1))
+    assert encoded, "gigatoken was not asked"
+    assert "differently; begin again with tokenizers alone" in capsys.readouterr().err
+    ids = [token for text in TEXTS for token in [*tokenizer._encode_slowly([text * 200])[0], tokenizer.eod]]
+    assert np.fromfile(tmp_path / "d.bin", "<u2").tolist() == ids
+
+
+def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
+    tokenizer = library("gpt2", tmp_path)
+    texts = ["word " * WORTH]
+    expected = tokenizer._encode_slowly(texts)
+    assert tokenizer.encode_batch(texts) == expected
+    tokenizer._fast.compare()
+    tokenizer._fast._slow = lambda texts: [[0] for _ in texts]
+    assert tokenizer.encode_batch(texts) == expected
+    assert "mjax continues with tokenizers alone" in capsys.readouterr().err
+    assert tokenizer.encoder == "tokenizers"
+
+
+def test_unknown_normalizers_and_words_stay_with_tokenizers(tmp_path):
+    made = hf_byte_pairs()
+    made.normalizer = normalizers.Lowercase()
+    made.save(str(tmp_path / "lower.json"))
+    made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Split(tokenizers.Regex("ox|[^o]+"), "isolated")
+    made.save(str(tmp_path / "words.json"))
+    for name in ("lower", "words"):
+        assert load_tokenizer(f"hf:{tmp_path}/{name}.json").encoder == "tokenizers"
