@@ -58,6 +58,7 @@ from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folde
 from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import SWITCH, EncodersDiffer
 from mjax.errors import UsageError
+from mjax.utils.remote import check_local
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
@@ -196,6 +197,7 @@ def _check(arguments: PrepareArguments) -> None:
     check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
+    check_local(arguments.output)
     check_output(arguments.output, arguments.overwrite)
 
 

@@ -76,7 +76,7 @@ def test_ids_are_those_of_tokenizers_after_any_character(tokenizer):
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen 3"])
 def test_dataset_is_that_of_tokenizers(tmp_path, monkeypatch, kind):
-    """With a token before (GPT-2) and behind each document, and documents without text."""
+    """Compare bytes, with a token before (GPT-2) and behind each document, and documents without text."""
     tokenizer = library(kind, tmp_path)
     file = tmp_path / "corpus.jsonl"
     texts = ["", "\u0c5c's " * 2000, *[" ".join(TEXTS) * 3 + f" {i}. Another sentence." for i in range(300)], ""]

@@ -40,6 +40,7 @@ from mjax.data.corpus.blocks import (
     read_blocks,
 )
 from mjax.errors import RunError, UsageError, either
+from mjax.utils.remote import RemoteFile, located
 
 EXAMPLES = 5  # malformed lines that are shown
 BLANK_LINE = "blank-line"
@@ -204,7 +205,7 @@ class TextArguments:
     inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
     """Text in UTF-8: .txt, .md, .py and the like hold one document per file, .jsonl one per line, all plain, .gz or
     .zst; .parquet one per row. A folder, or a quoted pattern such as 'data/*.jsonl', means its files in the order of
-    their names."""
+    their names. Addresses such as s3://bucket/data/*.jsonl too."""
     key: str = "text"
     """Field of a .jsonl line or column of a .parquet file that holds the text."""
     malformed: Literal["stop", "skip"] = "stop"
@@ -241,7 +242,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
       UsageError: nothing matches, or a file is named twice.
     """
     files: list[Path] = []
-    for given in inputs:
+    for given in map(located, inputs):
         if given.is_dir():
             inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
@@ -251,7 +252,11 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
                 )
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
-            matching = sorted(Path(name) for name in glob.glob(str(given), recursive=True) if Path(name).is_file())
+            if isinstance(given, RemoteFile):
+                matching = given.matching()
+            else:
+                names = glob.glob(str(given), recursive=True)
+                matching = sorted(Path(name) for name in names if Path(name).is_file())
             if not matching:
                 raise UsageError(f"no file matches {given}; give another pattern, or files by name")
             files += matching

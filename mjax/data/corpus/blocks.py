@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mjax.errors import UsageError
+from mjax.utils.remote import RemoteFile
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -175,7 +176,8 @@ def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: in
         ) from None
     size = file.stat().st_size
     try:
-        with parquet.ParquetFile(file, page_checksum_verification=True) as table:
+        source = file.open("rb") if isinstance(file, RemoteFile) else file
+        with parquet.ParquetFile(source, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
             if key and key not in names:
                 there = ", ".join(map(repr, names)) or "none"

@@ -34,6 +34,7 @@ from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
 from mjax.utils.files import put
 from mjax.utils.progress import progress
+from mjax.utils.remote import check_local
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -85,6 +86,7 @@ def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
       UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
     """
     output = arguments.output
+    check_local(output)
     if output.suffix != ".jsonl":
         raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
     read = {file.resolve() for file in inputs}

@@ -1,4 +1,4 @@
-"""Byte pairs at the speed of memory: gigatoken in place of `tokenizers`, for texts that both encode alike.
+"""Byte pairs at the speed of memory: gigatoken in place of `tokenizers`, for texts that both encode equally.
 
 gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules are older than those of `tokenizers` by a version of
 Unicode, so a text goes to `tokenizers` if it holds
@@ -33,7 +33,7 @@ class EncodersDiffer(RunError):
 
 
 class FastEncoder:
-    """Encodes with gigatoken the texts that both encode alike, and all others by `slow`.
+    """Encodes with gigatoken the texts that both encode equally, and all others by `slow`.
 
     Raises:
       Exception: gigatoken is not there, or does not know this tokenizer.
