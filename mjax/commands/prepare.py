@@ -5,15 +5,15 @@
     PREFIX.tokenizer/        the tokenizer, ready to be loaded
     PREFIX.mask              of conversations (--chat): which tokens are trained
 
-This process reads raw blocks and writes tokens; workers encode, which can use many cores. Text is streamed: memory
-holds a few blocks per worker and, while a tokenizer is trained, a sample of the text.
+Tasks encode shares of the text and copy their tokens to known places of the dataset (data/corpus/tasks.py), here or on
+a cluster. Text is streamed: memory holds a block per worker and, while a tokenizer is trained, a sample of the text.
 
 The rules are those of Megatron's tools/preprocess_data.py: a sequence without tokens is left out, so a document without
 text has no sequence but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
 the last sequence of a document, if it has one.
 
 Files get their final names when everything is done, the index last. A run that is interrupted removes its files; one
-that is killed leaves files that end in .tmp, which the same command replaces, with the same result.
+that is killed leaves PREFIX.tmp, where the same command continues, with the same result.
 """
 
 import dataclasses
@@ -21,13 +21,14 @@ import json
 import os
 import random
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -48,16 +49,38 @@ from mjax.commands.conversations import (
 from mjax.config import DataConfig, load_config
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
-from mjax.data.corpus import Corpus, Questions, Wikipedia, load_splitter, parse, split_sentences
+from mjax.data.corpus import (
+    Corpus,
+    MalformedLines,
+    Questions,
+    Wikipedia,
+    load_splitter,
+    parse,
+    split_sentences,
+    tasks,
+)
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.outputs import facts, speed, text_progress
-from mjax.data.corpus.workers import Workers, useful_workers
-from mjax.data.indexed import check_output, dataset_files, put_beside, temporary_tokenizer, token_dtype, writing
+from mjax.data.corpus.workers import useful_workers
+from mjax.data.indexed import (
+    Shape,
+    check_ids,
+    check_output,
+    dataset_files,
+    index_file,
+    mask_file,
+    put_beside,
+    put_index,
+    temporary_tokenizer,
+    token_dtype,
+    token_file,
+)
 from mjax.data.samples import advice
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
 from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import SWITCH, EncodersDiffer
 from mjax.errors import UsageError
+from mjax.utils.files import put, remove
 from mjax.utils.remote import check_local
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
@@ -116,59 +139,170 @@ class PrepareSummary:
     endless: int = 0
 
 
-def prepare(arguments: PrepareArguments) -> PrepareSummary:
-    """`mjax prepare`: write the dataset and print a summary; raises as `write_dataset`."""
-    summary = write_dataset(arguments)
-    metadata = summary.metadata
-    if arguments.json:
-        rates = {"documents_per_second": metadata.documents / summary.encoding_seconds}
-        rates["megabytes_per_second"] = metadata.text_bytes / summary.encoding_seconds / 1e6
-        values = dataclasses.asdict(summary)
-        values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
-        print(json.dumps(values, ensure_ascii=False, default=str))
-    else:
-        show(arguments, summary)
-        print(f"\nNext: {_following(arguments, metadata)}")
-    return summary
-
-
-def write_dataset(arguments: PrepareArguments) -> PrepareSummary:
-    """Read text, train a tokenizer if none is given, and write the dataset.
+def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSummary | None:
+    """Write a dataset and print a summary, with the command that follows; None if the work was submitted to a cluster.
 
     Raises:
       UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
       RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
     """
-    began = time.perf_counter()
+    began = time.time()
     _check(arguments)
-    run = Path((arguments.tokenizer or "").partition(":")[2])  # of --chat
     if arguments.chat:
+        run = Path((arguments.tokenizer or "").partition(":")[2])
         arguments = dataclasses.replace(arguments, longest=arguments.longest or longest_of(run))
         corpus = Questions() if arguments.demo else conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    making = (arguments, corpus.key, temporary_tokenizer(arguments.output))
-    encoder = ConversationEncoder if arguments.chat else Encoder
-    workers = Workers(useful_workers(arguments.workers, corpus.size), encoder, making)
-    tokenizer = _train(corpus, arguments) if _trains(arguments) else load_tokenizer(arguments.tokenizer)
-    if arguments.prepend_bos != "auto":
-        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
-        if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(
-                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
-            )
-    if arguments.chat:
-        tokenizer.bos = None  # the template writes it
-    encoding_began = time.perf_counter()
+    if not _trains(arguments):
+        _load(arguments)  # what cannot be loaded is refused before anything is read
+    job = PrepareJob(arguments, corpus, began, following)
     try:
-        metadata, counts = _write(arguments, corpus, tokenizer, workers)
-    except EncodersDiffer as error:  # with any number of workers the dataset is the same: begin again
+        return tasks.run(job)
+    except EncodersDiffer as error:  # with any number of tasks the dataset is the same: begin again
         print(f"{error}; begin again with tokenizers alone", file=sys.stderr)
         os.environ[SWITCH] = "0"
-        metadata, counts = _write(arguments, corpus, tokenizer, Workers(workers.count, encoder, making))
-    now = time.perf_counter()
-    files = dataset_files(arguments.output)
-    return PrepareSummary(metadata, files, workers.count, now - began, now - encoding_began, *counts.tolist())
+        shutil.rmtree(job.folder, ignore_errors=True)
+        return tasks.run(PrepareJob(arguments, corpus, began, following))
+
+
+class EncodedShare(NamedTuple):
+    """Sizes of an encoded share; `counts` are those of the last fields of a summary."""
+
+    shape: Shape
+    text_bytes: int
+    trained: int
+    counts: np.ndarray
+    malformed: MalformedLines
+
+
+class PrepareJob(tasks.Job):
+    """The stages of `mjax prepare`."""
+
+    def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool):
+        super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
+        self.began, self.following, self.encoding_began = began, following, began
+
+    @property
+    def _tokenizer_folder(self) -> Path:
+        return self.folder / "tokenizer"
+
+    def begin(self) -> None:
+        """Train the tokenizer, if none is given, and save it for the tasks."""
+        how, folder = self.arguments, self._tokenizer_folder
+        if not folder.exists():
+            part = self.folder / "tokenizer.part"
+            shutil.rmtree(part, ignore_errors=True)
+            tokenizer = _with_bos(_train(self.corpus, how), how) if _trains(how) else _load(how)
+            if how.chat:
+                tokenizer.bos = None  # the template writes it
+                save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
+            tokenizer.save(part)
+            put(part, folder)
+        if how.preview and not how.json:
+            show_first(how, self.corpus, folder)
+        self.encoding_began = time.time()
+
+    @cached_property
+    def _encoder(self) -> "Encoder | ConversationEncoder":
+        make = ConversationEncoder if self.arguments.chat else Encoder
+        return make(self.arguments, self.corpus.key, self._tokenizer_folder)
+
+    @cached_property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(token_dtype(tokenizer_from_folder(self._tokenizer_folder).vocabulary))
+
+    def encode(self, rank: int) -> EncodedShare:
+        """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks."""
+        encoder, malformed = self._encoder, self.malformed()
+        documents = sequences = tokens = text_bytes = trained = 0
+        counts = np.zeros(3, np.int64)
+        with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
+            for raw in self.blocks(rank):
+                block = encoder.encode(raw)
+                malformed.add(block.malformed)
+                check_ids(block.tokens, encoder.tokenizer.vocabulary)
+                block.tokens.astype(encoder.dtype, copy=False).tofile(token_stream)
+                block.lengths.astype(np.int32, copy=False).tofile(lengths)
+                (np.cumsum(block.sequences, dtype=np.int64) + sequences).tofile(ends)
+                if block.trained is not None:
+                    block.trained.astype(np.uint8).tofile(masks)
+                    trained += int(block.trained.sum())
+                documents, sequences = documents + len(block.sequences), sequences + len(block.lengths)
+                tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
+                counts += (block.dropped, block.cut, block.endless)
+        return EncodedShare(Shape(documents, sequences, tokens), text_bytes, trained, counts, malformed)
+
+    def merge(self, rank: int) -> None:
+        """Copy a share to its place in the files of the dataset."""
+        shapes = np.array([part.shape for part in self.results("encode")])
+        before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
+        dtype = self._dtype
+        self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
+        if self.arguments.chat:
+            self.put_part("masks", rank, self.folder / "mask", before.tokens)
+        lengths = np.fromfile(self.part("lengths", rank), np.int32)
+        put_index(self.folder / "idx", dtype, before, whole, lengths, np.fromfile(self.part("ends", rank), np.int64))
+
+    def finish(self, rank: int) -> PrepareSummary:
+        """Write the metadata and give all files their names, the index last."""
+        how, parts, prefix = self.arguments, self.results("encode"), self.arguments.output
+        tokenizer = tokenizer_from_folder(self._tokenizer_folder)
+        documents, sequences, tokens = np.array([part.shape for part in parts]).sum(axis=0).tolist()
+        counts = sum(part.counts for part in parts).tolist()
+        malformed = self.malformed([part.malformed for part in parts])
+        if tokens == 0 and counts[0]:
+            raise UsageError(
+                f"all {counts[0]:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
+                "--too-long cut"
+            )
+        if tokens == 0:
+            raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
+        metadata = DatasetMetadata(
+            tokenizer=tokenizer.scheme,
+            vocabulary=tokenizer.vocabulary,
+            eod=tokenizer.eod,
+            append_eod=how.append_eod and not how.chat,
+            bos=tokenizer.bos,
+            documents=documents,
+            tokens=tokens,
+            text_bytes=sum(part.text_bytes for part in parts),
+            inputs=self.corpus.names,
+            mjax_version=__version__,
+            sequences=sequences,
+            sentences=how.language if how.split_sentences else None,
+            malformed=malformed.count,
+            malformed_examples=malformed.examples,
+            trained=sum(part.trained for part in parts) if how.chat else None,
+        )
+        if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
+            shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
+            shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
+            put_beside(prefix, metadata)
+            if not how.chat:
+                remove(mask_file(prefix))
+            for name, file in (("bin", token_file(prefix)), ("mask", mask_file(prefix)), ("idx", index_file(prefix))):
+                if (self.folder / name).exists():
+                    put(self.folder / name, file)
+        workers = min(useful_workers(how.workers, self.corpus.size), self.tasks)
+        workers = (how.workers or self.tasks) if how.executor else workers
+        now = time.time()
+        files = dataset_files(prefix)
+        return PrepareSummary(metadata, files, workers, now - self.began, now - self.encoding_began, *counts)
+
+    def show(self, result: PrepareSummary) -> None:
+        """Print the summary, as JSON with --json."""
+        arguments, metadata = self.arguments, result.metadata
+        if arguments.json:
+            rates = {"documents_per_second": metadata.documents / result.encoding_seconds}
+            rates["megabytes_per_second"] = metadata.text_bytes / result.encoding_seconds / 1e6
+            values = dataclasses.asdict(result)
+            values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
+            print(json.dumps(values, ensure_ascii=False, default=str))
+            return
+        show(arguments, result)
+        if self.following:
+            print(f"\nNext: {_following(arguments, metadata)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -201,6 +335,22 @@ def _check(arguments: PrepareArguments) -> None:
     check_output(arguments.output, arguments.overwrite)
 
 
+def _load(arguments: PrepareArguments) -> Tokenizer:
+    """The tokenizer of --tokenizer, with or without a token before each text as --prepend-bos says."""
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    return _with_bos(tokenizer, arguments)
+
+
+def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
+    if arguments.prepend_bos != "auto":
+        tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
+        if arguments.prepend_bos == "on" and tokenizer.bos is None:
+            raise UsageError(
+                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
+            )
+    return tokenizer
+
+
 def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     """Train a sentencepiece or BERT vocabulary on the corpus, or on a fixed random sample of a large one."""
     of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
@@ -219,60 +369,6 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     if arguments.tokenizer is None:
         return train_sentencepiece(chunks(), vocabulary)
     return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
-
-
-def _write(
-    arguments: PrepareArguments, corpus: Corpus, tokenizer: Tokenizer, workers: Workers
-) -> tuple[DatasetMetadata, np.ndarray]:
-    """Encode the corpus and put all files in place; also the counts of a summary's last fields."""
-    prefix, text_bytes, trained, counts = arguments.output, 0, 0, np.zeros(3, np.int64)
-    with writing(prefix, "preparing", tokenizer.vocabulary) as writer:
-        if arguments.chat:
-            run = Path(arguments.tokenizer.partition(":")[2])
-            save_chat(arguments.template, run, temporary_tokenizer(prefix))
-        tokenizer.save(temporary_tokenizer(prefix))
-        if arguments.preview and not arguments.json:
-            show_first(arguments, corpus, temporary_tokenizer(prefix))
-        corpus.malformed.clear()
-        encode = ConversationEncoder.encode if arguments.chat else Encoder.encode
-        with (
-            workers,
-            closing(workers.map(encode, corpus.blocks())) as blocks,
-            text_progress("encoding", corpus.size) as advance,
-        ):
-            for block in blocks:
-                corpus.malformed.add(block.malformed)
-                writer.add_documents(block.tokens, block.lengths, block.sequences, block.trained)
-                text_bytes += block.text_bytes
-                trained += 0 if block.trained is None else int(block.trained.sum())
-                counts += (block.dropped, block.cut, block.endless)
-                advance(block.size, len(block.sequences), block.text_bytes)
-        if writer.tokens == 0 and counts[0]:
-            raise UsageError(
-                f"all {counts[0]:,} conversations are longer than --longest {arguments.longest:,}; raise it, or add "
-                "--too-long cut"
-            )
-        if writer.tokens == 0:
-            raise UsageError(f"there is no text in {', '.join(corpus.names)}; give files with text")
-        metadata = DatasetMetadata(
-            tokenizer=tokenizer.scheme,
-            vocabulary=tokenizer.vocabulary,
-            eod=tokenizer.eod,
-            append_eod=arguments.append_eod and not arguments.chat,
-            bos=tokenizer.bos,
-            documents=writer.documents,
-            tokens=writer.tokens,
-            text_bytes=text_bytes,
-            inputs=corpus.names,
-            mjax_version=__version__,
-            sequences=writer.sequences,
-            sentences=arguments.language if arguments.split_sentences else None,
-            malformed=corpus.malformed.count,
-            malformed_examples=corpus.malformed.examples,
-            trained=trained if arguments.chat else None,
-        )
-        put_beside(prefix, metadata)
-    return metadata, counts
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------

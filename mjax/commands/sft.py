@@ -112,7 +112,7 @@ def sft(argv: Sequence[str]) -> int:
 
 def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
     """The prefix of a file of conversations, prepared beside it unless that was done before."""
-    from mjax.commands.prepare import PrepareArguments, show, write_dataset
+    from mjax.commands.prepare import PrepareArguments, prepare
     from mjax.config.datasets import read_metadata
     from mjax.data.indexed import index_file, tokenizer_folder
     from mjax.data.tokenizers import same_files
@@ -149,7 +149,7 @@ def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
         turns=given.turns,
         longest=longest,
     )
-    show(arguments, write_dataset(arguments))
+    prepare(arguments, following=False)
     return prefix
 
 

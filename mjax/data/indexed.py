@@ -39,7 +39,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -374,9 +374,7 @@ class IndexedDatasetWriter:
                 f"{len(lengths)} lengths of {lengths.sum()} tokens, and documents of {sequences.sum()} sequences, "
                 f"do not describe {len(tokens)} tokens"
             )
-        # Checked before they are narrowed, which would wrap.
-        if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocabulary):
-            raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self.vocabulary}")
+        check_ids(tokens, self.vocabulary)
         self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
         if trained is not None:
             self._add_masks(trained.astype(np.uint8).tobytes())
@@ -425,14 +423,10 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         self._stream.flush()
-        lengths = np.asarray(self.lengths, dtype="<i4")
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        code = next(code for code, dtype in DTYPES.items() if np.dtype(dtype) == self.dtype)
-        with self._temporary[1].open("wb") as stream:
-            stream.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self.document_indices)))
-            stream.write(lengths.tobytes())
-            stream.write((ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes())
-            stream.write(np.asarray(self.document_indices, dtype="<i8").tobytes())
+        ends = np.asarray(self.document_indices)[1:]
+        shape = Shape(len(ends), len(self.lengths), self.tokens)
+        self._temporary[1].unlink(missing_ok=True)
+        put_index(self._temporary[1], self.dtype, Shape(), shape, np.asarray(self.lengths), ends)
         remove(index_file(self.prefix))  # an old index must never meet the new tokens
         remove(mask_file(self.prefix))
         put(self._temporary[0], token_file(self.prefix))
@@ -440,6 +434,61 @@ class IndexedDatasetWriter:
             self._masks.flush()
             put(self._temporary[2], mask_file(self.prefix))
         put(self._temporary[1], index_file(self.prefix))
+
+
+class Shape(NamedTuple):
+    """Documents, sequences and tokens of a dataset or of a part of one."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
+def put_index(
+    file: Path, dtype: np.dtype, before: Shape, whole: Shape, lengths: np.ndarray, document_ends: np.ndarray
+) -> None:
+    """Write a part of an index at its place in `file`, which may have other parts.
+
+    Args:
+      file: made if it is not there.
+      dtype: of the tokens.
+      before: what is in the parts before.
+      whole: what is in all parts.
+      lengths: tokens of each sequence of the part.
+      document_ends: the sequence of the part after each document's last.
+    """
+    code = next(code for code, known in DTYPES.items() if np.dtype(known) == dtype)
+    ends = np.cumsum(lengths, dtype="<i8") + before.tokens
+    documents = HEADER.size + 12 * whole.sequences
+    pieces = [
+        (HEADER.size + 4 * before.sequences, lengths.astype("<i4")),
+        (HEADER.size + 4 * whole.sequences + 8 * before.sequences, ((ends - lengths) * dtype.itemsize).astype("<i8")),
+        (documents, np.zeros(1, "<i8")),  # the first document begins with sequence 0
+        (
+            HEADER.size + 12 * whole.sequences + 8 * (before.documents + 1),
+            (document_ends + before.sequences).astype("<i8"),
+        ),
+    ]
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
+        stream.write(HEADER.pack(MAGIC, VERSION, code, whole.sequences, whole.documents + 1))
+        for place, values in pieces:
+            stream.seek(place)
+            stream.write(values.tobytes())
+
+
+def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
+    """Check ids before they are narrowed, which would wrap.
+
+    Raises:
+      ValueError: an id is negative or not below the vocabulary.
+    """
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocabulary):
+        raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {vocabulary}")
+
+
+def working_folder(prefix: str | Path) -> Path:
+    """PREFIX.tmp: what `mjax prepare` keeps until the dataset is complete."""
+    return Path(f"{prefix}.tmp")
 
 
 def temporary_files(prefix: str | Path) -> list[Path]:
@@ -489,7 +538,8 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
-    unfinished = any(file.exists() for file in temporary_files(prefix)) and not index_file(prefix).exists()
+    temporary = (*temporary_files(prefix), working_folder(prefix))
+    unfinished = any(file.exists() for file in temporary) and not index_file(prefix).exists()
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")

@@ -18,7 +18,7 @@ BLOCK, BUFFER = 2**23, 2**20  # bytes of a request, and of a read
 
 
 class RemoteFile(PosixPath):
-    """A file that is only read; `str` is its address. What it is asked for, it asks the store for.
+    """A file that is only read; `str` is its address. Every answer comes from the store.
 
     Raises:
       UsageError: the package for this kind of address is missing, or the store does not let us read.

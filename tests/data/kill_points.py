@@ -86,7 +86,9 @@ def command_of(kind: str, inputs: Path, folder: Path, overwrite: bool) -> Callab
 
     return {
         "prepare": lambda: prepare(
-            PrepareArguments(output=f"{folder}/d", inputs=texts, tokenizer="bytes", overwrite=overwrite)
+            PrepareArguments(
+                output=f"{folder}/d", inputs=texts, tokenizer="bytes", overwrite=overwrite, tasks=common["tasks"]
+            )
         ),
         "merge": lambda: merge(MergeArguments(f"{folder}/d", (f"{inputs}/a", f"{inputs}/b"), overwrite)),
         "dedup": lambda: dedup(DedupArguments(**common, threshold=1)),  # one band: few files

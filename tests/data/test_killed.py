@@ -29,6 +29,7 @@ from tests.conftest import ROOT
         pytest.param("clean", [], 12, marks=pytest.mark.ci),
         pytest.param("clean", ["--tasks"], 40, marks=pytest.mark.all),
         pytest.param("dedup", ["--tasks"], 80, marks=pytest.mark.all),
+        pytest.param("prepare", ["--tasks"], 40, marks=pytest.mark.all),
     ],
 )
 def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
@@ -38,7 +39,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
     assert int(result.stdout.splitlines()[-1]) >= points
 
 
-# Reads three blocks, then prints it and waits: by then its workers are at work or wait for more.
+# Each worker reads three blocks, prints a line and waits.
 STALLED = """
 import sys, time
 from pathlib import Path
@@ -48,15 +49,15 @@ from mjax.commands.prepare import PrepareArguments, prepare
 def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
     for number, block in enumerate(read(*arguments)):
         if number == 3:
-            time.sleep(2)
             print("stalled", flush=True)
             time.sleep(600)
         yield block
 
+mjax.data.corpus.blocks.SIZE = 200
+mjax.data.corpus.read_blocks = three_blocks
 if __name__ == "__main__":
-    mjax.data.corpus.blocks.SIZE = 200
-    mjax.data.corpus.read_blocks = three_blocks
-    prepare(PrepareArguments(output=sys.argv[2], inputs=(Path(sys.argv[1]),), tokenizer="bytes", workers=2))
+    how = {"tokenizer": "bytes", "workers": 2, "tasks": 2}
+    prepare(PrepareArguments(output=sys.argv[2], inputs=(Path(sys.argv[1]),), **how))
 """
 
 

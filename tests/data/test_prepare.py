@@ -141,7 +141,7 @@ FILES |= {"latin.txt": b"caf\xe9", "empty.txt": b""}
         (["latin.txt"], {}, r"latin.txt: it is not UTF-8 \(byte 3\)"),
         (["empty.txt"], {"tokenizer": None}, "there is no text to train a tokenizer on"),
         (["here.txt"], {"vocabulary": 300}, "--vocabulary 300 is only for training a tokenizer"),
-        (["here.txt"], {"output": "here.txt/d"}, "preparing here.txt/d stopped: "),
+        (["here.txt"], {"output": "here.txt/d"}, "here.txt/d cannot be written: "),
     ],
 )
 def test_impossible_preparation_is_rejected(tmp_path, monkeypatch, inputs, options, message):
@@ -169,7 +169,7 @@ def test_lost_write_is_an_error(lines, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(RunError, match=r"preparing .* stopped: .*Input/output error"):
+    with pytest.raises(RunError, match=r"d cannot be written: .*Input/output error"):
         run(lines, output=tmp_path / "d")
     assert not (tmp_path / "d.idx").exists()
 
@@ -180,7 +180,9 @@ def test_bytes_do_not_depend_on_workers(lines, tmp_path, monkeypatch):
     with lines.open("a") as stream:
         stream.write('{"text": ""}\n{oops}\n{"text": "née"}\n')
     for workers in (1, 2):
-        summary = run(lines, tmp_path / "z.txt", output=tmp_path / f"w{workers}", workers=workers, malformed="skip")
+        summary = run(
+            lines, tmp_path / "z.txt", output=tmp_path / f"w{workers}", workers=workers, tasks=workers, malformed="skip"
+        )
         assert summary.workers == workers
     assert IndexedDataset(tmp_path / "w1").documents == 43
     for part in ("bin", "idx", "json"):

@@ -71,7 +71,7 @@ def test_dedup_and_clean_read_what_they_read_locally(store, tmp_path):
 
 
 def test_store_is_asked_for_large_ranges(store, tmp_path):
-    """A file of 20 MB takes three requests, and one more for its beginning at most."""
+    """A task reads 20 MB in three requests, and one more for its beginning at most."""
     server = store[-1]
     if server is None:
         pytest.skip("memory:// has no requests")
@@ -80,7 +80,7 @@ def test_store_is_asked_for_large_ranges(store, tmp_path):
     server.requests.clear()
     prepare(
         PrepareArguments(
-            output=str(tmp_path / "d"), inputs=(Path("s3://bucket/large.jsonl"),), tokenizer="bytes", workers=1
+            output=str(tmp_path / "d"), inputs=(Path("s3://bucket/large.jsonl"),), tokenizer="bytes", tasks=1
         )
     )
     assert len([method for method, _, _ in server.requests if method == "GET"]) <= 4, server.requests

@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles, parse
 from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
@@ -27,7 +28,9 @@ from tests.data import cluster
 COMMANDS = {
     "dedup": (dedup, DedupArguments, {}),
     "clean": (clean, CleanArguments, {"minimum_tokens": 12, "decontaminate": (Path("evaluation.txt"),)}),
+    "prepare": (prepare, PrepareArguments, {"tokenizer": "bytes"}),
 }
+OUTPUTS = {"dedup": "out.jsonl", "clean": "out.jsonl", "prepare": "out"}
 WORDS = [f"word{number}" for number in range(300)]
 
 
@@ -60,9 +63,10 @@ def corpus(tmp_path, monkeypatch):
     return ("a [1] b.jsonl", "c.jsonl.gz", "d.txt", "e.jsonl", "f.parquet")
 
 
-def run(command, inputs, output="out.jsonl", **options):
+def run(command, inputs, **options):
     function, arguments, more = COMMANDS[command]
-    return function(arguments(inputs=tuple(map(Path, inputs)), output=Path(output), **{**more, **options}))
+    output = OUTPUTS[command] if command == "prepare" else Path(OUTPUTS[command])
+    return function(arguments(inputs=tuple(map(Path, inputs)), output=output, **{**more, **options}))
 
 
 def hashes(folder=Path("."), stem="out"):
@@ -146,15 +150,18 @@ def test_impossible_executor_is_rejected(corpus, monkeypatch):
         run("clean", corpus, executor="local")
 
 
-def typed(command, inputs, output, *flags):
-    more = ["--minimum-tokens", "12", "--decontaminate", "evaluation.txt"] * (command == "clean")
-    return [sys.executable, "-m", "mjax", command, *inputs, "--output", output, *more, *flags]
+def typed(command, inputs, *flags):
+    more = {
+        "clean": ["--minimum-tokens", "12", "--decontaminate", "evaluation.txt"],
+        "prepare": ["--tokenizer", "bytes"],
+    }.get(command, [])
+    return [sys.executable, "-m", "mjax", command, *inputs, "--output", OUTPUTS[command], *more, *flags]
 
 
 @pytest.mark.parametrize(
     ("command", "executor", "tasks"),
     [
-        pytest.param("clean", "slurm", 2, marks=pytest.mark.ci),
+        pytest.param("prepare", "slurm", 2, marks=pytest.mark.ci),
         *(
             pytest.param(command, executor, tasks, marks=pytest.mark.all)
             for command in COMMANDS
@@ -173,16 +180,15 @@ def test_bytes_do_not_depend_on_the_executor(corpus, tmp_path, command, executor
     flags = ["--tasks", str(tasks), "--executor", executor, "--workers", "2", "--overwrite"]
     if executor == "slurm":
         flags += ["--sbatch", "partition=cpu", "account=me"]
-    line = typed(command, corpus, "out.jsonl", *flags)
+    line = typed(command, corpus, *flags)
     result = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert hashes() == expected
-    assert not Path("out.jsonl.tmp").exists()
+    assert not list(Path().glob("*.tmp"))
     if executor == "slurm":
         assert "State: squeue -j 1,2" in result.stdout
-        assert "out.jsonl is ready" in "".join(
-            file.read_text() for file in Path().glob("out.jsonl.logs/finish/*/*.out")
-        )
+        logs = Path().glob(f"{OUTPUTS[command]}.logs/finish/*/*.out")
+        assert f"{OUTPUTS[command]} is ready" in "".join(file.read_text() for file in logs)
 
 
 @pytest.mark.all
@@ -208,7 +214,7 @@ def test_twenty_killed_tasks_change_nothing(tmp_path, monkeypatch, command):
         "if __name__ == '__main__':\n    from mjax.__main__ import main\n    sys.exit(main())\n"
     )
     flags = ["--tasks", "16", "--workers", "2", "--overwrite"]
-    line = [sys.executable, str(script), *typed(command, inputs, "out.jsonl", *flags)[3:]]
+    line = [sys.executable, str(script), *typed(command, inputs, *flags)[3:]]
     deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
         result = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

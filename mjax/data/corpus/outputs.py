@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich import filesize
@@ -28,7 +28,6 @@ from rich.progress import TextColumn
 from rich.table import Table
 
 from mjax import __version__
-from mjax.config.bounds import Count
 from mjax.data.corpus import Corpus, Document, MalformedLines, TextArguments
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
@@ -69,14 +68,6 @@ class FilterArguments(TextArguments):
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
     """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason."""
-    executor: Literal["local", "slurm", "ray"] | None = None
-    """Run the tasks with datatrove (pip install 'mjax[data]'): on this machine, a Slurm cluster or a Ray cluster; by
-    default in worker processes here."""
-    tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the input, each a task that runs again if it was killed; by default one for 4 MB, at most 256 until each
-    has 1 GB. The result is the same with any number."""
-    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
-    """Options of sbatch for --executor slurm: partition=NAME, time=HH:MM:SS (default 24 hours), account=NAME, …"""
 
 
 def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
@@ -108,7 +99,7 @@ class FilterJob(Job):
 
     def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
         super().__init__(arguments, corpus, arguments.output, stages)
-        self._started = time.perf_counter()
+        self._started = time.time()  # of any machine
 
     def merge(self, rank: int) -> None:
         """Copy a task's parts to their places."""
@@ -137,7 +128,7 @@ class FilterJob(Job):
             return
         output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{output} is ready after {time.perf_counter() - self._started:.1f} s", markup=False)
+        console.print(f"{output} is ready after {time.time() - self._started:.1f} s", markup=False)
         console.print(facts(_steps(report), "right"))
         for remark in self.remarks(report):
             console.print(f"\n{remark}", markup=False)

@@ -66,6 +66,9 @@ class Job:
         self.tasks = useful_tasks(arguments.tasks, corpus.size)
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
 
+    def begin(self) -> None:
+        """Do what comes before all tasks, here; repeated when a killed run continues."""
+
     def finish(self, rank: int) -> Any:
         """The last stage: put the output in place; returns the result of the command, which can be repeated."""
         raise NotImplementedError
@@ -117,7 +120,7 @@ class Job:
         return sum(self.part(name, earlier).stat().st_size for earlier in range(rank))
 
     def results(self, stage: str) -> list[Any]:
-        """What the tasks of an earlier stage returned, by rank."""
+        """Return values of the tasks of an earlier stage, by rank."""
         return _results(self.folder, stage, self.tasks_of(stage))
 
     # --- Running ------------------------------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ class Job:
         put(temporary, marker)
 
     def plan(self) -> str:
-        """What must be the same for a run to continue the work of another."""
+        """Everything that must be the same for a run to continue the work of another."""
         how = replace(self.arguments, executor=None, workers=None, overwrite=False, json=False, sbatch=())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self.corpus.files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
@@ -181,6 +184,7 @@ def run(job: Job) -> Any:
         if kind == "slurm":
             _submit(job, pipeline)
             return None
+        job.begin()
         if pipeline is None:
             _run_here(job)
         for stage in job.stages:
@@ -356,6 +360,7 @@ def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
         answer = subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True)
         if answer.stdout.strip():
             raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(ids)}; wait, or scancel them first")
+    job.begin()
     job.folder, previous, ids = job.folder.resolve(), None, []
     for stage in job.stages:
         executor = pipeline(stage, depends=previous)
