@@ -100,3 +100,15 @@ def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys)
     assert found.error == pytest.approx(1 - predicted_seconds / 1.1, abs=1e-3)
     compared = ("error", "sequences", "parameters", "devices", "date", "sources")
     assert found == replace(H100, **{name: getattr(found, name) for name in compared})
+
+
+@pytest.mark.all
+def test_checkpoint_benchmark_has_every_contender():
+    pytest.importorskip("moto")
+    script = str(ROOT / "benchmarks" / "checkpoint_blocking.py")
+    command = [sys.executable, script, "--config", CONFIG, "--rounds", "1", "--steps", "10"]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["| none", "| disk", "| store"]
+    assert [float(row[1].split()[0]) > 0 for row in rows] == [False, True, True]
