@@ -113,6 +113,24 @@ def fetch_all(runs: Path) -> None:
         fetch(runs / name, to_stderr, of_run)
 
 
+def remove_there(folder: Path, dry: bool = False) -> int:
+    """Remove what the store has of the run in a mirror, so that it is never half a run; returns the bytes of it.
+
+    Args:
+      folder: of the run; nothing happens for one that mirrors no store.
+      dry: remove nothing.
+    """
+    if (address := address_of(folder)) is None:
+        return 0
+    store = Store.of(address, to_stderr)
+    found = store.files(address)
+    if not dry:
+        # First it is not a run any more, then it has no checkpoints.
+        order = sorted(found, key=lambda name: (name != "config.json", not name.endswith(f"/{COMMIT}")))
+        store.remove([f"{address}/{name}" for name in order])
+    return sum(about["size"] for about in found.values())
+
+
 # --- From the store ---------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from mjax.checkpoint.base import BASE, read_base
 from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
-from mjax.checkpoint.mirror import fetch_all, is_locked, is_running_elsewhere
+from mjax.checkpoint.mirror import INDEX, fetch_all, is_locked, is_running_elsewhere, local_run, remove_there
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
 from mjax.config.model import is_own, kind_of
@@ -38,7 +38,7 @@ from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.files import rename
-from mjax.utils.stores import with_addresses
+from mjax.utils.stores import mirror_of, with_addresses
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 TOKENS_OF_A_STEP = (
@@ -46,7 +46,7 @@ TOKENS_OF_A_STEP = (
 )  # fmt: skip
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
-    ".lock", "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
+    ".lock", INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
     "experts.png", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile", "samples.jsonl",
     "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
@@ -339,6 +339,8 @@ def remove_runs(arguments: RemoveArguments) -> int:
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
+    for runs in {folder.parent for folder in folders}:
+        fetch_all(runs)
     for folder in folders:
         _check_removable(folder)
         _check_no_base(folder, folders)
@@ -347,17 +349,19 @@ def remove_runs(arguments: RemoveArguments) -> int:
             if not sys.stdin.isatty():
                 raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
             row = row_of(folder)
-            size = filesize.decimal(sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir()))
+            here = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+            size = filesize.decimal(remove_there(folder, dry=True) or here)
             about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
-            if not Confirm.ask(f"remove {folder} ({about})?", default=False):
+            if not Confirm.ask(with_addresses(f"remove {folder} ({about})?"), default=False):
                 print(f"kept {folder}")
                 continue
         with locked(folder, print):
+            remove_there(folder)
             # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
             gone = folder.with_name(f".{folder.name}.removed")
             rename(folder, gone)
             shutil.rmtree(gone)  # removes a link inside, but not its target
-        print(f"removed {folder}")
+        print(with_addresses(f"removed {folder}"))
     return 0
 
 
@@ -378,7 +382,7 @@ def _check_removable(folder: Path) -> None:
 def _check_no_base(folder: Path, removed: Sequence[Path]) -> None:
     """Refuse to remove a run beside which another, that stays, has adapters of its weights."""
     for file in sorted(folder.resolve().parent.glob(f"*/{BASE}")):
-        base = Path(read_base(file.parent).run)
+        base = mirror_of(read_base(file.parent).run)
         here = base.resolve() == folder.resolve() or (not base.exists() and base.name == folder.resolve().name)
         if here and file.parent not in [other.resolve() for other in removed]:
             raise UsageError(
@@ -399,7 +403,7 @@ def _is_of_a_save(entry: Path) -> bool:
 
 def _run_folder(name: str, runs: Path) -> Path:
     """The run folder with this name in `runs`, or at this path."""
-    for folder in (runs / name, Path(name)):
+    for folder in (local_run(runs / name), Path(name)):
         if (folder / "config.json").is_file():
             return folder if folder.name not in ("", "..") else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []

@@ -218,6 +218,9 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     checkpoints = mirror_of(runs) / "run" / "checkpoints"
     assert steps_in(checkpoints) == steps_in(tmp_path / "run" / "checkpoints")
     assert (checkpoints / "good.json").read_bytes() == (tmp_path / "run" / "checkpoints" / "good.json").read_bytes()
+    assert cli.main(["runs", "remove", "run", "--runs", runs, "--yes"]) == 0
+    assert "removed s3://bucket/runs/run" in capsys.readouterr().out
+    assert Store.of(runs).files(runs) == {}
 
 
 @pytest.mark.all
