@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps training from going on, and what it costs the step that follows.
+"""Measure how long a checkpoint blocks training, and its cost for the step that follows.
 
     python benchmarks/checkpoint_blocking.py                      # on this machine's devices
     python benchmarks/checkpoint_blocking.py --rounds 3 --runs s3://bucket/runs
