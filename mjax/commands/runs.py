@@ -36,6 +36,8 @@ from mjax.errors import UsageError, check_picture, suggestion
 from mjax.models.build import count_parameters
 from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
+from mjax.run.display import duration
+from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.files import rename
 from mjax.utils.stores import mirror_of, with_addresses
@@ -47,8 +49,8 @@ TOKENS_OF_A_STEP = (
 LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
-    "experts.png", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile", "samples.jsonl",
-    "tensorboard", "tokenizer", "unhealthy.json", "wandb",
+    "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile",
+    "samples.jsonl", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
@@ -67,6 +69,8 @@ class ListArguments(_RunsArguments):
 
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object per run, each on its own line."""
+    goodput: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show where the hours of each run went, over all its starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,8 @@ def list_runs(arguments: ListArguments) -> int:
         raise UsageError(
             f"there is no folder {arguments.runs}; train a model first, or give another folder with --runs"
         )
+    if arguments.goodput:
+        return show_goodput(arguments)
     rows = [row_of(folder) for folder in _run_folders(arguments.runs)]
     if arguments.json:
         for row in rows:
@@ -145,6 +151,32 @@ def list_runs(arguments: ListArguments) -> int:
     for row in rows:
         table.add_row(*(cell(row) for _, _, cell in columns))
     console.print(table)
+    return 0
+
+
+def show_goodput(arguments: ListArguments) -> int:
+    """`mjax runs --goodput`: shares of the time in which each run existed, and hours. Returns the exit code."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "starts", "time", *KINDS.values(), "between"):
+        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
+    unknown = []
+    for folder in _run_folders(arguments.runs):
+        starts = read_goodput(folder)
+        seconds = summed(starts)
+        total = sum(seconds[kind] for kind in KINDS)
+        if arguments.json:
+            print(json.dumps({"name": folder.name, "starts": len(starts), "seconds": seconds}, ensure_ascii=False))
+        elif total:
+            shares = [f"{seconds[kind] / total:.1%}" if seconds[kind] else "-" for kind in KINDS]
+            between = duration(seconds["between"]) if len(starts) > 1 else "-"
+            table.add_row(folder.name, str(len(starts)), duration(total), *shares, between)
+        else:
+            unknown.append(folder.name)
+    if not arguments.json:
+        if table.rows:
+            Console(highlight=False, markup=False).print(table)
+        if unknown or not table.rows:
+            print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
     return 0
 
 

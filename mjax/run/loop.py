@@ -22,7 +22,7 @@ from mjax.checkpoint.folders import locked
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
-from mjax.cluster.watchdog import COMPILING, Watchdog
+from mjax.cluster.watchdog import COMPILING, STEP, Watchdog
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
@@ -32,6 +32,7 @@ from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses
+from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
@@ -61,7 +62,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
       RunError: the run cannot continue; what was saved is intact.
       UnhealthyError: too many of its steps were unhealthy, now or when it last ended.
     """
-    options = options or Options()
+    options, goodput = options or Options(), Goodput()
 
     # --- Data and devices: both are checked before the order of samples is drawn, which may take minutes --------------
     def before_drawing(samples: int) -> None:
@@ -116,10 +117,12 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             metrics = config.model.metrics
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
             stack.enter_context(contextlib.closing(log))
+            goodput.begin(folder, start)
+            stack.callback(goodput.write)
 
         # --- Steps ----------------------------------------------------------------------------------------------------
         run = Run(resolved, mesh, program, checkpoints, log, display, watchdog, options)
-        run.tokenizer = data.tokenizer
+        run.tokenizer, run.goodput = data.tokenizer, goodput
         run.guard.continued_from = step if step >= 0 else None
         result = run.steps(state, start, data.training, data.validation)
         checkpoints.wait()
@@ -159,6 +162,7 @@ class Run:
         self.written = 0  # records
         self.guard = Guard(config, checkpoints, display.say if display else print)
         self.tokenizer: Path | None = None  # its folder
+        self.goodput = Goodput()
         self.nonfinite = False  # True if the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
         self.entropy: float | None = None  # of the labels of an evaluation, the same every time
@@ -181,6 +185,7 @@ class Run:
                 return replace(result, exit_code=PREEMPTED)
             del state, result  # free memory for the restored state
             self.steps_before -= good
+            self.goodput.go_back(good)
             start, state = restore_state(self.checkpoints, self.program, good, self.display.say)
             self.guard.begin(start)
             if self.log:
@@ -206,10 +211,10 @@ class Run:
             for step, batch in enumerate(batches, start=start + 1):
                 if size != (due := self.sizes.size(step - 1)):
                     waiting = self._settle(waiting)  # so that its time does not include a compilation
-                    self.watchdog.at(step, COMPILING)
+                    self._at(step, COMPILING)
                     size, program = due, self._program_of(due, step)
                 else:
-                    self.watchdog.at(step)
+                    self._at(step)
                 if self.profile.begins(step):
                     waiting = self._settle(waiting)
                 arguments = state, batch, *self._limit(step)
@@ -219,7 +224,7 @@ class Run:
                 with self.profile.step(step):
                     state, metrics = program.train_step(*arguments)
                 del arguments
-                self.watchdog.at(step)
+                self._at(step)
                 self._settle(waiting)  # while the devices work on `step`
                 waiting = step, metrics
                 if told_to_stop(self.steps_before + step):
@@ -234,7 +239,7 @@ class Run:
                     record = self._record(*waiting)
                     self.profile.pause(step, ends)
                     if evaluates and not stop.requested:
-                        self.watchdog.at(step, "evaluating")
+                        self._at(step, "evaluating")
                         validation_loss, validation_metrics = self.evaluate(step, state.model, validation)
                         shown = losses(validation_loss, validation_metrics, config.model.metrics)
                         display.say(f"step {step}: validation {shown}")
@@ -243,7 +248,7 @@ class Run:
                             self.options.on_validation(self, state, step)
                     self._write(record)
                     if saves:
-                        self.watchdog.at(step, "saving")
+                        self._at(step, "saving")
                         begun = time.perf_counter()
                         if self.guard.save(step, own_state(state), ends):
                             self.blocked = time.perf_counter() - begun
@@ -255,7 +260,7 @@ class Run:
                 done = step
                 if ends or self.guard.spike is not None:
                     break
-                self.watchdog.at(step, "waiting for its batch")
+                self._at(step, "waiting for its batch")
             self.checkpoints.wait()  # here, where a second SIGTERM cannot end the process before the save is committed
         if stop.requested and done < last and self.guard.spike is None:
             display.say(
@@ -263,6 +268,11 @@ class Run:
             )
         exit_code = 0 if done == last else PREEMPTED
         return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
+
+    def _at(self, step: int, doing: str = STEP) -> None:
+        """Record that the loop is at `step`, doing that."""
+        self.watchdog.at(step, doing)
+        self.goodput.at(step, doing)
 
     def _check(self, step: int, state: TrainState, saves: bool) -> None:
         """Check the state before it is saved, every so many steps, and after a step with values that are not finite.

@@ -1,0 +1,101 @@
+"""Where the hours of a run went: goodput.json of its folder, an entry for each start, read by `mjax runs --goodput`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mjax.cluster.watchdog import COMPILING, STEP
+from mjax.utils.files import write_whole
+
+FILE = "goodput.json"
+STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
+ACTIVITIES = {STEP: STEPS, COMPILING: "compiling", "waiting for its batch": "data"}
+KINDS = {
+    STEPS: "steps", REPEATED: "again", STARTING: "start", "compiling": "compile", "data": "data", "evaluating": "eval",
+    "saving": "save",
+}  # fmt: skip
+"""Activities with their titles in a table; steps come first, which are the goodput."""
+EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself
+
+
+class Goodput:
+    """Seconds of this start of a run, by activity; they add up to the time since it was made.
+
+    A step that an earlier start, or this one before it went back, has taken already counts as repeated.
+
+    Attributes:
+      file: goodput.json; None: nothing is written, as in all processes but the first.
+    """
+
+    def __init__(self):
+        self.file: Path | None = None
+        self.seconds: Counter[str] = Counter()
+        self._began, self._doing, self._since = _now(), STARTING, time.monotonic()
+        self._starts: list[dict[str, Any]] = []
+        self._first = self._last = self._done = 0
+        self._written = self._since
+
+    def begin(self, folder: Path, step: int) -> None:
+        """Write to the run `folder` from now on; the run continues after `step`."""
+        self.file, self._first, self._last = folder / FILE, step, step
+        self._starts = read_goodput(folder)
+        self._done = max((start["last"] for start in self._starts), default=0)
+
+    def at(self, step: int, doing: str = STEP) -> None:
+        """Count the time until the next call as that of `step` doing this (as `Watchdog.at`)."""
+        now = time.monotonic()
+        self.seconds[self._doing] += now - self._since
+        self._doing, self._since = ACTIVITIES.get(doing, doing), now
+        if self._doing == STEPS and step <= self._done:
+            self._doing = REPEATED
+        self._last = step
+        if now - self._written > EVERY:
+            self.write()
+
+    def go_back(self, step: int) -> None:
+        """The steps after `step` are taken again."""
+        self._done, self._last = max(self._done, self._last), step
+
+    def write(self) -> None:
+        """Bring goodput.json up to date; one that cannot be written does not end a run."""
+        self._written = now = time.monotonic()
+        if self.file is None:
+            return
+        self.seconds[self._doing] += now - self._since
+        self._since = now
+        seconds = {name: round(self.seconds[name], 3) for name in KINDS if name in self.seconds}
+        last = max(self._done, self._last)
+        entry = {"began": self._began, "seen": _now(), "first": self._first, "last": last, "seconds": seconds}
+        try:
+            write_whole(self.file, json.dumps([*self._starts, entry], indent=1) + "\n")
+        except OSError:
+            self.file = None
+
+
+def read_goodput(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's goodput.json; none if it has no such file or it is damaged."""
+    try:
+        starts = json.loads((folder / FILE).read_bytes())
+        return [start for start in starts if isinstance(start["seconds"], dict) and type(start["last"]) is int]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return []
+
+
+def summed(starts: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by activity over all starts, and `between` them, when the run did not exist."""
+    seconds = Counter(dict.fromkeys(KINDS, 0.0))
+    for start in starts:
+        seconds.update({name: float(value) for name, value in start["seconds"].items() if name in KINDS})
+    times = [tuple(datetime.fromisoformat(start[name]) for name in ("began", "seen")) for start in starts]
+    between = sum(max((began - seen).total_seconds(), 0.0) for (_, seen), (began, _) in pairwise(times))
+    return dict(seconds) | {"between": between}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
