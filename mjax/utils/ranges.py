@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mjax.errors import UsageError
-from mjax.utils.files import write_whole
+from mjax.utils.files import put, to_disk, write_whole
 from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, version, with_addresses
 
 RANGE = 1 << 23  # bytes
@@ -75,7 +75,7 @@ def _make_empty(file: Path, size: int) -> None:
         temporary = Path(f"{new}.tmp")
         with temporary.open("wb") as stream:
             stream.truncate(length)
-        temporary.replace(new)  # a process that has the old one open keeps it
+        put(temporary, new)  # a process that has the old one open keeps it
 
 
 class Ranges:
@@ -87,7 +87,7 @@ class Ranges:
 
     def __init__(self, file: Path):
         self.address = address_of(file)
-        self._file = os.open(file, os.O_RDWR)
+        self._path, self._file = file, os.open(file, os.O_RDWR)
         self._size, self._store = os.fstat(self._file).st_size, Store.of(self.address, _say)
         with Path(f"{file}.ranges").open("r+b") as stream:
             self._here = mmap.mmap(stream.fileno(), 0)
@@ -126,6 +126,6 @@ class Ranges:
         done = 0
         while done < len(content):
             done += os.pwrite(self._file, memoryview(content)[done:], begin + done)
-        os.fdatasync(self._file)  # before the mark, also after a power failure
+        to_disk(self._path)  # before the mark, also after a power failure
         for number in run:
             self._here[number] = 1

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mjax.errors import RunError, UsageError, one_sentence
-from mjax.utils.files import cache_home
+from mjax.utils.files import cache_home, put
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -171,7 +171,7 @@ class Store:
             copy = functools.partial(self.fs.get, addresses, list(map(str, temporary)))
             self.again(f"reading {_named(addresses)}", copy)
             for (_, file), whole in zip(part, temporary, strict=True):
-                whole.replace(file)
+                put(whole, file)
 
     def put(self, pairs: Sequence[tuple[Path, str]]) -> None:
         """Copy local files to objects; each is there or not."""
