@@ -13,7 +13,7 @@ from mjax.errors import RunError
     [
         (["--name", "lr[3e-4]"], "lr[3e-4] has [ in its path"),
         (["--runs", "what?"], "has ? in its path"),
-        (["--runs", "gs://bucket/runs"], "is an address"),
+        (["--runs", "hdfs://bucket/runs"], "is an address"),
     ],
 )
 def test_folder_without_a_way_back_is_refused(flags, words, tmp_path, monkeypatch, capsys):
