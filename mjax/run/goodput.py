@@ -1,4 +1,4 @@
-"""Where the hours of a run went: goodput.json of its folder, an entry for each start, read by `mjax runs --goodput`."""
+"""Add up where the hours of a run went: goodput.json, an entry for each start, which `mjax runs --goodput` shows."""
 
 from __future__ import annotations
 
