@@ -112,9 +112,13 @@ def as_typed(mesh) -> dict[str, int]:
 
 
 def in_words(mesh, *others: str) -> str:
-    """`data 8 × model 2`: of `data` all replicas; other axes above 1, or if they are among `others`."""
-    shown = {DATA, MODEL, *others} | {name for name, size in as_typed(mesh).items() if size > 1}
-    return " × ".join(f"{name} {size}" for name, size in as_typed(mesh).items() if name in shown)
+    """`data 8 (expert 4) × model 2`: of `data` all replicas; other axes above 1, or if they are among `others`."""
+    typed = as_typed(mesh)
+    laid = ", ".join(f"{name} {typed.pop(name)}" for name in LAID if typed[name] > 1)
+    shown = {DATA, MODEL, *others} | {name for name, size in typed.items() if size > 1}
+    words = {name: f"{name} {size}" for name, size in typed.items() if name in shown and name not in LAID}
+    words[DATA] += f" ({laid})" if laid else ""
+    return " × ".join(words.values())
 
 
 def devices(mesh) -> int:
