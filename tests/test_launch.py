@@ -1,14 +1,20 @@
 """Surroundings of a process before JAX starts: launchers, devices, memory, folders; and the exit codes at its end."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from mjax.cluster import launch
+from mjax.doctor import RED
+from mjax.doctor.host import check_processes
+from mjax.errors import UsageError
 from mjax.utils.files import cache_home
 
+OF_JAX = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "node0:29500"}
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
@@ -22,7 +28,12 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT
         ({"JOB_COMPLETION_INDEX": "0"}, ("Kubernetes", None)),
         (TORCHRUN, ("torchrun", 2)),
         ({**TORCHRUN, "SLURM_STEP_NUM_TASKS": "4"}, ("torchrun", 2)),  # srun torchrun
-        ({**TORCHRUN, "WORLD_SIZE": "1"}, None),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({**OF_JAX, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JOB_COMPLETION_INDEX": "0"}, None),
+        ({**OF_JAX, **SKYPILOT, "JOB_COMPLETION_INDEX": "1"}, ("JAX_NUM_PROCESSES", 2)),
+        ({**OF_JAX, **SKYPILOT, "SLURM_STEP_NUM_TASKS": "4"}, ("srun", 4)),
+        ({"JAX_COORDINATOR_ADDRESS": "node0:29500"}, None),  # for srun, which is not here
+        (SKYPILOT, ("SkyPilot", 2)),
         ({"WORLD_SIZE": "8", "RANK": "0"}, None),  # of something else
         ({"SLURM_STEP_NUM_TASKS": "", "OMPI_COMM_WORLD_SIZE": "4"}, ("mpirun", 4)),  # Slurm leaves some empty
     ],
@@ -33,12 +44,44 @@ def test_launcher_is_found_in_environment(environment, launcher):
 
 def test_rendezvous_of_torchrun():
     none = launch.Distributed()
-    assert none.under_torchrun({}) == none
-    assert none.under_torchrun(TORCHRUN) == launch.Distributed("node0:29500", 2, 1)  # a PyTorchJob
+    assert none.under_launcher({}) == none
+    assert none.under_launcher(TORCHRUN) == launch.Distributed("node0:29500", 2, 1)  # a PyTorchJob
     listens = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert none.under_torchrun(listens) == launch.Distributed("node0:29501", 2, 1)
+    assert none.under_launcher(listens) == launch.Distributed("node0:29501", 2, 1)
+    assert none.under_launcher(TORCHRUN | {"MASTER_ADDR": "fd00::1"}).coordinator == "[fd00::1]:29500"
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, OF_JAX, SKYPILOT])
+def test_flags_precede_launcher(environment):
     typed = launch.Distributed("other:1", 4, 3)
-    assert typed.under_torchrun(listens) == typed
+    assert typed.under_launcher(environment | {"RANK": "x"}) == typed
+    assert launch.Distributed("other:1").under_launcher(environment) == launch.Distributed("other:1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (TORCHRUN | {"RANK": "one"}, "RANK is one, but must be a number from 0 to 1; "),
+        (TORCHRUN | {"RANK": "2"}, "RANK is 2, but must be a number from 0 to 1; "),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "but must be a number from 1 to 999999; "),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is http, but must be a number from 1 to 65534; "),
+        (OF_JAX | {"JAX_NUM_PROCESSES": "1"}, "JAX_PROCESS_ID is 1, but must be a number from 0 to 0; "),
+        (
+            {"JAX_NUM_PROCESSES": "2"},
+            "JAX_PROCESS_ID is not set, but must be a number from 0 to 1; correct it, or unset",
+        ),
+        ({"JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES is not set"),
+        (OF_JAX | {"JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS is not set, but must be HOST:PORT"),
+        (OF_JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "JAX_COORDINATOR_ADDRESS is node0, but must be HOST:PORT"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "-1"}, "SKYPILOT_NODE_RANK is -1, but must be a number from 0 to 1; "),
+    ],
+)
+def test_wrong_variable_is_named(environment, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        launch.Distributed().under_launcher(environment)
+    [finding] = check_processes(environment)
+    assert (finding.status, "; " in finding.found) == (RED, False)
+    assert finding.advice.startswith("correct it, or unset")
 
 
 def test_process_0_is_one_of_several():

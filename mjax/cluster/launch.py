@@ -26,10 +26,17 @@ SET_BY_MJAX: dict[str, str] = {}
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # GiB of host memory that XLA may pin for all GPUs of a process, and its default.
 PINNED_LIMIT, PINNED_DEFAULT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-# Environment variables in which launchers give the number of processes; the innermost launcher first.
-PROCESS_COUNTS = {"WORLD_SIZE": "torchrun", "SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
-# Variables of torchrun, and of Kubeflow's PyTorchJob; WORLD_SIZE alone may mean something else.
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Variables in which launchers give the number of processes and, if JAX does not read them, the index of this one and
+# the address of process 0. The innermost launcher is first.
+TORCHRUN, OF_JAX, SKYPILOT = "torchrun", "JAX_NUM_PROCESSES", "SkyPilot"
+LAUNCHERS = {
+    TORCHRUN: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),  # WORLD_SIZE alone may mean something else
+    "srun": ("SLURM_STEP_NUM_TASKS",),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE",),
+    OF_JAX: ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"),  # Kubeflow Trainer and files of deploy/
+    SKYPILOT: ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+}
+SKYPILOT_PORT = 29500  # SkyPilot names hosts only
 
 
 def has_nvidia_gpu() -> bool:
@@ -51,13 +58,20 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
 
 def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int | None] | None:
     """The launcher that started several processes, and how many if it gives a number; None for a single process."""
-    for variable, launcher in PROCESS_COUNTS.items():
-        count = environment.get(variable, "")
-        if launcher == "torchrun" and not all(environment.get(name) for name in OF_TORCHRUN):
+    for launcher, names in LAUNCHERS.items():
+        count, *others = (environment.get(name, "").strip() for name in names)  # Slurm leaves some empty
+        half = launcher == OF_JAX and (count or others[0])  # `under_launcher` says what is missing
+        if not half and not (count and all(others)):
             continue
-        if count.isdecimal() and int(count) > 1:  # Slurm leaves some empty
-            return launcher, int(count)
+        if others and (count, others[0]) == ("1", "0"):
+            return None
+        if others or (_number(count) or 0) > 1:
+            return launcher, _number(count)
     return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
 
 def set_variable(name: str, value: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -124,7 +138,7 @@ def simulate_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Distributed:
-    """Rendezvous of the processes of a run; not needed under srun, mpirun, torchrun or in a Kubernetes indexed job."""
+    """Rendezvous of the processes of a run; not needed under srun, mpirun, torchrun, SkyPilot or Kubernetes."""
 
     coordinator: str | None = None
     """HOST:PORT of process 0."""
@@ -143,19 +157,43 @@ class Distributed:
     """Seconds without a finished step after which the run ends with exit code 1, for a launcher to restart it; ten
     times as many while it compiles, evaluates or saves. By default never."""
 
-    def under_torchrun(self, environment: Mapping[str, str] = os.environ) -> Distributed:
-        """The rendezvous that torchrun describes, unless flags do.
+    def under_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
+        """The rendezvous that a launcher describes in variables which JAX does not read, unless flags describe it.
 
         torchrun itself listens at MASTER_PORT on the first host (unless a PyTorchJob sets these variables without it),
         so process 0 listens at the port above.
+
+        Raises:
+          UsageError: a variable is missing or wrong.
         """
-        if (self.coordinator, self.processes, self.process) != (None, None, None):
+        launcher = (launched_by(environment) or ("",))[0]
+        names = LAUNCHERS.get(launcher, ())
+        if len(names) < 3 or (self.processes, self.process) != (None, None):
             return self
-        if (launched_by(environment) or ("", 0))[0] != "torchrun":
-            return self
-        rank, count, host, port = (environment[name] for name in OF_TORCHRUN)
-        port = int(port) + (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-        return replace(self, coordinator=f"{host}:{port}", processes=int(count), process=int(rank))
+
+        def wrong(name: str, allowed: str) -> UsageError:
+            return UsageError(
+                f"{name} is {environment.get(name) or 'not set'}, but must be {allowed}; correct it, or unset "
+                f"{', '.join(names[:-1])} and {names[-1]} to train with one process"
+            )
+
+        def number(name: str, least: int, most: int) -> int:
+            found = _number(environment.get(name, "").strip())
+            if found is None or not least <= found <= most:
+                raise wrong(name, f"a number from {least} to {most}")
+            return found
+
+        processes = number(names[0], 1, 999_999)
+        process = number(names[1], 0, processes - 1)
+        address = environment.get("JAX_COORDINATOR_ADDRESS", "")  # as for JAX, it precedes what a launcher says
+        if launcher in (TORCHRUN, SKYPILOT) and not address:
+            host, port = environment[names[2]].split()[0], SKYPILOT_PORT  # SkyPilot has one host a line
+            if launcher == TORCHRUN:
+                port = number(names[3], 1, 65534) + (environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if not self.coordinator and not re.fullmatch(r".+:\d+", address):
+            raise wrong("JAX_COORDINATOR_ADDRESS", "HOST:PORT, such as node0:29500")
+        return replace(self, coordinator=self.coordinator or address, processes=processes, process=process)
 
     @property
     def several(self) -> bool:

@@ -5,9 +5,10 @@ or one of them. Process 0 writes the records of a run; all read their own rows o
 checkpoint.
 
 JAX reads the number of processes, the index of this one and the address of process 0 from the environment of Slurm,
-Open MPI (before 5) and Kubernetes, and mjax reads those of torchrun. Which GPUs a process owns is decided here: JAX
-takes the one with the process's index on its host, which is wrong if the launcher shows each process its own GPU only
-(as `srun --gpus-per-task=1` does) and leaves the others unused if one process is to use all of a host.
+Open MPI (before 5) and Kubernetes, and mjax reads those of torchrun, SkyPilot and Kubeflow's Trainer. Which GPUs a
+process owns is decided here: JAX takes the one with the process's index on its host, which is wrong if the launcher
+shows each process its own GPU only (as `srun --gpus-per-task=1` does) and leaves the others unused if one process is to
+use all of a host.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def start(where: Distributed) -> None:
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
     """
-    where, launched = where.under_torchrun(), launched_by() is not None
+    where, launched = where.under_launcher(), launched_by() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]
     if any(given) and not (all(given) or (launched and given == [True, False, False])):
         raise UsageError(
             "--distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I go together; "
-            "under srun, mpirun or torchrun none of them is needed"
+            "a launcher such as srun or torchrun needs none of them"
         )
     if where.coordinator is not None and not re.fullmatch(r".+:\d+", where.coordinator):
         raise UsageError(

@@ -20,12 +20,15 @@ from mjax.checkpoint.folders import steps_in
 from mjax.cluster import launch
 from mjax.config import Config
 from mjax.doctor import GREEN, RED, YELLOW, Finding, Found, check, gibibytes
+from mjax.errors import UsageError
 
 LEAST_SHARED = 2**30  # bytes of /dev/shm, through which NCCL's processes on one host communicate
 LEAST_FILES = 4096  # enough for a checkpoint of many arrays, the data and connections to other processes
 FILE_BYTES = 64 * 2**20
 SLOW = 100e6  # bytes per second, those of a hard disk; a parallel file system or an NVMe drive is ten times faster
 LEAST_FREE = 2**30
+SIGNS = {"RAY_JOB_ID": "Ray", "JOB_COMPLETION_INDEX": "Kubernetes"}
+"""Variables of platforms on which something else sets JAX's: Kubeflow Trainer, or a file of deploy/."""
 
 
 @check("memory")
@@ -120,9 +123,17 @@ def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
     """Name the processes that `train.py` would join; this command joins none and checks its own host only."""
     launched = launch.launched_by(environment)
     if launched is not None:
+        try:
+            where = launch.Distributed().under_launcher(environment)
+        except UsageError as error:
+            text, advice = str(error).split("; ", 1)
+            return RED, f"mjax train would not start: {text}", advice
         name, count = launched
+        if name == launch.OF_JAX:
+            name = next((found for sign, found in SIGNS.items() if sign in environment), name)
         processes = f"{count} processes" if count else "an indexed job"
-        return GREEN, f"{name} started {processes}: mjax train joins them, this command checks one host"
+        meeting = f" at {where.coordinator}" if where.coordinator else ""
+        return GREEN, f"{name} started {processes}: mjax train joins them{meeting}, this command checks one host"
     if "SLURM_JOB_ID" in environment:
         nodes = environment.get("SLURM_JOB_NUM_NODES", "?")
         job = f"Slurm job {environment['SLURM_JOB_ID']} of {nodes} nodes"
