@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import tyro
@@ -113,7 +114,17 @@ LAUNCHERS = {  # environments of the processes, the address of process 0, and th
 
 
 def test_every_file_of_deploy_is_played():
-    assert {file.name for file in DEPLOY.iterdir() if file.is_file()} == set(LAUNCHERS)
+    files = {file.name for file in DEPLOY.iterdir() if file.is_file() and not file.name.startswith("Dockerfile")}
+    assert files == set(LAUNCHERS)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("linter", ["hadolint", "actionlint"])
+def test_linters_accept_image_and_workflows(linter):
+    files = [DEPLOY / "Dockerfile"] if linter == "hadolint" else sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert files
+    found = subprocess.run([Path(sys.executable).parent / linter, *files], capture_output=True, text=True)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
