@@ -156,6 +156,7 @@ def holding() -> tuple[str, ...]:
     return splitting("batch") + splitting("positions")
 
 
+@cache
 def sharding() -> tuple[str, ...]:
     """Names of the axes of `holding` over which ZeRO splits a weight."""
     return tuple(axis.name for axis in AXES if axis.shards and axis.name in holding())
