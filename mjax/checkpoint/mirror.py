@@ -27,7 +27,6 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import threading
 import time
 import zlib
@@ -41,7 +40,7 @@ from typing import Any
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import take_lock, write_whole
-from mjax.utils.stores import ADDRESS, Store, address_of, alone, mirror_of, modified, version, with_addresses
+from mjax.utils.stores import ADDRESS, Store, address_of, alone, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
 """The mark of a checkpoint that is complete, of Orbax's name."""
@@ -53,11 +52,6 @@ LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the en
 STAYS_THERE = ("tensorboard/", "profile/", "wandb/", "metrics/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 RUN_FLAGS = ("--run", "--resume", "--checkpoint", "--init", "--base")
-
-
-def to_stderr(line: str) -> None:
-    """Print a notice of a command."""
-    print(with_addresses(line), file=sys.stderr, flush=True)
 
 
 def localized(argv: Iterable[str], also: bool = False) -> list[str]:

@@ -155,7 +155,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     if not _trains(arguments):
-        _load(arguments)  # what cannot be loaded is refused before anything is read
+        _with_bos(load_tokenizer(arguments.tokenizer), arguments)  # refused before anything is read
     job = PrepareJob(arguments, corpus, began, following)
     try:
         return tasks.run(job)
@@ -193,7 +193,7 @@ class PrepareJob(tasks.Job):
         if not folder.exists():
             part = self.folder / "tokenizer.part"
             shutil.rmtree(part, ignore_errors=True)
-            tokenizer = _with_bos(_train(self.corpus, how), how) if _trains(how) else _load(how)
+            tokenizer = _with_bos(_train(self.corpus, how) if _trains(how) else load_tokenizer(how.tokenizer), how)
             if how.chat:
                 tokenizer.bos = None  # the template writes it
                 save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
@@ -335,13 +335,8 @@ def _check(arguments: PrepareArguments) -> None:
     check_output(arguments.output, arguments.overwrite)
 
 
-def _load(arguments: PrepareArguments) -> Tokenizer:
-    """The tokenizer of --tokenizer, with or without a token before each text as --prepend-bos says."""
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    return _with_bos(tokenizer, arguments)
-
-
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
+    """`tokenizer`, with or without a token before each text as --prepend-bos says."""
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:

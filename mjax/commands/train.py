@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from mjax.checkpoint.mirror import fetch, localized, to_stderr
+from mjax.checkpoint.mirror import fetch, localized
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
@@ -22,7 +22,7 @@ from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
-from mjax.utils.stores import with_addresses
+from mjax.utils.stores import to_stderr, with_addresses
 
 if TYPE_CHECKING:
     from mjax.data.sources import TrainingData

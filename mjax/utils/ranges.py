@@ -14,23 +14,18 @@ import functools
 import json
 import mmap
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mjax.errors import UsageError
 from mjax.utils.files import put, to_disk, write_whole
-from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, version, with_addresses
+from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, to_stderr, version
 
 RANGE = 1 << 23  # bytes
 TOGETHER = 8  # ranges of one request, and requests at a time
 WHOLE, IN_RANGES = (".idx", ".json"), (".bin", ".mask")
 """Endings of the files of a dataset that are fetched when it is opened, and of those that are read in ranges."""
-
-
-def _say(line: str) -> None:
-    print(with_addresses(line), file=sys.stderr, flush=True)
 
 
 @functools.cache
@@ -43,7 +38,7 @@ def local_prefix(prefix: str) -> str:
     """
     if not is_address(prefix):
         return prefix
-    local, store = mirror_of(prefix), Store.of(prefix, _say)
+    local, store = mirror_of(prefix), Store.of(prefix, to_stderr)
     with alone(local):
         objects = {ending: store.about(f"{prefix}{ending}") for ending in WHOLE + IN_RANGES}
         found = {ending: about for ending, about in objects.items() if about is not None}
@@ -60,7 +55,8 @@ def local_prefix(prefix: str) -> str:
         for name in (before.keys() | set(WHOLE + IN_RANGES)) - found.keys():
             Path(f"{local}{name}").unlink(missing_ok=True)
         if new:
-            _say(f"reading {prefix}: {found['.bin']['size'] / 1e6:,.1f} MB of tokens, in ranges of {RANGE >> 20} MiB")
+            size = found[".bin"]["size"] / 1e6
+            to_stderr(f"reading {prefix}: {size:,.1f} MB of tokens, in ranges of {RANGE >> 20} MiB")
         store.get([(f"{prefix}{name}", Path(f"{local}{name}")) for name in new if name not in IN_RANGES])
         for name in new:
             if name in IN_RANGES:
@@ -88,7 +84,7 @@ class Ranges:
     def __init__(self, file: Path):
         self.address = address_of(file)
         self._path, self._file = file, os.open(file, os.O_RDWR)
-        self._size, self._store = os.fstat(self._file).st_size, Store.of(self.address, _say)
+        self._size, self._store = os.fstat(self._file).st_size, Store.of(self.address, to_stderr)
         with Path(f"{file}.ranges").open("r+b") as stream:
             self._here = mmap.mmap(stream.fileno(), 0)
 

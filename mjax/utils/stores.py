@@ -3,8 +3,8 @@
     s3://bucket/runs/one  ⇄  ~/.cache/mjax/stores/s3/bucket/runs/one
 
 An object can be replaced but not appended to, and has no atomic rename. So programs read and write a local folder, the
-mirror, whose path follows from the address and names it; `checkpoint/mirror.py` and `data/remote.py` say what is copied
-when. Nothing else of mjax knows addresses.
+mirror, whose path follows from the address and names it; `checkpoint/mirror.py` and `utils/ranges.py` say what is
+copied when. Nothing else of mjax knows addresses.
 
 fsspec speaks to the stores, with s3fs or gcsfs; credentials and endpoints come from where these look for them, such as
 AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL.
@@ -17,6 +17,7 @@ import fcntl
 import functools
 import importlib.util
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,6 +93,11 @@ def with_addresses(text: str) -> str:
     """`text` with addresses for the paths of mirrors."""
     home = cache_home()
     return text if home is None else re.sub(re.escape(f"{home.absolute()}/stores/") + r"(s3|gs)/", r"\1://", text)
+
+
+def to_stderr(line: str) -> None:
+    """Print a notice of a command."""
+    print(with_addresses(line), file=sys.stderr, flush=True)
 
 
 class Store:
