@@ -2,6 +2,9 @@
 
     python benchmarks/checkpoint_blocking.py                      # on this machine's devices
     python benchmarks/checkpoint_blocking.py --rounds 3 --runs s3://bucket/runs
+    python benchmarks/checkpoint_blocking.py --wait 1 --model.sequence 32 --train.micro-batch 1 --train.global-batch 1
+
+With --wait the loop sleeps where it would wait for an accelerator: the cores are free, as they are beside a GPU.
 
 Three contenders run in turns: no checkpoints, checkpoints on the disk, and checkpoints that are also copied to a store,
 which is a server on the loopback if --runs is left out (`pip install 'moto[server]' s3fs`). The figures are those of
@@ -29,12 +32,22 @@ SETTINGS = (
     "--data.mock --precision.compute fp32 --optimizer.warmup-steps 2 --train.eval-interval 0 --log.no-tensorboard"
 )
 
+WAITING = """
+import runpy, sys, time
+sys.path.insert(0, {root!r})
+from mjax.run.loop import Run
+record = Run._record
+Run._record = lambda *arguments: time.sleep({wait}) or record(*arguments)
+runpy.run_path({root!r} + "/train.py", run_name="__main__")
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--runs", help="address of a folder of runs")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds that the loop sleeps in each step")
     parser.add_argument("--config", default="gpt_demo")
     arguments, flags = parser.parse_known_args()
     figures: dict[str, list[tuple[float, float]]] = {}
@@ -55,9 +68,12 @@ def main() -> None:
 
 
 def _train(arguments, flags: list[str], runs: str, name: str, every: int) -> list[dict]:
-    command = [sys.executable, ROOT / "train.py", "--config", arguments.config, "--runs", runs, "--name", name]
-    length = ["--train.steps", str(arguments.steps), "--checkpoint.interval", str(every)]
-    subprocess.run([*command, *SETTINGS.split(), *length, *flags], check=True, stdout=subprocess.DEVNULL)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(WAITING.format(root=str(ROOT), wait=arguments.wait))
+        script.flush()
+        command = [sys.executable, script.name, "--config", arguments.config, "--runs", runs, "--name", name]
+        length = ["--train.steps", str(arguments.steps), "--checkpoint.interval", str(every)]
+        subprocess.run([*command, *SETTINGS.split(), *length, *flags], check=True, stdout=subprocess.DEVNULL)
     return read_metrics(mirror_of(runs) / name / "metrics.jsonl")
 
 

@@ -12,6 +12,10 @@ Speed, on the second file: `mjax dedup` compared with a MinHashLSH script after 
 same permutations, bands, rows, shingles and number of processes. The script drops a document if the index has one that
 shares a band; it compares nothing and reports nothing. Both write the remaining documents. They run in turn.
 
+With --datatrove FOLDER, datatrove's own MinHash takes part in both: its script as in its examples, with its default
+bands (14 of 8 hashes), one task per process, on a part of the speed file. Its default hash fails with current
+versions of xxhash, so it uses sha1. It needs spacy and orjson; FOLDER is a Python environment that has these.
+
 The exit code is 1 if recall is below 98%, a removal is false, or mjax is not three times as fast.
 """
 
@@ -54,6 +58,7 @@ def main() -> int:
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.5, 0.7], help="(default: 0.5 0.7)")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
     parser.add_argument("--rounds", type=int, default=3, help="times each program runs (default: 3)")
+    parser.add_argument("--datatrove", metavar="FOLDER", type=Path, help="an environment with datatrove")
     arguments = parser.parse_args()
     check_counts(arguments, "documents", "workers", "rounds")
     TextFiles([arguments.recall_file, arguments.speed_file])  # refuses a file that is not there
@@ -126,6 +131,17 @@ def show_recall(arguments: argparse.Namespace, folder: Path) -> bool:
             }
         )
     show(f"{len(texts):,} documents of {arguments.recall_file.name}, {WORDS}-word shingles", rows)
+    if arguments.datatrove:
+        cluster = np.array(datatrove_dedup(arguments, sample, folder / "recall"))
+        rows = []
+        for threshold in arguments.thresholds:
+            true = pairs[similarities >= threshold]
+            found = f"{(cluster[true[:, 0]] == cluster[true[:, 1]]).mean():.2%}"
+            removed = np.flatnonzero(cluster != np.arange(len(texts)))
+            alone = int((~np.isin(removed, true)).sum())
+            rows.append({"threshold": f"{threshold:g}", "true pairs": f"{len(true):,}", "found": found})
+            rows[-1] |= {"removed": f"{len(removed):,}", "removed without a similar one": f"{alone:,}"}
+        show("datatrove's MinHash on the same documents", rows)
     return good
 
 
@@ -187,6 +203,20 @@ def show_speed(arguments: argparse.Namespace, folder: Path) -> bool:
         }
         for name, times in seconds.items()
     ]
+    if arguments.datatrove:
+        part = folder / "part.jsonl"
+        part.write_bytes(b"".join(file.open("rb").readlines()[:5000]))
+        times = {}
+        for name in ("mjax", "datatrove"):
+            start = time.perf_counter()
+            if name == "mjax":
+                mjax_dedup(part, folder / "mjax.jsonl", threshold, arguments.workers)
+            else:
+                datatrove_dedup(arguments, part, folder / "speed")
+            times[name] = time.perf_counter() - start
+        megabytes = part.stat().st_size / 1e6
+        speeds = [{"program": n, "seconds": f"{s:.1f}", "MB/s": f"{megabytes / s:.2f}"} for n, s in times.items()]
+        show(f"the first 5,000 documents, {megabytes:.1f} MB", speeds)
     documents = report["read"]["documents"]
     megabytes = file.stat().st_size / 1e6
     show(f"{file.name}: {documents:,} documents, {megabytes:.0f} MB, threshold {threshold:g}, {HASHES} hashes", rows)
@@ -224,6 +254,54 @@ def datasketch_hash(line: bytes) -> tuple[bytes, bytes, np.ndarray, str]:
     signature = MinHash(num_perm=HASHES)
     signature.update_batch([" ".join(run).encode() for run in shingles(text)])
     return line, hashlib.blake2b(text.encode(), digest_size=16).digest(), signature.hashvalues, signature.scheme
+
+
+DATATROVE = """
+import json, struct, sys
+from pathlib import Path
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.pipeline.dedup.minhash import (
+    MinhashConfig, MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature)
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+from datatrove.utils.hashing import HashConfig
+
+folder, workers = sys.argv[1], int(sys.argv[2])
+config = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
+reading = lambda: JsonlReader(f"{folder}/in", glob_pattern="*.jsonl")
+stages = {
+    "signatures": ([reading(), MinhashDedupSignature(f"{folder}/signatures", config)], workers),
+    "buckets": ([MinhashDedupBuckets(f"{folder}/signatures", f"{folder}/buckets", config=config)], config.num_buckets),
+    "cluster": ([MinhashDedupCluster(f"{folder}/buckets", f"{folder}/ids", config=config, save_cluster_id=True)], 1),
+    "filter": ([reading(), MinhashDedupFilter(f"{folder}/ids"), JsonlWriter(f"{folder}/out")], workers),
+}
+if __name__ == "__main__":
+    for name, (steps, tasks) in stages.items():
+        LocalPipelineExecutor(steps, tasks=tasks, workers=workers, logging_dir=f"{folder}/logs/{name}").run()
+    for rank in range(workers):
+        file = Path(f"{folder}/ids/{rank:06d}.clusters")
+        pairs = list(struct.iter_unpack("<II", file.read_bytes())) if file.exists() else []
+        print(json.dumps([rank, pairs]))
+"""
+
+
+def datatrove_dedup(arguments: argparse.Namespace, file: Path, folder: Path) -> list[int]:
+    """datatrove's script on one file per process; returns the first document of the cluster of each."""
+    lines, workers = file.read_bytes().splitlines(keepends=True), arguments.workers
+    (folder / "in").mkdir(parents=True)
+    for rank in range(workers):
+        (folder / "in" / f"{rank}.jsonl").write_bytes(b"".join(lines[rank::workers]))
+    (folder / "run.py").write_text(DATATROVE)
+    command = [arguments.datatrove / "bin" / "python", folder / "run.py", folder, str(workers)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    cluster, firsts = list(range(len(lines))), {}
+    members = []
+    for line in result.stdout.splitlines()[-workers:]:
+        rank, pairs = json.loads(line)
+        members += [(rank + row * workers, group) for row, group in pairs]
+    for number, group in sorted(members):
+        cluster[number] = firsts.setdefault(group, number)
+    return cluster
 
 
 if __name__ == "__main__":

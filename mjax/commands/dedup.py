@@ -6,14 +6,18 @@ finds candidates and compares them. Similar pairs are joined into clusters, and 
 kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
 not be the one that was kept.
 
-The corpus is read three times, by tasks that share it (tasks.py); between the readings one task sees all documents.
-That one holds about 100 bytes a document in memory, and the names of those that are removed:
+The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
+bands by ranges of their values, sorted in the first reading, so that equal ones meet in one task:
 
-    read, gather       every text    → its digest, its signature, its bands       files of 600 to 950 bytes a document
-    group              equal digests, candidates                                  one task
-    shingle, collect   candidates    → their shingles                             a file of 8 bytes a word
-    cluster, choose    pairs compared and joined, what is needed of each          one task
-    write, merge       every text    → kept or removed
+    read               every text    → its digest, its signature, its bands     files of 600 to 950 bytes a document
+    group, gather      ranges of digests    → `same`, the first of equal texts
+    share              ranges of a band     → documents that share it
+    shingle, collect   candidates    → their shingles                           a file of 8 bytes a word
+    compare, join      buckets       → pairs that are similar, joined to clusters; for a few bands, then for the others
+    choose             what is needed of each document
+    write, explain     every text    → kept or removed, and why
+
+Values of all documents are files that are mapped into memory. A task holds its share, and a part of all else at a time.
 """
 
 import hashlib
@@ -28,17 +32,14 @@ import tyro
 
 from mjax.config.bounds import Count
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.near_duplicates import Bands, Clusters, ShingleFile, SketchFiles
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles
 from mjax.data.corpus.outputs import EXAMPLES, FilterArguments, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
-from mjax.data.corpus.workers import Workers, useful_workers
 from mjax.errors import RunError
-from mjax.utils.progress import progress
 
-DIGEST = "V16"  # of a text: 128 bits of BLAKE2b
 EXACT, NEAR = "exact duplicate", "near-duplicate"
 KEPT, NAMED, SHOWN = 1, 2, 4  # what is needed of a document: its line for the output, its source, its text
+PART = 2**22  # documents, pairs or values that a task holds at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,86 +69,145 @@ def dedup(arguments: DedupArguments) -> dict[str, Any] | None:
     return tasks.run(DedupJob(arguments, corpus, bands))
 
 
-@dataclass
-class Duplicates:
-    """Duplicates of every document of a corpus, in input order.
+class Choice(NamedTuple):
+    """Counts of the near-duplicates, and the documents that the report shows."""
 
-    Attributes:
-      same: the first document with the same text, which may be itself; int64 [documents].
-      clusters: near-duplicates among the first ones; None if only exact duplicates were looked for.
-      candidates: documents whose shingles were compared with others'.
-    """
+    examples: dict[str, list[int]]
+    clusters: int
+    largest: int
+    by_jaccard: np.ndarray
 
-    same: np.ndarray
-    clusters: Clusters | None = None
-    candidates: int = 0
 
-    @property
-    def instead(self) -> np.ndarray:
-        """int64 [documents]: the document kept in place of each, itself where it is kept."""
-        return self.same if self.clusters is None else self.clusters.first[self.same]
+class Part(NamedTuple):
+    """Counts of a share, and the texts of the documents that are SHOWN, by number."""
 
-    @property
-    def near(self) -> np.ndarray:
-        """bool [documents]: whether it is removed although no earlier document has the same text."""
-        numbers = np.arange(len(self.same))
-        return (self.instead != numbers) & (self.same == numbers)
+    tallies: dict[str, Tally]
+    texts: dict[int, str]
 
 
 class DedupJob(FilterJob):
-    """The stages of `mjax dedup`."""
+    """The stages of `mjax dedup`. Values of all documents, by number:
 
-    single = ("group", "cluster", "choose", "finish")
-    shows = ("cluster",)
+    same       int64   the first document with the same text, which may be itself
+    first      int64   of distinct documents, the first of its cluster
+    similar    int64   the most similar document
+    jaccard    float64 its similarity to that one; 0: none is at or above the threshold
+    needed     uint8   KEPT, NAMED, SHOWN
+    """
+
+    single = ("join", "join_others", "choose", "finish")
 
     def __init__(self, arguments: DedupArguments, corpus: TextFiles, bands: Bands):
-        near = ["shingle", "collect", "cluster"] * (not arguments.exact)
-        stages = ["read", *["gather"] * (not arguments.exact), "group", *near, "choose", "write", "merge", "finish"]
-        super().__init__(arguments, corpus, stages)
+        near = ["share", "shingle", "collect", "compare", "join", "compare_others", "join_others"]
+        stages = ["read", "group", "gather", *near * (not arguments.exact), "choose", "write", "explain"]
+        super().__init__(arguments, corpus, [*stages, "merge", "finish"])
         self.bands = bands
 
-    # --- Finding: the first two readings ------------------------------------------------------------------------------
+    # --- The first reading: digests and sketches ----------------------------------------------------------------------
 
     def read(self, rank: int) -> tuple[list[int], MalformedLines]:
-        """Write digests and sketches of a share; returns the number of documents in each block."""
-        malformed, keys, documents = self.malformed(), [], []
-        with self.writing(rank, "digests", "signatures", "keys") as (digests, signatures, key_stream):
+        """Write sorted digests and bands of a share, and signatures; returns the documents in each block."""
+        how, malformed, counts, digests, keys = self.arguments, self.malformed(), [], [], []
+        with self.writing(rank, "signatures") as (stream,):
             for block in self.blocks(rank):
-                part = _read_block(self.arguments, self.bands, block)
-                malformed.add(part.malformed)
-                part.digests.tofile(digests)
-                documents.append(len(part.digests))
-                if part.sketches is not None:
-                    part.sketches.signatures.tofile(signatures)
-                    keys.append(part.sketches.keys)
-            if keys:
-                np.concatenate(keys, axis=1).tofile(key_stream)
-        return documents, malformed
+                documents, lines = parse(block, how.key)
+                malformed.add(lines)
+                counts.append(len(documents))
+                texts = [document.text for document in documents]
+                digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+                if texts and not how.exact:
+                    sketches = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
+                    sketches.signatures.tofile(stream)
+                    keys.append(sketches.keys)
+        values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+        with self.writing(rank, "digests", "keys", "documents") as (halves, sorted_keys, numbers):
+            order = np.lexsort(values.T[::-1])
+            for column in (values[order, 0], values[order, 1], order):
+                column.tofile(halves)
+            for band in range(self.bands.count if keys else 0):
+                of_band = np.concatenate([part[band] for part in keys])
+                order = np.argsort(of_band, kind="stable")
+                of_band[order].tofile(sorted_keys)
+                order.astype(np.uint32).tofile(numbers)
+        return counts, malformed
 
-    @property
-    def _firsts(self) -> np.ndarray:
+    @cached_property
+    def firsts(self) -> np.ndarray:
         """The number of each task's first document, and of all documents; int64 [tasks + 1]."""
         return np.cumsum([0, *(sum(documents) for documents, _ in self.results("read"))])
 
-    def gather(self, rank: int) -> None:
-        """Copy the sketches of a share to their places in the files of all documents."""
-        first = int(self._firsts[rank])
-        SketchFiles(self.folder, self.bands.count).put(first, self.part("keys", rank), self.part("signatures", rank))
+    def of_share(self, name: str, rank: int) -> np.ndarray:
+        """The values of a share's documents."""
+        return self.values(name)[self.firsts[rank] : self.firsts[rank + 1]]
+
+    # --- Equal texts --------------------------------------------------------------------------------------------------
 
     def group(self, rank: int) -> None:
-        """Find equal texts, and documents that share a band."""
-        digests = [np.fromfile(self.part("digests", rank), DIGEST) for rank in range(self.tasks)]
-        _, first, group = np.unique(np.concatenate(digests), return_index=True, return_inverse=True)
-        same = first[group]
-        np.save(self.folder / "same.npy", same)
-        if not self.arguments.exact:
-            sketches = SketchFiles(self.folder, self.bands.count)
-            chosen = near_duplicates.candidates(sketches, same == np.arange(len(same)))
-            np.save(self.folder / "candidates.npy", chosen)
+        """Write the documents whose text an earlier one has, and the first that has it, for a range of digests."""
+        found = []
+        for other in range(self.tasks):
+            high, low, order = self.mapped("digests", other, np.uint64).reshape(3, -1)
+            inside = _range(high, rank, self.tasks)
+            found.append((high[inside], low[inside], order[inside] + np.uint64(self.firsts[other])))
+        high, low, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        order = np.lexsort((numbers, low, high))
+        high, low, numbers = high[order], low[order], numbers[order].astype(np.int64)
+        begins = np.concatenate(([True], (high[1:] != high[:-1]) | (low[1:] != low[:-1])))[: len(high)]
+        first = numbers[begins][np.cumsum(begins) - 1]
+        later = np.flatnonzero(~begins)
+        later = later[np.argsort(numbers[later])]
+        with self.writing(rank, "equal") as (stream,):
+            np.stack((numbers[later], first[later])).tofile(stream)
+
+    def gather(self, rank: int) -> None:
+        """Put `same` and the signatures of a share in place."""
+        begin, end = self.firsts[rank : rank + 2].tolist()
+        same = np.arange(begin, end)
+        for other in range(self.tasks):
+            numbers, first = self.mapped("equal", other, np.int64).reshape(2, -1)
+            inside = slice(*np.searchsorted(numbers, (begin, end)))
+            same[numbers[inside] - begin] = first[inside]
+        self.put_values("same", begin, same)
+        self.put_part("signatures", rank, self.folder / "all-signatures", begin * HASHES)
+
+    # --- Similar texts ------------------------------------------------------------------------------------------------
+
+    def share(self, rank: int) -> list[list[int]]:
+        """Write the buckets of a part of the bands; returns the members of each part, by round."""
+        same, members, candidates = self.values("same"), [], [np.empty(0, np.int64)]
+        with self.writing(rank, "members", "buckets") as (documents, buckets):
+            for bands in ROUNDS:
+                members.append([])
+                for keys, numbers in self._parts(rank, bands):
+                    distinct = same[numbers] == numbers
+                    found = near_duplicates.bucketed(keys[distinct], numbers[distinct])
+                    found.documents.tofile(documents)
+                    found.buckets.tofile(buckets)
+                    members[-1].append(len(found.documents))
+                    candidates = [np.union1d(candidates[0], found.documents)]
+        with self.writing(rank, "candidates") as (stream,):
+            candidates[0].tofile(stream)
+        return members
+
+    def _parts(self, rank: int, bands: slice) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and numbers of all documents in the parts of `bands` that are this task's: ranges of keys of a band."""
+        bands = range(self.bands.count)[bands]
+        ranges = max(-(-self.tasks // max(len(bands), 1)), -(-int(self.firsts[-1]) // PART))
+        for part in range(rank, ranges * len(bands), self.tasks):
+            found = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
+            for other in range(self.tasks):
+                shape = (-1, int(self.firsts[other + 1] - self.firsts[other]))
+                if shape[1]:
+                    keys = self.mapped("keys", other, np.uint64).reshape(shape)[bands[part % len(bands)]]
+                    documents = self.mapped("documents", other, np.uint32).reshape(shape)[bands[part % len(bands)]]
+                    inside = _range(keys, part // len(bands), ranges)
+                    found.append((keys[inside], documents[inside] + self.firsts[other]))
+            keys, numbers = (np.concatenate(each) for each in zip(*found, strict=True))
+            yield keys, numbers
 
     def _read_again(self, rank: int, values: np.ndarray) -> Iterator[tuple[np.ndarray, list[Document]]]:
-        """Read a share again: the documents of its blocks, each with its part of `values` [all documents]."""
-        first = self._firsts[rank]
+        """Read a share again: the documents of its blocks, each with its part of `values` [documents of the share]."""
+        first = 0
         for block, count in zip_longest(self.blocks(rank), self.results("read")[rank][0]):
             documents = parse(block, self.corpus.key)[0] if block else []
             if block is None or len(documents) != count:
@@ -156,122 +216,229 @@ class DedupJob(FilterJob):
             yield values[first : first + count], documents
             first += count
 
-    def shingle(self, rank: int) -> np.ndarray:
-        """Write the distinct shingles of the candidates in a share; returns their number for each, int64."""
-        wanted = np.zeros(self._firsts[-1], bool)
-        wanted[np.load(self.folder / "candidates.npy")] = True
-        how, sizes = self.arguments, []
-        with self.writing(rank, "shingles") as (stream,):
+    def shingle(self, rank: int) -> int:
+        """Write the distinct shingles of the candidates in a share, and where each ends; returns the candidates."""
+        begin, end = self.firsts[rank : rank + 2].tolist()
+        wanted, sizes, how = np.zeros(end - begin, bool), np.zeros(end - begin, np.int64), self.arguments
+        for other in range(self.tasks):
+            numbers = self.mapped("candidates", other, np.int64)
+            wanted[numbers[slice(*np.searchsorted(numbers, (begin, end)))] - begin] = True
+        rows = iter(np.flatnonzero(wanted).tolist())
+        with self.writing(rank, "shingles", "ends") as (stream, ends):
             for want, documents in self._read_again(rank, wanted):
                 texts = [document.text for document, wants in zip(documents, want, strict=True) if wants]
                 if texts:
                     hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
-                    for begin, end in pairwise(offsets):
-                        distinct = shingle_set(hashes[begin:end])
+                    for start, stop in pairwise(offsets):
+                        distinct = shingle_set(hashes[start:stop])
                         distinct.tofile(stream)
-                        sizes.append(len(distinct))
-        return np.array(sizes, np.int64)
+                        sizes[next(rows)] = len(distinct)
+            np.cumsum(sizes).tofile(ends)
+        return int(wanted.sum())
 
     def collect(self, rank: int) -> None:
         """Copy the shingles of a share to their place in the file of all."""
-        self.put_part("shingles", rank, self.folder / "shingles", self.offset("shingles", rank))
+        offset = self.offset("shingles", rank)
+        self.put_part("shingles", rank, self.folder / "all-shingles", offset)
+        self.put_values("all-ends", int(self.firsts[rank]) + 1, self.mapped("ends", rank, np.int64) + offset // 8)
 
-    def cluster(self, rank: int) -> Clusters:
-        """Compare candidates and join similar ones."""
-        how, same = self.arguments, np.load(self.folder / "same.npy")
-        sizes = np.concatenate(self.results("shingle"))
-        shingles = ShingleFile(self.folder / "shingles", np.load(self.folder / "candidates.npy"), sizes)
-        sketches = SketchFiles(self.folder, self.bands.count)
-        workers = 1 if how.executor else useful_workers(how.workers, self.corpus.size)
-        with Workers(workers) as pool, progress("cluster", self.bands.count) as advance:
-            distinct = same == np.arange(len(same))
-            return near_duplicates.find_clusters(sketches, distinct, shingles, how.threshold, pool, lambda: advance(1))
+    def compare(self, rank: int, turn: int = 0) -> int:
+        """Write the similar pairs of the buckets of a round; returns the number of pairs compared."""
+        clusters = self.values("first") if turn else None
+        signatures = self.values("all-signatures", np.uint8).reshape(-1, HASHES)
+        shingles = Shingles(self.values("all-shingles", np.uint64), self.values("all-ends"))
+        documents, buckets = (self.mapped(name, rank, np.int64) for name in ("members", "buckets"))
+        counts, compared = self.results("share")[rank], 0
+        ends = np.cumsum([sum(map(sum, counts[:turn])), *counts[turn]])
+        with self.writing(rank, f"edges-{turn}") as (stream,):
+            for begin, end in pairwise(ends):
+                members = near_duplicates.Buckets(np.array(documents[begin:end]), np.array(buckets[begin:end]))
+                known = members.documents if clusters is None else clusters[members.documents]
+                edges, pairs = near_duplicates.similar_pairs(
+                    members, known, signatures, shingles, self.arguments.threshold
+                )
+                edges.tofile(stream)
+                compared += pairs
+        return compared
+
+    def compare_others(self, rank: int) -> int:
+        """Compare in the bands that are left."""
+        return self.compare(rank, 1)
+
+    def join(self, rank: int, turn: int = 0) -> None:
+        """Join the similar pairs of a round to clusters; after the last, find the most similar to each document."""
+        clusters = self.values("first", mode="r+") if turn else self.new_values("first", np.int64, int(self.firsts[-1]))
+        if not turn:
+            for part in self._all_documents():
+                clusters[part] = np.arange(part.start, part.stop)
+        for edges in self._edges(turn):
+            near_duplicates.join(clusters, edges["one"], edges["other"])
+        for part in self._all_documents():
+            near_duplicates.roots(clusters, np.arange(part.start, part.stop))
+        if turn:
+            self._find_most_similar()
+
+    def join_others(self, rank: int) -> None:
+        """Join the pairs of the other bands."""
+        self.join(rank, 1)
+
+    def _edges(self, turn: int) -> Iterator[np.ndarray]:
+        for rank in range(self.tasks):
+            edges = self.mapped(f"edges-{turn}", rank, EDGE)
+            yield from (np.array(edges[start : start + PART]) for start in range(0, len(edges), PART))
+
+    def _find_most_similar(self) -> None:
+        similar, jaccard = (
+            self.new_values(name, dtype, int(self.firsts[-1]))
+            for name, dtype in (("similar", np.int64), ("jaccard", np.float64))
+        )
+        for edges in (part for turn in range(len(ROUNDS)) for part in self._edges(turn)):
+            best = near_duplicates.most_similar(edges)
+            one, other, found = (best[name] for name in ("one", "other", "jaccard"))
+            better = (found > jaccard[one]) | ((found == jaccard[one]) & (other < similar[one]))
+            similar[one[better]], jaccard[one[better]] = other[better], found[better]
+
+    def _all_documents(self) -> Iterator[slice]:
+        """The documents in parts of at most PART."""
+        total = int(self.firsts[-1])
+        for start in range(0, total, PART):
+            yield slice(start, min(start + PART, total))
 
     # --- Writing: the third reading -----------------------------------------------------------------------------------
 
-    @cached_property
-    def _duplicates(self) -> Duplicates:
-        same = np.load(self.folder / "same.npy")
-        if self.arguments.exact or not len(same):
-            return Duplicates(same)
-        return Duplicates(same, self.results("cluster")[0], len(np.load(self.folder / "candidates.npy")))
+    def fate(self, part: slice) -> "Fate":
+        """Return what happens to some documents, by number."""
+        same = np.array(self.values("same")[part])
+        numbers = np.arange(part.start, part.stop)
+        exact = same != numbers
+        if self.arguments.exact:
+            return Fate(numbers, same, same, np.ones(len(same)), exact, np.zeros(len(same), bool))
+        instead, found = self.values("first")[same], self.values("jaccard", np.float64)[part]
+        near = (instead != numbers) & ~exact
+        similar = np.where(near, self.values("similar")[part], same)
+        return Fate(numbers, instead, similar, np.where(near, found, 1.0), exact, near)
 
-    def _similar(self) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """The document that each is most similar to, their similarity, and the examples of the report."""
-        same, near = self._duplicates.same, self._duplicates.near
-        similar, similarity = same.copy(), np.ones(len(same))
-        if (clusters := self._duplicates.clusters) is not None:
-            similar[near], similarity[near] = clusters.similar[near], clusters.similarity[near]
-        # Examples are the least similar near-duplicates, the most doubtful removals.
-        doubtful = np.flatnonzero(near)[np.argsort(similarity[near], kind="stable")]
-        exact = np.flatnonzero(same != np.arange(len(same)))
-        return similar, similarity, {EXACT: exact[:EXAMPLES], NEAR: doubtful[:EXAMPLES]}
-
-    def choose(self, rank: int) -> None:
+    def choose(self, rank: int) -> Choice:
         """Decide what is needed of each document."""
-        instead = self._duplicates.instead
-        similar, _, examples = self._similar()
-        is_kept = instead == np.arange(len(instead))
-        removed = np.flatnonzero(~is_kept)
-        needed = np.where(is_kept, KEPT, 0).astype(np.uint8)
-        needed[np.concatenate((removed, instead[removed], similar[removed]))] |= NAMED
-        for shown in examples.values():
-            needed[np.concatenate((shown, similar[shown]))] |= SHOWN
-        np.save(self.folder / "needed.npy", needed)
+        total, edges = int(self.firsts[-1]), np.linspace(self.arguments.threshold, 1, 7)
+        needed, sizes = self.new_values("needed", np.uint8, total), self.new_values("sizes", np.uint32, total)
+        shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
+        for part in self._all_documents():
+            fate = self.fate(part)
+            needed[fate.numbers] |= np.where(fate.kept, KEPT, 0).astype(np.uint8)
+            gone = ~fate.kept
+            for which in (fate.numbers, fate.instead, fate.similar):
+                needed[which[gone]] |= NAMED
+            np.add.at(sizes, fate.instead[~fate.exact], 1)
+            by_jaccard += np.histogram(fate.jaccard[fate.near], edges)[0]
+            # Examples are the least similar near-duplicates, the most doubtful removals.
+            for name, which in ((EXACT, fate.exact), (NEAR, fate.near)):
+                some = np.flatnonzero(which)
+                some = some[np.argsort(fate.jaccard[some], kind="stable")[:EXAMPLES]]
+                columns = (column[some].tolist() for column in (fate.jaccard, fate.numbers, fate.similar))
+                shown[name] = sorted([*shown[name], *zip(*columns, strict=True)])[:EXAMPLES]
+        for _, number, similar in (each for name in shown for each in shown[name]):
+            needed[[number, similar]] |= SHOWN
+        examples = {name: [number for _, number, _ in each] for name, each in shown.items()}
+        largest, clusters = 0, 0
+        for part in self._all_documents():
+            clusters += int((sizes[part] > 1).sum())
+            largest = max(largest, int(sizes[part].max()))
+        return Choice(examples, clusters, largest, by_jaccard)
 
-    def write(self, rank: int) -> "_Part":
-        """Write the documents of a share that are kept."""
-        sizes, sources, texts = [], {}, {}
-        number = int(self._firsts[rank])
-        with self.writing(rank, "kept", "removed") as (kept, _):
-            for needed, documents in self._read_again(rank, np.load(self.folder / "needed.npy", mmap_mode="r")):
-                for document, need in zip(documents, needed.tolist(), strict=True):
-                    sizes.append(len(document.text.encode()))
+    def write(self, rank: int) -> Part:
+        """Write the documents of a share that are kept, and the sources of those that are named."""
+        part = slice(*self.firsts[rank : rank + 2].tolist())
+        fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
+        reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
+        numbers, ends, needed = [], [0], self.values("needed", np.uint8)[part]
+        row = 0
+        with self.writing(rank, "kept", "sources", "named") as (kept, sources, named):
+            for wanted, documents in self._read_again(rank, needed):
+                for document, need in zip(documents, wanted.tolist(), strict=True):
+                    tallies["read"].add(document.text)
+                    tallies[reasons[row]].add(document.text)
                     if need & KEPT:
                         kept.write(outputs.document_line(document, self.corpus.key))
                     if need & NAMED:
-                        sources[number] = document.source
+                        source = document.source.encode(errors="surrogatepass")
+                        numbers.append(part.start + row)
+                        ends.append(ends[-1] + sources.write(source))
                     if need & SHOWN:
-                        texts[number] = document.text
-                    number += 1
-        return _Part(np.array(sizes, np.int64), sources, texts)
+                        texts[part.start + row] = document.text
+                    row += 1
+            np.array([*numbers, *ends], np.int64).tofile(named)
+        return Part(tallies, texts)
+
+    def _source(self, number: int) -> str:
+        """The source of a document that `needed` has as NAMED."""
+        rank = int(np.searchsorted(self.firsts, number, "right")) - 1
+        if rank not in self._sources:
+            self._sources[rank] = (self.mapped("named", rank, np.int64), self.mapped("sources", rank, np.uint8))
+        named, sources = self._sources[rank]
+        count = len(named) // 2
+        row = count + int(np.searchsorted(named[:count], number))
+        return sources[named[row] : named[row + 1]].tobytes().decode(errors="surrogatepass")
+
+    @cached_property
+    def _sources(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        return {}
+
+    def story(self, fate: "Fate", row: int) -> dict[str, Any]:
+        """A removed document in the record."""
+        return {
+            "source": self._source(int(fate.numbers[row])),
+            "reason": EXACT if fate.exact[row] else NEAR,
+            "kept": self._source(int(fate.instead[row])),
+            "similar_to": self._source(int(fate.similar[row])),
+            "jaccard": round(float(fate.jaccard[row]), 4),
+        }
+
+    def explain(self, rank: int) -> None:
+        """Write the record of the documents of a share that are removed."""
+        fate = self.fate(slice(*self.firsts[rank : rank + 2].tolist()))
+        with self.writing(rank, "removed") as (stream,):
+            stream.writelines(outputs.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
 
     def finish(self, rank: int) -> dict[str, Any]:
-        """Write the record of the documents removed and the report, and give the files their names."""
-        parts, duplicates = self.results("write"), self._duplicates
-        size = np.concatenate([part.sizes for part in parts])
-        sources, texts = ({k: v for part in parts for k, v in part[field].items()} for field in (1, 2))
-        instead, near = duplicates.instead, duplicates.near
-        similar, similarity, examples = self._similar()
-        numbers = np.arange(len(instead))
-        is_kept, exact = instead == numbers, duplicates.same != numbers
+        """Write the report, and give the files their names."""
+        parts, choice, read = self.results("write"), self.results("choose")[0], self.results("read")
+        tallies = {name: Tally(name) for name in (EXACT, NEAR, "read", "kept")}
+        texts = {number: text for part in parts for number, text in part.texts.items()}
+        for name, tally in tallies.items():
+            for part in parts:
+                tally.merge(part.tallies[name])
+            for number in choice.examples.get(name, ()):
+                fate = self.fate(slice(number, number + 1))
+                text, other = where_they_differ(texts[number], texts[int(fate.similar[0])])
+                tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
+        steps = [tallies[EXACT], *[tallies[NEAR]] * (not self.arguments.exact)]
+        report = {"command": "dedup", "inputs": self.corpus.names, "read": tallies["read"]}
+        report |= {"removed": steps, "kept": tallies["kept"]}
+        if not self.arguments.exact:
+            report["near_duplicates"] = self._near_report(choice)
+        return self.put_files(report, self.malformed([malformed for _, malformed in read]))
 
-        def story(number: int) -> dict[str, Any]:
-            return {
-                "source": sources[number],
-                "reason": EXACT if exact[number] else NEAR,
-                "kept": sources[instead[number]],
-                "similar_to": sources[similar[number]],
-                "jaccard": round(float(similarity[number]), 4),
-            }
-
-        def example(number: int) -> dict[str, Any]:
-            text, other = where_they_differ(texts[number], texts[similar[number]])
-            return {**story(number), "text": text, "similar_text": other}
-
-        def tally(name: str, which: np.ndarray) -> Tally:
-            shown = [example(number) for number in examples.get(name, np.empty(0, int)).tolist()]
-            return Tally(name, int(which.sum()), int(size[which].sum()), shown)
-
-        if (self.folder / "removed").exists():
-            with (self.folder / "removed").open("wb") as stream:
-                stream.writelines(outputs.json_line(story(number)) for number in np.flatnonzero(~is_kept).tolist())
-        steps = [tally(EXACT, exact)] + ([] if duplicates.clusters is None else [tally(NEAR, near)])
-        report = {"command": "dedup", "inputs": self.corpus.names, "read": tally("read", is_kept | ~is_kept)}
-        report |= {"removed": steps, "kept": tally("kept", is_kept)}
-        if duplicates.clusters is not None:
-            report["near_duplicates"] = _near_report(self.arguments, self.bands, duplicates)
-        return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
+    def _near_report(self, choice: Choice) -> dict[str, Any]:
+        """The report's section about near-duplicates: how they were found, and how many."""
+        how, bands = self.arguments, self.bands
+        edges = np.linspace(how.threshold, 1, 7)
+        turns = ("compare", "compare_others")
+        ranges = (f"{low:.3g} to {high:.3g}" for low, high in pairwise(edges))
+        return {
+            "threshold": how.threshold,
+            "shingles": f"{how.shingle_size} {how.shingles}",
+            "hashes": HASHES,
+            "bands": bands.count,
+            "rows": bands.rows,
+            "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},
+            "candidates": sum(self.results("shingle")),
+            "pairs_compared": sum(compared for turn in turns for compared in self.results(turn)),
+            "pairs_confirmed": sum(len(edges) for turn in range(len(turns)) for edges in self._edges(turn)),
+            "clusters": choice.clusters,
+            "largest_cluster": choice.largest,
+            "removed_by_jaccard": dict(zip(ranges, choice.by_jaccard.tolist(), strict=True)),
+        }
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:
         """Remarks below the table."""
@@ -286,53 +453,28 @@ class DedupJob(FilterJob):
             )
 
 
-class _Reading(NamedTuple):
-    """The digests of a block's documents, DIGEST [documents], their sketches, and malformed lines."""
-
-    digests: np.ndarray
-    sketches: near_duplicates.Sketches | None
-    malformed: list[str]
-
-
-def _read_block(how: DedupArguments, bands: Bands, block: Block) -> _Reading:
-    documents, malformed = parse(block, how.key)
-    texts = [document.text for document in documents]
-    digests = b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
-    sketched = None if how.exact or not texts else near_duplicates.sketch(texts, how.shingle_size, how.shingles, bands)
-    return _Reading(np.frombuffer(digests, DIGEST), sketched, malformed)
-
-
-class _Part(NamedTuple):
-    """Sizes, sources and texts of the documents of a share, for the report.
+class Fate(NamedTuple):
+    """The fate of some documents.
 
     Attributes:
-      sizes: bytes of text in UTF-8, int64 [documents].
-      sources: of the documents that are NAMED, by number.
-      texts: of the documents that are SHOWN, by number.
+      numbers, instead, similar: the documents, what is kept in place of each, and the most similar one, int64.
+      jaccard: its similarity, float64.
+      exact, near: whether each is removed, and why; bool.
     """
 
-    sizes: np.ndarray
-    sources: dict[int, str]
-    texts: dict[int, str]
+    numbers: np.ndarray
+    instead: np.ndarray
+    similar: np.ndarray
+    jaccard: np.ndarray
+    exact: np.ndarray
+    near: np.ndarray
+
+    @property
+    def kept(self) -> np.ndarray:
+        return ~(self.exact | self.near)
 
 
-def _near_report(how: DedupArguments, bands: Bands, duplicates: Duplicates) -> dict[str, Any]:
-    """The report's section about near-duplicates: how they were found, and how many."""
-    clusters, near = duplicates.clusters, duplicates.near
-    sizes = np.unique(clusters.first[duplicates.same == np.arange(len(near))], return_counts=True)[1]
-    edges = np.linspace(how.threshold, 1, 7)
-    counts = np.histogram(clusters.similarity[near], edges)[0].tolist()
-    return {
-        "threshold": how.threshold,
-        "shingles": f"{how.shingle_size} {how.shingles}",
-        "hashes": near_duplicates.HASHES,
-        "bands": bands.count,
-        "rows": bands.rows,
-        "expected_recall": {f"{edge:.3g}": round(bands.recall(edge), 5) for edge in edges},
-        "candidates": duplicates.candidates,
-        "pairs_compared": clusters.compared,
-        "pairs_confirmed": clusters.confirmed,
-        "clusters": int((sizes > 1).sum()),
-        "largest_cluster": int(sizes.max(initial=0)),
-        "removed_by_jaccard": {f"{edges[i]:.3g} to {edges[i + 1]:.3g}": count for i, count in enumerate(counts)},
-    }
+def _range(keys: np.ndarray, part: int, parts: int) -> slice:
+    """The place of the `part`-th of `parts` equal ranges of all uint64 in the sorted `keys`."""
+    begin, end = (np.uint64(min(each * 2**64 // parts, 2**64 - 1)) for each in (part, part + 1))
+    return slice(int(np.searchsorted(keys, begin)), int(np.searchsorted(keys, end)) if part + 1 < parts else len(keys))

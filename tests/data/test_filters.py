@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.commands.clean import CleanArguments, clean
-from mjax.commands.dedup import DedupArguments, dedup
-from mjax.data.corpus import near_duplicates
+from mjax.commands.dedup import DedupArguments, DedupJob, dedup
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -230,8 +229,8 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
     run(command, tmp_path, **options)
     alone = outputs(tmp_path)
     monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 2000)
-    monkeypatch.setattr("mjax.data.corpus.near_duplicates.COMPARISONS", 1)
     monkeypatch.setattr("mjax.data.corpus.near_duplicates.AT_ONCE", 2)
+    monkeypatch.setattr("mjax.commands.dedup.PART", 7)
     run(command, tmp_path, **options, workers=2)
     assert outputs(tmp_path) == alone
 
@@ -239,10 +238,10 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
 def test_changing_input_is_noticed(mixed, tmp_path, monkeypatch):
     def changing(*arguments):
         lines(mixed[0], ["only one"])
-        return candidates(*arguments)
+        return share(*arguments)
 
-    candidates = near_duplicates.candidates
-    monkeypatch.setattr(near_duplicates, "candidates", changing)
+    share = DedupJob.share
+    monkeypatch.setattr(DedupJob, "share", changing)
     with pytest.raises(RunError, match=r"a\.jsonl changed while it was read; run the same command again"):
         run(dedup, tmp_path, inputs=mixed)
 

@@ -1,17 +1,24 @@
 """Near-duplicates: shingles are the words of a regular expression, MinHash keeps to its S-curve, clusters are exact."""
 
+import json
 import re
 import sys
-from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import pytest
 
+from mjax.commands.dedup import DedupArguments, dedup
 from mjax.data.corpus import shingles
-from mjax.data.corpus.near_duplicates import ShingleFile, SketchFiles, candidates, choose_bands, find_clusters, sketch
+from mjax.data.corpus.near_duplicates import (
+    HASHES,
+    Buckets,
+    Shingles,
+    bucketed,
+    choose_bands,
+    similar_pairs,
+    sketch,
+)
 from mjax.data.corpus.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
-from mjax.data.corpus.workers import Workers
 
 # --- Shingles ---------------------------------------------------------------------------------------------------------
 
@@ -78,24 +85,18 @@ def sets_of(texts):
     return [shingle_set(part) for part in np.split(hashes, offsets[1:-1].astype(int))]
 
 
-def clusters_of(texts, threshold, folder, distinct=None, batch=1000):
-    """The clusters of `texts` by single words, through the files of a run."""
-    bands, folder = choose_bands(threshold), Path(mkdtemp(dir=folder))
-    files = SketchFiles(folder, bands.count)
-    for start in range(0, len(texts), batch):
-        part = sketch(texts[start : start + batch], 1, "words", bands)
-        part.keys.tofile(folder / "keys")
-        part.signatures.tofile(folder / "signatures")
-        files.put(start, folder / "keys", folder / "signatures")
-    distinct = np.ones(len(texts), bool) if distinct is None else distinct
-    chosen = candidates(files, distinct)
-    sets, advanced = [sets_of(texts)[number] for number in chosen], []
-    np.concatenate([np.empty(0, np.uint64), *sets]).tofile(folder / "shingles")
-    shingles = ShingleFile(folder / "shingles", chosen, np.array([len(part) for part in sets], int))
-    with Workers(1) as workers:
-        clusters = find_clusters(files, distinct, shingles, threshold, workers, lambda: advanced.append(1))
-    assert len(advanced) == bands.count
-    return clusters
+def clusters_of(texts, threshold, folder, **options):
+    """Run `mjax dedup` by single words: the first of each cluster, partners of those removed, the report."""
+    number = lambda source: int(source.rpartition(":")[2]) - 1  # noqa: E731
+    (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    how = {"inputs": (folder / "in.jsonl",), "output": folder / "out.jsonl", "shingle_size": 1, "threshold": threshold}
+    report = dedup(DedupArguments(**{**how, "overwrite": True, **options}))
+    first, partners = list(range(len(texts))), {}
+    for line in (folder / "out.removed.jsonl").read_text().splitlines():
+        story = json.loads(line)
+        first[number(story["source"])] = number(story["kept"])
+        partners[number(story["source"])] = number(story["similar_to"]), story["jaccard"]
+    return first, partners, report["near_duplicates"]
 
 
 def first_of_components(sets, threshold):
@@ -120,27 +121,48 @@ def test_clusters_are_components_of_similar_pairs(tmp_path, threshold):
                 text[place] = f"x{random.integers(10**12)}"
             texts.append(" ".join(text))
     texts = [texts[number] for number in random.permutation(len(texts))]
-    clusters, sets = clusters_of(texts, threshold, tmp_path, batch=37), sets_of(texts)
-    assert clusters.first.tolist() == first_of_components(sets, threshold)
-    removed = np.flatnonzero(clusters.first != np.arange(len(texts)))
-    assert len(removed) > 10
-    for one in removed:
-        other = clusters.similar[one]
-        assert clusters.similarity[one] == jaccard(sets[one], sets[other]) >= threshold
-        assert clusters.first[one] == clusters.first[other]
+    first, partners, _ = clusters_of(texts, threshold, tmp_path, tasks=3)
+    sets = sets_of(texts)
+    assert first == first_of_components(sets, threshold)
+    assert len(partners) > 10
+    for one, (other, similarity) in partners.items():
+        assert similarity == pytest.approx(jaccard(sets[one], sets[other]), abs=1e-4)
+        assert jaccard(sets[one], sets[other]) >= threshold
+        assert first[one] == first[other]
 
 
 def test_joined_documents_are_not_compared_again(tmp_path):
-    """Comparisons stay linear in the copies of a page."""
+    """Comparisons stay linear in the copies of a page, although all of its bands are shared."""
     common = [f"w{number}" for number in range(100)]
-    clusters = clusters_of([" ".join([*common, f"x{number}"]) for number in range(60)], 0.7, tmp_path)
-    assert clusters.first.tolist() == [0] * 60
-    assert clusters.compared < 400, "and not 60 · 59 / 2"
+    first, _, report = clusters_of([" ".join([*common, f"x{number}"]) for number in range(60)], 0.7, tmp_path)
+    assert first == [0] * 60
+    assert report["pairs_compared"] < 400, "and not 60 · 59 / 2"
 
 
 def test_only_distinct_documents_with_words_take_part(tmp_path):
-    clusters = clusters_of(["one text here"] * 3, 0.7, tmp_path, distinct=np.array([True, False, True]))
-    assert clusters.first.tolist() == [0, 1, 0]
-    for texts in ([""], ["one"], ["", "…", "!"], ["two words", "Two others."]):
-        clusters = clusters_of(texts, 0.7, tmp_path)
-        assert (clusters.first.tolist(), clusters.compared) == (list(range(len(texts))), 0)
+    first, _, report = clusters_of(["one text here", "other words", "one text here"], 0.7, tmp_path)
+    assert (first, report["pairs_compared"]) == ([0, 1, 0], 0)
+    for texts in ([""], ["one"], ["", "…", "!"], ["two words", "Two others."], []):
+        first, _, report = clusters_of(texts, 0.7, tmp_path)
+        assert (first, report["pairs_compared"]) == (list(range(len(texts))), 0)
+
+
+def test_documents_of_one_bucket_are_compared_as_if_alone():
+    """The clusters of one bucket do not show in another: buckets are examined by different tasks."""
+    random = np.random.default_rng(1)
+    ends = np.arange(0, 41 * 20, 20)
+    hashes = np.sort(random.integers(0, 30, (40, 60)).astype(np.uint64), axis=1)[:, ::3]
+    shingles = Shingles(np.sort(hashes, axis=1).ravel(), ends)
+    signatures = np.zeros((40, HASHES), np.uint8)  # all are promising
+    keys = random.integers(1, 5, 80).astype(np.uint64)
+    members = bucketed(keys, np.concatenate((np.arange(40), np.arange(40))))
+    clusters = members.documents // 2
+    together, compared = similar_pairs(members, clusters, signatures, shingles, 0.6)
+    alone, count = [], 0
+    for bucket in range(members.buckets.max() + 1):
+        inside = members.buckets == bucket
+        part = Buckets(members.documents[inside], members.buckets[inside])
+        edges, pairs = similar_pairs(part, clusters[inside], signatures, shingles, 0.6)
+        alone, count = [*alone, *edges.tolist()], count + pairs
+    assert sorted(together.tolist()) == sorted(alone) != []
+    assert compared == count

@@ -13,34 +13,27 @@ missed. `choose_bands` requires a recall of 99% for pairs exactly at the thresho
 Signatures come from the Rust library `rensa`. Its R-MinHash fills the HASHES values from a few hashes per shingle
 (Dahlgaard et al. 2017, "Fast Similarity Sketching") and follows the S-curve, as the tests measure.
 
-Documents are numbered 0 … n-1. Their data are in files, because a large corpus has more signatures than memory:
-
-    BAND.keys     uint64 per document: documents with the same key are candidates of each other
-    signatures    HASHES bytes per document: a first estimate
-    shingles      the sorted shingles of every candidate: the exact similarity
-
-`find_clusters` handles one band after the other. It sorts the documents by key, which puts candidates side by side, and
-examines adjacent pairs, then pairs two apart, and so on. A pair is compared by its shingles unless
+Candidates of a band are compared bucket by bucket: first adjacent documents, then those two apart, and so on. A pair is
+compared by its shingles unless
 
 - both are in one cluster already, so that the result could not change it,
-- their signatures differ by more than chance allows,
-- they share an earlier band, where they were compared.
+- their signatures differ by more than chance allows.
 
 A bucket whose documents are all joined is done, so ten thousand copies of one page cost ten thousand comparisons, not
-fifty million. The pairs compared depend on the documents alone, never on the number of workers.
+fifty million. The pairs compared in a bucket depend on its documents and their clusters alone, so buckets can be
+examined anywhere and in any order. `ROUNDS` divides the bands: copies of a page are joined by the first few bands, and
+not compared again in the others.
 """
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import rensa
 
 from mjax.data.corpus.shingles import Unit, jaccard, shingle_hashes
-from mjax.data.corpus.workers import Workers
 from mjax.errors import UsageError
 
 # --- Signatures and bands ---------------------------------------------------------------------------------------------
@@ -130,181 +123,138 @@ def worth_comparing(threshold: float) -> float:
 # --- Clusters ---------------------------------------------------------------------------------------------------------
 
 AT_ONCE = 2**14  # pairs whose signatures are in memory together
-COMPARISONS = 256  # pairs a worker compares at a time
+ROUNDS = (slice(0, 4), slice(4, None))  # bands
+EDGE = np.dtype([("one", np.int64), ("other", np.int64), ("jaccard", np.float64)])
+"""Two documents at or above the threshold."""
 
 
-class SketchFiles:
-    """The sketches of a corpus in files in `folder`, which tasks fill at known places."""
-
-    def __init__(self, folder: Path, bands: int):
-        self.bands = bands
-        self._files = [*(folder / f"{band:02}.keys" for band in range(bands)), folder / "all-signatures"]
-
-    def put(self, first: int, keys: Path, signatures: Path) -> None:
-        """Write the sketches of the documents from number `first` on: their keys band after band, their signatures."""
-        parts = _mapped(keys, np.uint64).reshape(self.bands, -1)
-        for file, part in zip(self._files, (*parts, _mapped(signatures, np.uint8)), strict=True):
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.seek(first * (HASHES if file is self._files[-1] else 8))
-                part.tofile(stream)
-
-    def keys(self, band: int) -> np.ndarray:
-        """One band of all documents, uint64 [documents], mapped from disk."""
-        return _mapped(self._files[band], np.uint64)
-
-    def signatures(self) -> np.ndarray:
-        """uint8 [documents, HASHES], mapped from disk."""
-        return _mapped(self._files[-1], np.uint8).reshape(-1, HASHES)
-
-
-class ShingleFile:
-    """The distinct shingles of some documents in a file, `sizes` of each of the sorted `documents`."""
-
-    def __init__(self, file: Path, documents: np.ndarray, sizes: np.ndarray):
-        self.file, self._documents = file, documents
-        self._ends = np.concatenate(([0], np.cumsum(sizes)))
-
-    def parts(self, documents: np.ndarray) -> np.ndarray:
-        """Begin and end of each document's shingles in the file, int64 [documents, 2]."""
-        rows = np.searchsorted(self._documents, documents)
-        return np.stack((self._ends[rows], self._ends[rows + 1]), axis=1)
-
-
-@dataclass
-class Clusters:
-    """Groups of documents that are linked by pairs at or above the threshold.
+class Buckets(NamedTuple):
+    """Documents that share a key with another one, sorted by bucket and number.
 
     Attributes:
-      first: int64 [documents]: the first document of each one's cluster, itself if it is alone.
-      similar: int64 [documents]: the most similar document at or above the threshold; -1: none.
-      similarity: float64 [documents]: their Jaccard similarity.
-      compared: pairs whose shingles were compared.
-      confirmed: pairs at or above the threshold.
+      documents: their numbers, int64 [members].
+      buckets: the bucket of each, int64 [members], ascending.
     """
 
-    first: np.ndarray
-    similar: np.ndarray
-    similarity: np.ndarray
-    compared: int = 0
-    confirmed: int = 0
+    documents: np.ndarray
+    buckets: np.ndarray
 
 
-def candidates(files: SketchFiles, distinct: np.ndarray) -> np.ndarray:
-    """Sorted numbers of the documents in `distinct` that share a band with another one of them."""
-    sharing = np.zeros(len(distinct), bool)
-    for band in range(files.bands):
-        sharing[_buckets(files.keys(band), distinct)[0]] = True
-    return np.flatnonzero(sharing)
+@dataclass(frozen=True)
+class Shingles:
+    """The distinct shingles of all candidates, sorted, one document after the other.
+
+    Attributes:
+      hashes: uint64 [shingles].
+      ends: int64 [documents + 1]: those of document i are hashes[ends[i] : ends[i + 1]].
+    """
+
+    hashes: np.ndarray
+    ends: np.ndarray
 
 
-def find_clusters(
-    files: SketchFiles,
-    distinct: np.ndarray,
-    shingles: ShingleFile,
-    threshold: float,
-    workers: Workers,
-    advance: Callable[[], None],
-) -> Clusters:
-    """Compare the candidates and join those at or above `threshold`; `advance` is called after each band."""
-    documents = len(distinct)
-    clusters = Clusters(np.arange(documents), np.full(documents, -1), np.zeros(documents))
-    signatures = files.signatures()
-    for band in range(files.bands):
-        earlier = [files.keys(other) for other in range(band)]
-        members, buckets = _buckets(files.keys(band), distinct)
-        for pairs in _neighbours(members, buckets, clusters.first):
-            pairs = np.concatenate([np.empty((0, 2), np.int64), *_promising(pairs, signatures, earlier, threshold)])
-            _compare(pairs, shingles, threshold, clusters, workers)
-        advance()
-    clusters.first = _roots(clusters.first, np.arange(documents))
-    return clusters
-
-
-# --- Candidates -------------------------------------------------------------------------------------------------------
-
-
-def _buckets(keys: np.ndarray, distinct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Documents that share their key with another one, and their buckets; sorted by bucket and number."""
-    documents = np.flatnonzero(distinct & (keys != 0))
-    keys = keys[documents]
-    order = np.argsort(keys, kind="stable")
+def bucketed(keys: np.ndarray, documents: np.ndarray) -> Buckets:
+    """The buckets of one band, from keys, uint64 [documents], and the numbers of documents; key 0 is in none."""
+    documents, keys = documents[keys != 0], keys[keys != 0]
+    order = np.lexsort((documents, keys))
     documents, keys = documents[order], keys[order]
     begins = np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]
     buckets = np.cumsum(begins) - 1
     shared = np.bincount(buckets, minlength=1)[buckets] > 1
-    return documents[shared], buckets[shared]
+    return Buckets(documents[shared], buckets[shared])
 
 
-def _neighbours(members: np.ndarray, buckets: np.ndarray, parents: np.ndarray) -> Iterator[np.ndarray]:
-    """Pairs of one bucket that are not joined yet, int64 [pairs, 2], by increasing distance in the bucket."""
-    distance = 1
+def similar_pairs(
+    members: Buckets, clusters: np.ndarray, signatures: np.ndarray, shingles: Shingles, threshold: float
+) -> tuple[np.ndarray, int]:
+    """Compare documents that share a bucket, until all similar ones in it are joined.
+
+    Args:
+      members: the buckets; the result is the same if each is given alone.
+      clusters: the first document of the cluster of each member so far, int64 [members].
+      signatures: uint8 [documents, HASHES].
+      shingles: of all members.
+      threshold: Jaccard similarity that joins.
+
+    Returns:
+      The pairs at or above the threshold, EDGE [pairs], and how many were compared.
+    """
+    nodes = _numbered(members.buckets, clusters)
+    parents, edges, compared = np.arange(nodes.max(initial=0) + 1), [np.empty(0, EDGE)], 0
+    for pairs in _neighbours(members.buckets, nodes, parents):
+        for part in (pairs[start : start + AT_ONCE] for start in range(0, len(pairs), AT_ONCE)):
+            one, other = members.documents[part.T]
+            promising = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
+            promising &= _possible(shingles, one, other, threshold)
+            part, one, other = part[promising], one[promising], other[promising]
+            found = np.fromiter(zip(one, other, _similarities(shingles, one, other), strict=True), EDGE, len(one))
+            similar = found["jaccard"] >= threshold
+            edges.append(found[similar])
+            compared += len(found)
+            join(parents, *nodes[part[similar].T])
+    return np.concatenate(edges), compared
+
+
+def join(parents: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
+    """Join the clusters of each pair, in place; the first of a cluster is its root."""
+    while len(one):
+        one, other = roots(parents, one), roots(parents, other)
+        apart = one != other
+        one, other = one[apart], other[apart]
+        np.minimum.at(parents, np.maximum(one, other), np.minimum(one, other))
+
+
+def roots(parents: np.ndarray, nodes: np.ndarray) -> np.ndarray:
+    """The first of the cluster of each of `nodes`; shortens the paths to it."""
+    found = parents[nodes]
+    while not np.array_equal(above := parents[found], found):
+        found = above
+    parents[nodes] = found
+    return found
+
+
+def most_similar(edges: np.ndarray) -> np.ndarray:
+    """For each document of `edges`, its most similar partner, the first of equal ones: EDGE, `one` ascending."""
+    turned = edges.copy()
+    turned["one"], turned["other"] = edges["other"], edges["one"]
+    both = np.concatenate((edges, turned))
+    both = both[np.lexsort((both["other"], -both["jaccard"], both["one"]))]
+    return both[np.concatenate(([True], both["one"][1:] != both["one"][:-1]))[: len(both)]]
+
+
+def _numbered(buckets: np.ndarray, clusters: np.ndarray) -> np.ndarray:
+    """A number for each cluster within a bucket, int64 [members]."""
+    order = np.lexsort((clusters, buckets))
+    changes = (np.diff(buckets[order]) != 0) | (np.diff(clusters[order]) != 0)
+    numbers = np.empty(len(buckets), np.int64)
+    numbers[order] = np.concatenate(([0], np.cumsum(changes)))[: len(buckets)]
+    return numbers
+
+
+def _neighbours(buckets: np.ndarray, nodes: np.ndarray, parents: np.ndarray) -> Iterator[np.ndarray]:
+    """Positions of pairs in one bucket that are not joined yet, int64 [pairs, 2], by increasing distance."""
+    members, distance = np.arange(len(buckets)), 1
     while len(members) > distance:
-        roots = _roots(parents, members)
+        joined = roots(parents, nodes[members])
         # Buckets that are joined or have no pair at this distance are done.
         begins = np.flatnonzero(np.concatenate(([True], buckets[1:] != buckets[:-1])))
         sizes = np.diff(np.append(begins, len(buckets)))
-        open_ones = np.minimum.reduceat(roots, begins) != np.maximum.reduceat(roots, begins)
+        open_ones = np.minimum.reduceat(joined, begins) != np.maximum.reduceat(joined, begins)
         keep = np.repeat(open_ones & (sizes > distance), sizes)
-        members, buckets, roots = members[keep], buckets[keep], roots[keep]
-        apart = (buckets[distance:] == buckets[:-distance]) & (roots[distance:] != roots[:-distance])
+        members, buckets, joined = members[keep], buckets[keep], joined[keep]
+        apart = (buckets[distance:] == buckets[:-distance]) & (joined[distance:] != joined[:-distance])
         yield np.stack((members[:-distance][apart], members[distance:][apart]), axis=1)
         distance += 1
 
 
-def _promising(
-    pairs: np.ndarray, signatures: np.ndarray, earlier: list[np.ndarray], threshold: float
-) -> Iterator[np.ndarray]:
-    """The pairs with similar signatures that share no earlier band."""
-    for start in range(0, len(pairs), AT_ONCE):
-        one, other = pairs[start : start + AT_ONCE].T
-        similar = estimate(signatures[one], signatures[other]) >= worth_comparing(threshold)
-        one, other = one[similar], other[similar]
-        for keys in earlier:
-            new = keys[one] != keys[other]
-            one, other = one[new], other[new]
-        yield np.stack((one, other), axis=1)
+def _possible(shingles: Shingles, one: np.ndarray, other: np.ndarray, threshold: float) -> np.ndarray:
+    """Pairs whose numbers of shingles allow the threshold: |A ∩ B| ≤ |A|, |A ∪ B| ≥ |B|; 1 for the rounding."""
+    sizes = np.sort([shingles.ends[each + 1] - shingles.ends[each] for each in (one, other)], axis=0)
+    return sizes[0] >= threshold * sizes[1] - 1
 
 
-# --- Comparison -------------------------------------------------------------------------------------------------------
+def _similarities(shingles: Shingles, one: np.ndarray, other: np.ndarray) -> list[float]:
+    def of(document: int) -> np.ndarray:
+        return shingles.hashes[shingles.ends[document] : shingles.ends[document + 1]]
 
-
-def _compare(pairs: np.ndarray, shingles: ShingleFile, threshold: float, clusters: Clusters, workers: Workers) -> None:
-    """Compare each pair by its shingles and join similar documents."""
-    parts = np.concatenate((shingles.parts(pairs[:, 0]), shingles.parts(pairs[:, 1])), axis=1)  # [pairs, 4]
-    sizes = np.sort(parts[:, [1, 3]] - parts[:, [0, 2]], axis=1)
-    possible = sizes[:, 0] >= threshold * sizes[:, 1] - 1  # |A ∩ B| ≤ |A|, |A ∪ B| ≥ |B|; 1 for the rounding
-    pairs, parts = pairs[possible], parts[possible]
-    tasks = [(shingles.file, parts[start : start + COMPARISONS]) for start in range(0, len(parts), COMPARISONS)]
-    results = workers.map(_similarities, tasks) if len(tasks) > 1 else map(_similarities, tasks)
-    similarities = np.concatenate([np.empty(0), *results])
-    clusters.compared += len(pairs)
-    for (one, other), similarity in zip(pairs.tolist(), similarities.tolist(), strict=True):
-        if similarity >= threshold:
-            clusters.confirmed += 1
-            roots = _roots(clusters.first, np.array((one, other)))
-            clusters.first[roots.max()] = roots.min()  # the first document of a cluster is its root
-            for this, that in ((one, other), (other, one)):
-                if similarity > clusters.similarity[this]:
-                    clusters.similar[this], clusters.similarity[this] = that, similarity
-
-
-def _similarities(task: tuple[Path, np.ndarray]) -> np.ndarray:
-    """Jaccard similarity of pairs, float64 [pairs], from the file and their positions in it, int64 [pairs, 4]."""
-    file, parts = task
-    shingles = _mapped(file, np.uint64)
-    return np.array([jaccard(shingles[a:b], shingles[c:d]) for a, b, c, d in parts.tolist()])
-
-
-def _roots(parents: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """The first document in the cluster of each of `documents`; shortens the paths to it."""
-    roots = parents[documents]
-    while not np.array_equal(above := parents[roots], roots):
-        roots = above
-    parents[documents] = roots
-    return roots
-
-
-def _mapped(file: Path, dtype: type) -> np.ndarray:
-    """The numbers in a file, mapped from disk."""
-    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+    return [jaccard(of(this), of(that)) for this, that in zip(one.tolist(), other.tolist(), strict=True)]

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Literal
 
+import numpy as np
 from rich.console import Console
 
 from mjax import __version__
@@ -53,11 +54,9 @@ class Job:
       output: what is written, for messages and the names of the working folder and the logs.
       tasks: of each stage but those in `single`, which are one task.
       stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
-      shows: stages of one task that show their own progress.
     """
 
     single: ClassVar[tuple[str, ...]] = ("finish",)
-    shows: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
@@ -107,13 +106,29 @@ class Job:
         for name in names:
             to_disk(self.part(name, rank))
 
+    def mapped(self, name: str, rank: int, dtype: Any) -> np.ndarray:
+        """The numbers in a file of a task, mapped from disk."""
+        return _mapped(self.part(name, rank), dtype)
+
+    def values(self, name: str, dtype: Any = np.int64, mode: Literal["r", "r+"] = "r") -> np.ndarray:
+        """The numbers in a file that tasks filled together, mapped from disk."""
+        return _mapped(self.folder / name, dtype, mode)
+
+    def new_values(self, name: str, dtype: Any, count: int) -> np.ndarray:
+        """A file of `count` zeros, to be changed."""
+        with (self.folder / name).open("wb") as stream:
+            stream.truncate(count * np.dtype(dtype).itemsize)
+        return self.values(name, dtype, "r+")
+
     def put_part(self, name: str, rank: int, file: Path, offset: int) -> None:
         """Copy a task's file to its place in `file`, which tasks fill together."""
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
-        with self.part(name, rank).open("rb") as source, os.fdopen(descriptor, "wb") as target:
-            target.seek(offset)
+        with self.part(name, rank).open("rb") as source, _at(file, offset) as target:
             shutil.copyfileobj(source, target, 2**22)
-        to_disk(file)
+
+    def put_values(self, name: str, first: int, values: np.ndarray) -> None:
+        """Write some of the numbers in a file that tasks fill together, from number `first` on."""
+        with _at(self.folder / name, first * values.itemsize) as target:
+            values.tofile(target)
 
     def offset(self, name: str, rank: int) -> int:
         """Bytes of the files `name` of the tasks before this one."""
@@ -165,7 +180,21 @@ class Job:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@functools.lru_cache(maxsize=8)
+@contextmanager
+def _at(file: Path, offset: int) -> Iterator[BinaryIO]:
+    """A file to write from `offset` on, on the disk at the end."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+    with os.fdopen(descriptor, "wb") as target:
+        target.seek(offset)
+        yield target
+    to_disk(file)
+
+
+def _mapped(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarray:
+    return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
+
+
+@functools.lru_cache(maxsize=16)
 def _results(folder: Path, stage: str, count: int) -> list[Any]:
     files = (folder / f"{stage}.{rank:05}.done" for rank in range(count))
     return [pickle.loads(file.read_bytes()) for file in files]
@@ -203,8 +232,7 @@ def _run_here(job: Job) -> None:
         pool = stack.enter_context(Workers(workers, _same, (job,))) if workers > 1 else None
         for stage in job.stages:
             ranks = job.left(stage)
-            bar = contextlib.nullcontext(lambda _: None) if stage in job.shows else progress(stage, len(ranks))
-            with bar as advance:
+            with progress(stage, len(ranks)) as advance:
                 if pool is None or stage in job.single:
                     results = (job.run_task(stage, rank) for rank in ranks)
                 else:

@@ -81,7 +81,8 @@ class FastEncoder:
             return True
         if self._normalizes and not unicodedata.is_normalized("NFC", text):
             return False
-        found = _classes()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].max()
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        found = _classes(COMMON if codes.max() < COMMON else 0x110000)[codes].max()
         return found < (MARK if self._normalizes else UNKNOWN)
 
     def _compare(self, texts: list[str]) -> None:
@@ -91,14 +92,15 @@ class FastEncoder:
 
 
 MARK, UNKNOWN = 1, 2
+COMMON = 0x20000  # code points; more take a second, and are in few texts
 
 
 @cache
-def _classes() -> np.ndarray:
-    """For each code point UNKNOWN if Unicode lacks it, MARK if it combines with the character before, else 0."""
+def _classes(end: int) -> np.ndarray:
+    """For each code point before `end` UNKNOWN if Unicode lacks it, MARK if it combines with the one before, else 0."""
     classes = {"Cn": UNKNOWN, "Mn": MARK, "Mc": MARK, "Me": MARK}
-    categories = map(unicodedata.category, map(chr, range(0x110000)))
-    return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, 0x110000)
+    categories = map(unicodedata.category, map(chr, range(end)))
+    return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, end)
 
 
 def fast_encoder(library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]) -> FastEncoder | None:
