@@ -62,7 +62,8 @@ def start(where: Distributed) -> None:
         return
     processes, process = where.processes, where.process
     if processes is None and os.environ.get("OMPI_COMM_WORLD_SIZE"):  # JAX 0.10 does not read those of Open MPI 5
-        processes, process = int(os.environ["OMPI_COMM_WORLD_SIZE"]), int(os.environ["OMPI_COMM_WORLD_RANK"])
+        processes = _number("OMPI_COMM_WORLD_SIZE", 1)
+        process = _number("OMPI_COMM_WORLD_RANK", 0, processes - 1)
     try:
         with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
             jax.distributed.initialize(
@@ -166,17 +167,35 @@ def local_devices() -> list[int] | None:
 
 
 def place_on_host() -> tuple[int, int]:
-    """Index of this process among those the launcher started on this host, and their number."""
+    """Index of this process among those the launcher started on this host, and their number.
+
+    Raises:
+      UsageError: a variable of the launcher is wrong.
+    """
     if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun
-        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        count = _number("LOCAL_WORLD_SIZE", 1)
+        return _number("LOCAL_RANK", 0, count - 1), count
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+        count = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+        return _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, count - 1), count
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
         counts: list[int] = []  # of each node, from strings like "8(x63),4"
         for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):
             counts += [int(tasks)] * int(nodes or 1)
-        return int(os.environ["SLURM_LOCALID"]), counts[int(os.environ["SLURM_NODEID"])]
+        count = counts[_number("SLURM_NODEID", 0, len(counts) - 1)]
+        return _number("SLURM_LOCALID", 0, count - 1), count
     return 0, 1
+
+
+def _number(name: str, least: int, most: int = 999_999) -> int:
+    """The number in a launcher's variable."""
+    text = os.environ.get(name, "").strip()
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise UsageError(
+            f"{name} is {text or 'not set'}, but must be a number from {least} to {most}; correct it, or unset the "
+            "variables of the launcher to train with one process"
+        )
+    return int(text)
 
 
 def _visible_gpus() -> int:

@@ -49,7 +49,8 @@ class PlanArguments:
     """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes.
     mjax/cluster/hardware.py lists all names."""
     calibration: Path | None = None
-    """Rates measured on your machine by benchmarks/calibrate.py; by default those of published runs."""
+    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default those of published
+    runs."""
     compile: bool = False
     """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
     XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels

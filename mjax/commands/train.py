@@ -64,7 +64,7 @@ class TrainArguments:
     repeated, or killed and continued, with the same losses; slower. CPUs do so without it."""
     profile: str | None = None
     """START:END: profile the steps from START up to END - 1, as in a Python slice. Prints where their time went and
-    writes a trace into RUN/profile (docs/how-to/profile-a-run.md)."""
+    writes a trace into RUN/profile."""
     usual: ClassVar = {
         "the run": ("config", "name", "run", "init", "step"),
         "data and length": ("data.path", "train.steps", "train.tokens", "train.global-batch", "train.micro-batch"),

@@ -40,7 +40,9 @@ REMOVED = {
     "optimizer.muon_momentum": Removed("Muon's momentum is 0.95; leave it out", (0.95,)),
     "precision.min_loss_scale": Removed("the dynamic loss scale falls to 1; leave it out", (1.0,)),
     "precision.hysteresis": Removed("the second overflow halves the loss scale; leave it out", (2,)),
-    "save_program": Removed("python benchmarks/aot/step.py --save-program FILE writes the compiled step", ()),
+    "save_program": Removed(
+        "in mjax's repository, benchmarks/aot/step.py --save-program FILE writes the compiled step", ()
+    ),
     "train.streams": Removed(
         "layers compute a whole micro-batch at a time, with the same numbers; leave it out", (1, 2)
     ),

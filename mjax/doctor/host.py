@@ -140,7 +140,7 @@ def check_processes(environment: Mapping[str, str] = os.environ) -> Found:
         text = f"inside {job}, outside srun: mjax train would run alone"
         if nodes == "1":
             return GREEN, text
-        return YELLOW, text, "srun mjax train …, see docs/how-to/run-under-slurm.md"
+        return YELLOW, text, "start it with srun: srun mjax train …"
     return GREEN, "no launcher: mjax train runs as one process"
 
 

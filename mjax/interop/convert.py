@@ -103,7 +103,7 @@ def find_family(values: dict, file: Path) -> Family:
     known = {family.model_type: family for family in families() if not family.written_only}
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in known:
-        remedy = "docs/how-to/add-a-model.md adds one" if kind is not None else "write the right one into the file"
+        remedy = "convert a model of one of these" if kind is not None else "write the right one into the file"
         raise UsageError(f"{file}: model_type is {kind!r}; mjax supports {', '.join(known)}: {remedy}")
     return known[kind]
 
@@ -117,8 +117,7 @@ def family_of(model: ModelConfig) -> Family:
         )
     if is_own(type(model)):
         raise UsageError(
-            f"mjax convert has no name table for {model.title}; docs/reference/hugging-face-models.md says how to "
-            "write one, and `mjax.open_run(RUN).weights` has its weights in Python"
+            f"mjax convert has no name table for {model.title}; `mjax.open_run(RUN).weights` has its weights in Python"
         )
     differences = {}
     for family in families():

@@ -177,7 +177,7 @@ def read_calibration(file: Path) -> Calibration:
     Raises:
       UsageError: there is no such file, it is not a calibration, or a number in it is out of bounds.
     """
-    advice = "write one with: python benchmarks/calibrate.py --output calibration.json"
+    advice = "in mjax's repository, python benchmarks/calibrate.py --output calibration.json writes one"
     values = read_json(file, advice)
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise UsageError(f"--calibration {file} is not a calibration of this version of mjax; {advice}")

@@ -16,6 +16,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "6",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
 }  # fmt: skip
+TORCHRUN = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 KUBERNETES = {"JOB_COMPLETION_INDEX": "0"}
 
 
@@ -107,6 +108,13 @@ def test_gpus_are_counted_by_the_driver(start, monkeypatch):
         ({}, {"coordinator": "node0", "processes": 2, "process": 0}, "use HOST:PORT"),
         ({}, {"heartbeat": 0}, "--distributed.heartbeat is 0; it must be at least 5"),
         (SLURM | gpus(3), {}, "8 processes on this host cannot divide its 3 GPUs evenly"),
+        (SLURM | TORCHRUN | {"LOCAL_RANK": "abc"}, {}, "LOCAL_RANK is abc, but must be a number from 0 to 3; correct"),
+        (SLURM | TORCHRUN | {"LOCAL_RANK": "4"}, {}, "LOCAL_RANK is 4, but must be a number from 0 to 3"),
+        (SLURM | TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE is 0, but must be a number from 1 to"),
+        (SLURM | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID is 2, but must be a number from 0 to 1"),
+        (SLURM | {"SLURM_LOCALID": ""}, {}, "SLURM_LOCALID is not set, but must be a number from 0 to 7"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, {}, "OMPI_COMM_WORLD_RANK is x, but must be a number from 0 to 7"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "-1"}, {}, "LOCAL_RANK is -1, but must be a number from 0 to 3"),
     ],
 )
 def test_start_refuses_what_cannot_work(environment, where, words, start):

@@ -65,7 +65,7 @@ REFUSALS = {
     # The GPU
     "--gpu h10": "--gpu h10 is not known (did you mean 'h100'?)",
     "--calibration x.json": "--calibration x.json is for a GPU; add --gpu, such as --gpu h100",
-    "--gpu h100 --calibration none.json": "none.json does not exist; write one with",
+    "--gpu h100 --calibration none.json": "none.json does not exist; in mjax's repository, python",
     "--devices-per-node 4": "--devices-per-node 4 describes the server of a GPU; add --gpu, such as",
     "--network -1 --gpu h100": "--network is -1.0; it must be above 0",
     "--longest 8": "--longest 8 needs a GPU to plan for; add --gpu, such as",
@@ -86,7 +86,7 @@ REFUSALS = {
     "--compile --gpu v100": "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200",
     "--compile --gpu h100": "type: pip install 'jax[cuda13]'",
     "--compile --gpu h100 --mesh.data 3 --train.global-batch 24 --mesh.model 4": "or use --devices-per-node 6",
-    "--compile --save-program step.mjax": "any more; python benchmarks/aot/step.py --save-program FILE writes",
+    "--compile --save-program step.mjax": "any more; in mjax's repository, benchmarks/aot/step.py --save",
 }
 
 
