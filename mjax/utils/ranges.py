@@ -2,30 +2,41 @@
 
     corpus.bin           as large as the object, with holes where nothing has been read
     corpus.bin.ranges    a byte for each range: 1 when it is here
+    corpus.open          locked by every process that reads the dataset
 
 A request of a few kilobytes takes a store as long as one of megabytes, so a range is fetched whole, and neighbors are
 fetched together. Processes of one machine share the files: two that fetch the same range write the same bytes, and a
 range is marked when it is on the disk.
+
+A disk that is nearly full is relieved of files that no process reads, the least recently used one first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import mmap
 import os
+import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mjax.errors import UsageError
+from mjax.errors import RunError, UsageError
 from mjax.utils.files import put, to_disk, write_whole
-from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, to_stderr, version
+from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, mirrors, to_stderr, version
 
 RANGE = 1 << 23  # bytes
 TOGETHER = 8  # ranges of one request, and requests at a time
 WHOLE, IN_RANGES = (".idx", ".json"), (".bin", ".mask")
 """Endings of the files of a dataset that are fetched when it is opened, and of those that are read in ranges."""
+SHARE_FREE, MOST_FREE = 20, 32 << 30
+"""A twentieth of the disk stays free, at most 32 GiB, as long as there is something to remove."""
+_open = contextlib.ExitStack()  # locks, held while this process lives
+_making_room = threading.Lock()
 
 
 @functools.cache
@@ -40,6 +51,9 @@ def local_prefix(prefix: str) -> str:
         return prefix
     local, store = mirror_of(prefix), Store.of(prefix, to_stderr)
     with alone(local):
+        lock = os.open(f"{local}.open", os.O_RDWR | os.O_CREAT, 0o666)
+        _open.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         objects = {ending: store.about(f"{prefix}{ending}") for ending in WHOLE + IN_RANGES}
         found = {ending: about for ending, about in objects.items() if about is not None}
         if missing := [ending for ending in (".bin", ".idx") if ending not in found]:
@@ -65,6 +79,31 @@ def local_prefix(prefix: str) -> str:
     return str(local)
 
 
+def make_room(size: int) -> None:
+    """Remove data that no process reads until the disk of the copies has room for `size` bytes more.
+
+    Raises:
+      RunError: there is nothing left to remove.
+    """
+    home = mirrors()
+    total, _, free = shutil.disk_usage(home)
+    wanted = size + min(total // SHARE_FREE, MOST_FREE)
+    unused = sorted(home.rglob("*.ranges"), key=lambda ranges: ranges.stat().st_mtime) if free < wanted else []
+    for file in (ranges.with_suffix("") for ranges in unused):
+        with file.with_suffix(".open").open("ab") as lock, contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if held := file.stat().st_blocks * 512:
+                _make_empty(file, file.stat().st_size)
+                to_stderr(f"{home} has {free / 1e6:,.1f} MB free: removed {held / 1e6:,.1f} MB of {file}, not in use")
+        if (free := shutil.disk_usage(home).free) >= wanted:
+            return
+    if free < size:
+        raise RunError(
+            f"the disk of {home} is full, and all data there are in use; set XDG_CACHE_HOME to a folder of a "
+            "larger disk"
+        )
+
+
 def _make_empty(file: Path, size: int) -> None:
     """Replace `file` by one without any range."""
     for new, length in ((Path(f"{file}.ranges"), -(-size // RANGE)), (file, size)):
@@ -87,6 +126,7 @@ class Ranges:
         self._size, self._store = os.fstat(self._file).st_size, Store.of(self.address, to_stderr)
         with Path(f"{file}.ranges").open("r+b") as stream:
             self._here = mmap.mmap(stream.fileno(), 0)
+        os.utime(f"{file}.ranges")  # now it is used
 
     @classmethod
     def of(cls, file: Path) -> Ranges | None:
@@ -116,6 +156,8 @@ class Ranges:
 
     def _fetch(self, run: list[int]) -> None:
         begin, end = run[0] * RANGE, min((run[-1] + 1) * RANGE, self._size)
+        with _making_room:
+            make_room(end - begin)
         content = self._store.read(self.address, begin, end)
         if len(content) != end - begin:
             raise UsageError(f"{self.address} was replaced while it was read; start again")

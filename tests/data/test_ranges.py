@@ -1,6 +1,8 @@
 """Datasets in an object store, read in ranges."""
 
+import contextlib
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,9 @@ import pytest
 
 from mjax.config.datasets import parse_blend
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.errors import UsageError
+from mjax.errors import RunError, UsageError
 from mjax.utils import ranges
-from mjax.utils.stores import Store
+from mjax.utils.stores import Store, mirror_of
 from tests.object_store import bucket
 
 pytestmark = pytest.mark.ci
@@ -24,7 +26,7 @@ def server(monkeypatch, tmp_path):
         yield server
 
 
-def stored(folder, seed, tokens):
+def stored(folder, seed, tokens, prefix=PREFIX):
     """A dataset of two sequences of these many tokens, here and in the bucket."""
     drawn, lengths = (
         np.random.default_rng(seed).integers(0, 60_000, tokens),
@@ -32,15 +34,15 @@ def stored(folder, seed, tokens):
     )
     with IndexedDatasetWriter(folder / "corpus", vocabulary=60_000) as writer:
         writer.add_documents(drawn, lengths, np.array([1, 1]))
-    Store("s3").put([(folder / f"corpus{ending}", f"{PREFIX}{ending}") for ending in (".bin", ".idx")])
+    Store("s3").put([(folder / f"corpus{ending}", f"{prefix}{ending}") for ending in (".bin", ".idx")])
     return IndexedDataset(folder / "corpus")
 
 
-def opened():
+def opened(prefix=PREFIX):
     """The dataset of the bucket, as a new process opens it."""
     ranges.local_prefix.cache_clear()
-    (prefix,) = parse_blend([PREFIX]).prefixes
-    return IndexedDataset(prefix)
+    (local,) = parse_blend([prefix]).prefixes
+    return IndexedDataset(local)
 
 
 def test_dataset_in_a_store_is_read_in_ranges_of_8_mib(server, tmp_path):
@@ -71,3 +73,40 @@ def test_replaced_dataset_is_read_again(server, tmp_path):
 def test_missing_dataset_or_bucket_is_one_sentence(server, address):
     with pytest.raises(UsageError, match=r"does not exist|no bucket none"):
         parse_blend([address])
+
+
+def test_full_disk_is_relieved_of_data_that_no_process_reads(server, tmp_path, monkeypatch, capsys):
+    """Room for two and a half datasets of 4 MB: the one used least recently goes, and not one that is open."""
+    names = [f"s3://bucket/data/{name}.v1" for name in "abcd"]
+    a, b, c, d = names
+    whole = {name: stored(tmp_path, seed, 2_000_000, name).get(1) for seed, name in enumerate(names)}
+    free = shutil._ntuple_diskusage
+
+    def held(name):
+        file = mirror_of(f"{name}.bin")
+        return file.stat().st_blocks * 512 if file.exists() else 0
+
+    def read(name):
+        np.testing.assert_array_equal(opened(name).get(1), whole[name])
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free(0, 0, 10_000_000 - sum(map(held, names))))
+    monkeypatch.setattr(ranges, "_open", contextlib.ExitStack())
+    read(a)
+    read(b)
+    read(a)
+    assert not capsys.readouterr().err.count("removed")
+    ranges._open.close()  # the processes end
+    read(c)
+    assert (held(a) > 0, held(b)) == (True, 0)
+    assert re.search(
+        r"has 2.0 MB free: removed 4.0 MB of s3://bucket/data/b.v1.bin, not in use", capsys.readouterr().err
+    )
+    read(a)
+    with pytest.raises(RunError, match="is full, and all data there are in use; set XDG_CACHE_HOME"):
+        read(d)
+    ranges._open.close()
+    read(d)
+    assert (held(a) > 0, held(c)) == (True, 0)
+    ranges._open.close()
+    read(b)
+    read(b)
