@@ -49,10 +49,10 @@ class Server:
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
-    def kill_at(self, write, process, part=""):
-        """Kill `process` at its PUT or DELETE number `write` from now on, of those with `part` in their path; odd
-        ones before and even ones after they take effect."""
-        self._kill, self._writes = (write, process, part), 0
+    def kill_at(self, write, process, part="", after=None):
+        """Kill `process` at its PUT or DELETE number `write` from now on, of those with `part` in their path, before it
+        takes effect or `after` it; by default after even ones."""
+        self._kill, self._writes = (write, process, part, write % 2 == 0 if after is None else after), 0
 
     @property
     def writes(self):
@@ -70,10 +70,10 @@ class Server:
         kills = False
         if method in ("PUT", "DELETE") and self._kill is not None:
             with self._lock:
-                write, process, part = self._kill
+                write, process, part, after = self._kill
                 self._writes += part in path
                 kills = self._writes == write and (part in path)
-        if kills and write % 2:
+        if kills and not after:
             _kill(process)
             start_response("503 Killed", [])
             return [BUSY]

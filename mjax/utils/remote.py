@@ -1,24 +1,29 @@
-"""Files behind an address that fsspec reads, such as s3://bucket/a.jsonl or https://host/a.txt, as paths."""
+"""Files behind an address that fsspec reads, such as s3://bucket/a.jsonl or https://host/a.txt, as paths.
+
+In an object store they can be written, too, each as a whole: `put`, `remove` and `write_whole` take local paths and
+addresses.
+"""
 
 from __future__ import annotations
 
 import io
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any
 
-from mjax.errors import UsageError
-from mjax.utils import stores
+from mjax.errors import RunError, UsageError
+from mjax.utils import files, stores
 
 ADDRESS = re.compile(r"([a-z][a-z0-9]+):/+(.+)")  # a Path has one slash of the two
 BLOCK, BUFFER = 2**23, 2**20  # bytes of a request, and of a read
 
 
 class RemoteFile(PosixPath):
-    """A file that is only read; `str` is its address. Every answer comes from the store.
+    """A file or folder; `str` is its address. Every answer comes from the store.
 
     Raises:
       UsageError: the package for this kind of address is missing, or the store does not let us read.
@@ -31,13 +36,12 @@ class RemoteFile(PosixPath):
 
     @cached_property
     def _fs(self) -> Any:
-        scheme = str(self).partition(":")[0]
-        if scheme in stores.PACKAGES:
-            return stores.Store(scheme).fs
+        if self._is_in_store:
+            return self._store.fs
         import fsspec
 
         try:
-            return fsspec.filesystem(scheme)
+            return fsspec.filesystem(str(self).partition(":")[0])
         except (ImportError, ValueError) as error:  # a package is missing, or no such scheme
             raise UsageError(f"{self} cannot be read: {error}") from None
 
@@ -49,8 +53,15 @@ class RemoteFile(PosixPath):
             return None
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        scheme = str(self).partition(":")[0]
-        return stores.Store(scheme).again(f"reading {self}", call) if scheme in stores.PACKAGES else call()
+        return self._store.again(f"reading {self}", call) if self._is_in_store else call()
+
+    @property
+    def _is_in_store(self) -> bool:
+        return str(self).partition(":")[0] in stores.PACKAGES
+
+    @property
+    def _store(self) -> stores.Store:
+        return stores.Store.of(str(self), stores.to_stderr)
 
     def _found(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, about in sorted(names.items()):
@@ -94,6 +105,46 @@ class RemoteFile(PosixPath):
         """The files that this pattern matches."""
         return list(self._found(self._ask(lambda: self._fs.glob(str(self), detail=True))))
 
+    def check_writable(self) -> None:
+        """Refuse an output that cannot be written here, before the work for it is done.
+
+        Raises:
+          UsageError: this is not in a store, or the store does not take it.
+          RunError: the store does not answer.
+        """
+        if not self._is_in_store:
+            raise UsageError(
+                f"{self} is an address that is only read (s3:// and gs:// are written); give a local name such as "
+                f"{self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
+            )
+        if len(self.parts) < 3:
+            raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
+        self._store.check_writable(f"{self}.tmp")
+
+    def receive(self, finished: Path) -> None:
+        """Copy a file, or a folder with all its files, to this address, and remove it there.
+
+        Raises:
+          RunError: the store does not take it; it is still there.
+        """
+        found = [file for file in (finished, *sorted(finished.rglob("*"))) if file.is_file()]
+        pairs = [(file, str(self / file.relative_to(finished))) for file in found]
+        stores.to_stderr(f"copying to {self}: {sum(file.stat().st_size for file in found) / 1e6:,.1f} MB")
+        try:
+            self._store.put(pairs)
+        except (RunError, UsageError) as error:
+            raise RunError(f"{self} was not copied: {error}; the same command in this folder continues") from error
+        shutil.rmtree(finished) if finished.is_dir() else finished.unlink()
+
+    def clear(self) -> None:
+        """Remove the file of this address, and all files below it."""
+        self._store.remove([str(self), *map(str, self.rglob("*"))])
+
+    def write_text(self, data: str, *_: Any, **__: Any) -> int:
+        """Write a file in UTF-8 as a whole; returns its characters."""
+        self._store.write(str(self), data.encode())
+        return len(data)
+
 
 def located(path: Path) -> Path:
     """A RemoteFile for an address; any other path as it is."""
@@ -101,14 +152,27 @@ def located(path: Path) -> Path:
     return path if match is None else RemoteFile(f"{match[1]}://{match[2]}")
 
 
-def check_local(output: str | Path) -> None:
-    """Refuse an address as an output.
+def beside(output: str | Path) -> Path:
+    """Return the local path beside which an output is made: its own, or of an address, the last name in this folder."""
+    path = located(Path(output))
+    return Path(path.name) if isinstance(path, RemoteFile) else path
 
-    Raises:
-      UsageError: it is one.
-    """
-    if isinstance(remote := located(Path(output)), RemoteFile):
-        raise UsageError(
-            f"--output {remote} is an address, and this command writes local files; type --output {remote.name}, then "
-            f"copy its files to {remote.parent}, .idx or .jsonl last"
-        )
+
+def put(finished: Path, path: Path) -> None:
+    """Give a finished file or folder its name, as `files.put`; to an address it is copied, and then removed here."""
+    path.receive(finished) if isinstance(path, RemoteFile) else files.put(finished, path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder if it exists."""
+    if isinstance(path, RemoteFile):
+        path.clear()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        files.remove(path)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file atomically, as `files.write_whole`, also at an address."""
+    file.write_text(text) if isinstance(file, RemoteFile) else files.write_whole(file, text)

@@ -159,6 +159,20 @@ class Store:
                 f"{address}: there is no bucket {bucket}; create it, or give another {scheme}://"
             ) from None
 
+    def check_writable(self, address: str) -> None:
+        """Write and remove an empty object.
+
+        Raises:
+          UsageError: there is no such bucket, or it may not be written.
+          RunError: the store does not answer.
+        """
+        try:
+            self.write(address, b"")
+        except FileNotFoundError:
+            self.check_bucket(address)
+            raise
+        self.remove([address])
+
     def read(self, address: str, start: int | None = None, end: int | None = None) -> bytes:
         """The bytes of an object from `start` up to `end`."""
         return self.again(f"reading {address}", lambda: self.fs.cat_file(address, start=start, end=end))

@@ -100,15 +100,6 @@ def test_missing_remote_files_are_one_sentence(store, tmp_path, given, sentence)
         prepare(PrepareArguments(output=str(tmp_path / "d"), inputs=(Path(f"{store[0]}/{given}"),), tokenizer="bytes"))
 
 
-def test_remote_outputs_are_one_sentence(tmp_path):
-    (tmp_path / "a.txt").write_text(WORDS)
-    sentence = "--output s3://bucket/x.* is an address, .* type --output x.*, then copy its files to s3://bucket"
-    with pytest.raises(UsageError, match=sentence):
-        prepare(PrepareArguments(output="s3://bucket/x", inputs=(tmp_path / "a.txt",), tokenizer="bytes"))
-    with pytest.raises(UsageError, match=sentence):
-        dedup(DedupArguments(output=Path("s3://bucket/x.jsonl"), inputs=(tmp_path / "a.txt",)))
-
-
 def test_unknown_addresses_are_one_sentence():
     with pytest.raises(UsageError, match=r"nosuch://x/a\.jsonl cannot be read: Protocol not known: nosuch"):
         find_files([Path("nosuch://x/a.jsonl")])

@@ -4,9 +4,9 @@
     OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
-All three are written into the folder OUTPUT.jsonl.tmp and renamed when everything is done, OUTPUT.jsonl last: if it
-exists, it is complete. After a run that was killed, the same command continues. The same input gives the same bytes,
-whatever the number of tasks and workers.
+All three are written into the folder OUTPUT.jsonl.tmp and renamed, or copied to a store, when everything is done,
+OUTPUT.jsonl last: if it exists, it is complete. After a run that was killed, the same command continues. The same input
+gives the same bytes, whatever the number of tasks and workers.
 
 Tables and progress bars of the commands that read text are here too.
 """
@@ -31,9 +31,8 @@ from mjax import __version__
 from mjax.data.corpus import Corpus, Document, MalformedLines, TextArguments
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
-from mjax.utils.files import put
 from mjax.utils.progress import progress
-from mjax.utils.remote import check_local
+from mjax.utils.remote import RemoteFile, located, put
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -67,7 +66,8 @@ class FilterArguments(TextArguments):
     """Flags of the commands that remove documents."""
 
     output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason."""
+    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
+    s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
 def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
@@ -76,8 +76,7 @@ def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
     Raises:
       UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
     """
-    output = arguments.output
-    check_local(output)
+    output = located(arguments.output)
     if output.suffix != ".jsonl":
         raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
     read = {file.resolve() for file in inputs}
@@ -86,6 +85,8 @@ def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
             raise UsageError(f"--output {output} would overwrite the input {file}; choose another --output")
     if output.exists() and not arguments.overwrite:
         raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
+    if isinstance(output, RemoteFile):
+        output.check_writable()
 
 
 def output_files(output: Path) -> dict[str, Path]:
@@ -98,6 +99,7 @@ class FilterJob(Job):
     """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
 
     def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
+        arguments = dataclasses.replace(arguments, output=located(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
         self._started = time.time()  # of any machine
 
@@ -112,6 +114,7 @@ class FilterJob(Job):
         text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
         if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
             (self.folder / "report").write_bytes(text.encode())
+        self.copies = isinstance(self.arguments.output, RemoteFile)
         for name, file in output_files(self.arguments.output).items():
             if (self.folder / name).exists():
                 put(self.folder / name, file)

@@ -36,6 +36,7 @@ from mjax.data.corpus.workers import WORTH_A_WORKER, Workers, useful_workers
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import put, remove, take_lock, to_disk, write_whole
 from mjax.utils.progress import progress, status
+from mjax.utils.remote import beside
 
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
@@ -54,14 +55,17 @@ class Job:
       output: what is written, for messages and the names of the working folder and the logs.
       tasks: of each stage but those in `single`, which are one task.
       stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
+      folder, logs: of the work: beside the output, or in the current folder for one in a store.
+      copies: whether `finish` is copying files to a store, and leaves them in `folder` if it fails.
     """
 
     single: ClassVar[tuple[str, ...]] = ("finish",)
+    copies = False
 
     def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
-        self.folder = Path(f"{output}.tmp")
+        self.folder, self.logs = Path(f"{beside(output)}.tmp"), Path(f"{beside(output)}.logs")
         self.tasks = useful_tasks(arguments.tasks, corpus.size)
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
 
@@ -292,7 +296,7 @@ def _working_folder(job: Job) -> Iterator[None]:
             yield
         except BaseException as error:
             killed = isinstance(error, RunError) and not any(job.folder.glob("*.failed.*"))
-            if job.arguments.executor is None and not killed:
+            if job.arguments.executor is None and not killed and not job.copies:
                 job.close()
             if isinstance(error, OSError):
                 raise RunError(f"writing {job.output} stopped: {error}; nothing was left under that name") from error
@@ -352,7 +356,7 @@ def _pipelines(job: Job) -> Callable[..., Any]:
             def launch_merge_stats(self) -> None:
                 """Start no job for datatrove's statistics, which are empty here."""
 
-        executor, logs = Slurm, Path(f"{job.output}.logs").resolve()
+        executor, logs = Slurm, job.logs.resolve()
         common |= {"partition": options.pop("partition"), "time": options.pop("time", "24:00:00"), "qos": None}
         common |= {"mem_per_cpu_gb": 4, "sbatch_args": options}
         path = f"{Path(sys.executable).parent}:$PATH"
@@ -382,7 +386,7 @@ def _pipelines(job: Job) -> Callable[..., Any]:
 
 def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
     """Submit all stages to Slurm, each after the one before, and say where to look."""
-    submitted = Path(f"{job.output}.logs") / "jobs.json"  # outlives the working folder, which a fast last job removes
+    submitted = job.logs / "jobs.json"  # outlives the working folder, which a fast last job removes
     if submitted.exists() and shutil.which("squeue"):
         ids = json.loads(submitted.read_text())
         answer = subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True)
@@ -398,7 +402,7 @@ def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
     write_whole(submitted, json.dumps(ids))
     print(
         f"Submitted {len(ids)} stages of up to {job.tasks} tasks: {', '.join(job.stages)} (jobs {', '.join(ids)})\n"
-        f"State: squeue -j {','.join(ids)}; tasks done: ls {job.folder}/*.done | wc -l; logs: {job.output}.logs\n"
+        f"State: squeue -j {','.join(ids)}; tasks done: ls {job.folder}/*.done | wc -l; logs: {job.logs}\n"
         f"The last job writes {job.output} and removes {job.folder}. After a failure, scancel what is left and repeat "
         "the command: it submits the tasks that are missing."
     )
