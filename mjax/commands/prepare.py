@@ -18,7 +18,6 @@ that is killed leaves PREFIX.tmp, where the same command continues, with the sam
 
 import dataclasses
 import json
-import os
 import random
 import shlex
 import shutil
@@ -78,8 +77,8 @@ from mjax.data.indexed import (
 from mjax.data.samples import advice
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
 from mjax.data.tokenizers.bert import TRAINABLE
-from mjax.data.tokenizers.fast import SWITCH, EncodersDiffer
-from mjax.errors import UsageError
+from mjax.data.tokenizers.fast import EncodersDiffer
+from mjax.errors import RunError, UsageError
 from mjax.utils.remote import RemoteFile, put, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
@@ -122,6 +121,7 @@ class PrepareSummary:
     Attributes:
       metadata: of the dataset.
       files: the dataset's files and its tokenizer's folder.
+      encoder: the package that encoded: gigatoken, tokenizers, sentencepiece, or mjax for bytes.
       workers: processes that encoded; 1 means this process alone.
       seconds: total time.
       encoding_seconds: time from the first text to the last token on disk, without training a tokenizer.
@@ -131,6 +131,7 @@ class PrepareSummary:
 
     metadata: DatasetMetadata
     files: list[Path]
+    encoder: str
     workers: int
     seconds: float
     encoding_seconds: float
@@ -154,34 +155,42 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         corpus = Questions() if arguments.demo else conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    if not _trains(arguments):
-        _with_bos(load_tokenizer(arguments.tokenizer), arguments)  # refused before anything is read
     job = PrepareJob(arguments, corpus, began, following)
     try:
         return tasks.run(job)
-    except EncodersDiffer as error:  # with any number of tasks the dataset is the same: begin again
-        print(f"{error}; begin again with tokenizers alone", file=sys.stderr)
-        os.environ[SWITCH] = "0"
-        shutil.rmtree(job.folder, ignore_errors=True)
-        return tasks.run(PrepareJob(arguments, corpus, began, following))
+    except RunError as error:  # with any number of tasks the dataset is the same: begin again
+        reason = job.differ.read_text() if job.differ.exists() else str(error)
+        if not (job.differ.exists() or isinstance(error, EncodersDiffer)):
+            raise
+    print(f"{reason}; begin again with tokenizers alone", file=sys.stderr)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    return tasks.run(PrepareJob(arguments, corpus, began, following, fast=False))
 
 
 class EncodedShare(NamedTuple):
-    """Sizes of an encoded share; `counts` are those of the last fields of a summary."""
+    """Sizes of an encoded share, and the package that encoded; `counts` are those of the last fields of a summary."""
 
     shape: Shape
     text_bytes: int
     trained: int
     counts: np.ndarray
     malformed: MalformedLines
+    encoder: str
 
 
 class PrepareJob(tasks.Job):
-    """The stages of `mjax prepare`."""
+    """The stages of `mjax prepare`; not `fast`: without gigatoken.
 
-    def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool):
+    Raises:
+      UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
+    """
+
+    def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool, fast: bool = True):
         super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
         self.began, self.following, self.encoding_began = began, following, began
+        self.given = None if _trains(arguments) else _with_bos(load_tokenizer(arguments.tokenizer), arguments)
+        self.differ, self.slow = self.folder / "differ", self.folder / "slow"
+        self.fast = fast and not self.slow.exists()
 
     @property
     def _tokenizer_folder(self) -> Path:
@@ -190,10 +199,15 @@ class PrepareJob(tasks.Job):
     def begin(self) -> None:
         """Train the tokenizer, if none is given, and save it for the tasks."""
         how, folder = self.arguments, self._tokenizer_folder
+        if self.differ.exists():  # a task that Slurm ran
+            raise EncodersDiffer(self.differ.read_text())
+        if not self.fast:
+            self.slow.touch()
+        given, self.given = self.given, None  # tasks read it from the folder
         if not folder.exists():
             part = self.folder / "tokenizer.part"
             shutil.rmtree(part, ignore_errors=True)
-            tokenizer = _with_bos(_train(self.corpus, how) if _trains(how) else load_tokenizer(how.tokenizer), how)
+            tokenizer = given or _with_bos(_train(self.corpus, how), how)
             if how.chat:
                 tokenizer.bos = None  # the template writes it
                 save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
@@ -206,7 +220,10 @@ class PrepareJob(tasks.Job):
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        return make(self.arguments, self.corpus.key, self._tokenizer_folder)
+        encoder = make(self.arguments, self.corpus.key, self._tokenizer_folder)
+        if not self.fast:
+            encoder.tokenizer.leave_gigatoken()
+        return encoder
 
     @cached_property
     def _dtype(self) -> np.dtype:
@@ -219,7 +236,11 @@ class PrepareJob(tasks.Job):
         counts = np.zeros(3, np.int64)
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
-                block = encoder.encode(raw)
+                try:
+                    block = encoder.encode(raw)
+                except EncodersDiffer as error:
+                    self.differ.write_text(str(error))
+                    raise
                 malformed.add(block.malformed)
                 check_ids(block.tokens, encoder.tokenizer.vocabulary)
                 block.tokens.astype(encoder.dtype, copy=False).tofile(token_stream)
@@ -231,7 +252,8 @@ class PrepareJob(tasks.Job):
                 documents, sequences = documents + len(block.sequences), sequences + len(block.lengths)
                 tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
                 counts += (block.dropped, block.cut, block.endless)
-        return EncodedShare(Shape(documents, sequences, tokens), text_bytes, trained, counts, malformed)
+        shape = Shape(documents, sequences, tokens)
+        return EncodedShare(shape, text_bytes, trained, counts, malformed, encoder.tokenizer.encoder)
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
@@ -288,8 +310,8 @@ class PrepareJob(tasks.Job):
         workers = min(useful_workers(how.workers, self.corpus.size), self.tasks)
         workers = (how.workers or self.tasks) if how.executor else workers
         now = time.time()
-        files = dataset_files(prefix)
-        return PrepareSummary(metadata, files, workers, now - self.began, now - self.encoding_began, *counts)
+        files, encoder = dataset_files(prefix), min(part.encoder for part in parts)  # gigatoken, if it took some
+        return PrepareSummary(metadata, files, encoder, workers, now - self.began, now - self.encoding_began, *counts)
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
@@ -440,7 +462,8 @@ def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     for example in metadata.malformed_examples:
         console.print(f"left out: {example}", markup=False)
     rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
-    console.print(f"encoded with {summary.workers} worker{'s' * (summary.workers > 1)}: {rates}", markup=False)
+    workers = f"{summary.workers} worker{'s' * (summary.workers > 1)}"
+    console.print(f"encoded with {summary.encoder}, {workers}: {rates}", markup=False)
 
 
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:

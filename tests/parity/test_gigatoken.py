@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers, trainers
 
-from mjax.commands.prepare import PrepareArguments, prepare
+from mjax.commands.prepare import PrepareArguments, PrepareJob, prepare
 from mjax.data.tokenizers import load_tokenizer
 from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder
+from mjax.errors import RunError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
 
 pytestmark = pytest.mark.ci
@@ -85,34 +86,62 @@ def test_dataset_is_that_of_tokenizers(tmp_path, monkeypatch, kind):
     tokenizer.save(tmp_path / "run" / "tokenizer")
     run = f"run:{tmp_path}/run"
     how = PrepareArguments(output=str(tmp_path / "fast"), inputs=(file,), tokenizer=run, workers=1)
-    assert load_tokenizer(how.tokenizer).encoder == "gigatoken"
-    prepare(how)
+    assert prepare(how).encoder == "gigatoken"
     monkeypatch.setenv(SWITCH, "0")
-    assert load_tokenizer(how.tokenizer).encoder == "tokenizers"
-    prepare(dataclasses.replace(how, output=str(tmp_path / "slow")))
+    assert prepare(dataclasses.replace(how, output=str(tmp_path / "slow"))).encoder == "tokenizers"
     for ending in ("bin", "idx"):
         assert (tmp_path / f"fast.{ending}").read_bytes() == (tmp_path / f"slow.{ending}").read_bytes()
 
 
-def test_prepare_begins_again_when_encoders_differ(tmp_path, monkeypatch, capsys):
-    tokenizer = library("gpt2", tmp_path)
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setenv(SWITCH, "1")  # restored afterwards
-    encoded = []
+@pytest.fixture
+def differing(tmp_path, monkeypatch):
+    """Arguments of a `prepare` whose encoders differ, the texts that gigatoken got, and the ids on disk."""
+    tokenizer, asked = library("gpt2", tmp_path), []
 
     def wrong(self, texts):
-        encoded.append(len(texts))
+        asked.append(len(texts))
         raise EncodersDiffer("gigatoken and tokenizers encode 'x' differently")
 
     monkeypatch.setattr(FastEncoder, "_compare", wrong)
     file = tmp_path / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text * 200}) + "\n" for text in TEXTS))
     tokenizer.save(tmp_path / "run" / "tokenizer")
-    prepare(PrepareArguments(output=str(tmp_path / "d"), inputs=(file,), tokenizer=f"run:{tmp_path}/run", workers=1))
-    assert encoded, "gigatoken was not asked"
-    assert "differently; begin again with tokenizers alone" in capsys.readouterr().err
     ids = [token for text in TEXTS for token in [*tokenizer._encode_slowly([text * 200])[0], tokenizer.eod]]
-    assert np.fromfile(tmp_path / "d.bin", "<u2").tolist() == ids
+    how = {"output": str(tmp_path / "d"), "inputs": (file,), "tokenizer": f"run:{tmp_path}/run", "workers": 1}
+    return PrepareArguments(**how, json=True), asked, ids
+
+
+def test_prepare_begins_again_when_encoders_differ(differing, capsys):
+    how, asked, ids = differing
+    prepare(how)
+    assert asked, "gigatoken was not asked"
+    output = capsys.readouterr()
+    assert "differently; begin again with tokenizers alone" in output.err
+    assert json.loads(output.out)["encoder"] == "tokenizers"
+    assert np.fromfile(f"{how.output}.bin", "<u2").tolist() == ids
+
+
+def test_executor_begins_again_when_encoders_differ(differing, monkeypatch, capsys):
+    """Stopped then, the same command continues with tokenizers."""
+    pytest.importorskip("datatrove")
+    how, asked, ids = differing
+    how = dataclasses.replace(how, executor="local", tasks=2)
+    plain = PrepareJob.encode
+
+    def stopped(job, rank):
+        if not job.fast:
+            raise RunError("it was stopped")
+        return plain(job, rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrepareJob, "encode", stopped)
+        with pytest.raises(RunError, match="the same command continues"):
+            prepare(how)
+    assert "'x' differently; begin again with tokenizers alone" in capsys.readouterr().err
+    asked.clear()
+    assert prepare(how).encoder == "tokenizers"
+    assert not asked
+    assert np.fromfile(f"{how.output}.bin", "<u2").tolist() == ids
 
 
 def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
@@ -120,11 +149,13 @@ def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
     texts = ["word " * WORTH]
     expected = tokenizer._encode_slowly(texts)
     assert tokenizer.encode_batch(texts) == expected
+    assert tokenizer.encode_flat(texts)[0].tolist() == expected[0]
+    assert tokenizer.encoder == "gigatoken"
     tokenizer._fast.compare()
     tokenizer._fast._slow = lambda texts: [[0] for _ in texts]
     assert tokenizer.encode_batch(texts) == expected
     assert "mjax continues with tokenizers alone" in capsys.readouterr().err
-    assert tokenizer.encoder == "tokenizers"
+    assert tokenizer._fast is None
 
 
 def test_unknown_normalizers_and_words_stay_with_tokenizers(tmp_path):
@@ -134,4 +165,4 @@ def test_unknown_normalizers_and_words_stay_with_tokenizers(tmp_path):
     made.normalizer, made.pre_tokenizer = None, pre_tokenizers.Split(tokenizers.Regex("ox|[^o]+"), "isolated")
     made.save(str(tmp_path / "words.json"))
     for name in ("lower", "words"):
-        assert load_tokenizer(f"hf:{tmp_path}/{name}.json").encoder == "tokenizers"
+        assert load_tokenizer(f"hf:{tmp_path}/{name}.json")._fast is None

@@ -41,6 +41,7 @@ class Tokenizer:
 
     Attributes:
       scheme: name on the command line and in `mjax_tokenizer.json`.
+      encoder: the package that has encoded texts for `encode_flat`; gigatoken if it took some of them.
       form: its form on the command line.
       stored: names of its files in a folder.
       contents: their bytes, in the same order.
@@ -56,6 +57,7 @@ class Tokenizer:
     vocabulary: int
     eod: int
     bos: int | None = None
+    encoder: str = "mjax"
 
     @classmethod
     def from_files(cls, files: str) -> Self:
@@ -111,13 +113,11 @@ class Tokenizer:
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         return np.fromiter(chain.from_iterable(ids), np.uint32, lengths.sum()), lengths
 
-    @property
-    def encoder(self) -> str:
-        """The package that `encode_flat` uses."""
-        return "mjax"
-
     def begin_file(self) -> None:
         """Compare the first texts that follow with another encoder, where there are two."""
+
+    def leave_gigatoken(self) -> None:
+        """Encode without gigatoken, where it would be used."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
@@ -181,6 +181,7 @@ class LibraryTokenizer(Tokenizer):
     """Encodes and decodes with a `tokenizers.Tokenizer`, without ever adding a token that is not in the text."""
 
     library: tokenizers.Tokenizer
+    encoder = "tokenizers"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the tokens of each text; special tokens written out in it are text like any other."""
@@ -195,12 +196,14 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode all texts as any tokenizer does, and without lists where gigatoken can."""
-        return self._fast.encode(texts) if self._is_worth(texts) else super().encode_flat(texts)
+        if not self._is_worth(texts):
+            return super().encode_flat(texts)
+        self.encoder = "gigatoken"
+        return self._fast.encode(texts)
 
-    @property
-    def encoder(self) -> str:
-        """The package that encodes many texts."""
-        return "tokenizers" if self._fast is None else "gigatoken"
+    def leave_gigatoken(self) -> None:
+        """Encode with tokenizers alone."""
+        self._fast = None
 
     def begin_file(self) -> None:
         """Let gigatoken's ids of the first texts that follow be compared."""

@@ -28,7 +28,7 @@ class WrongSize(Exception):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents."""
 
-    scheme = "sentencepiece"
+    scheme = encoder = "sentencepiece"
     form = "sentencepiece:FILE.model"
     stored = ("tokenizer.model",)
 
@@ -65,11 +65,6 @@ class SentencePieceTokenizer(Tokenizer):
         for text in texts:
             utf8(text)
         return self._processor.encode(list(texts), num_threads=1)
-
-    @property
-    def encoder(self) -> str:
-        """The package that encodes."""
-        return "sentencepiece"
 
     def _text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
