@@ -121,6 +121,7 @@ def in_words(mesh, *others: str) -> str:
     return " × ".join(words.values())
 
 
+@lru_cache(maxsize=1024)
 def devices(mesh) -> int:
     """Number of devices of the mesh."""
     return math.prod(sizes(mesh).values())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
-from mjax.config import Config
+from mjax.config import Config, DataConfig
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 
@@ -97,10 +98,15 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     Raises:
       UsageError: as in `choose_kernel`.
     """
-    documents = "documents" in config.batch_arrays()
-    return choose_kernel(config.model, config.precision.compute, "gpu", documents, capability, config.sequence_chunks)[
-        0
-    ]
+    return _attention_on_gpu(config.model, config.data, config.precision.compute, capability, config.sequence_chunks)
+
+
+@lru_cache(maxsize=1024)
+def _attention_on_gpu(
+    model: ModelConfig, data: DataConfig, compute: str, capability: tuple[int, ...], chunks: int
+) -> str:
+    documents = "documents" in model.batch(data)
+    return choose_kernel(model, compute, "gpu", documents, capability, chunks)[0]
 
 
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:

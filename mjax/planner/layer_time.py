@@ -148,7 +148,7 @@ MJAX = Software(
 
 
 class Common:
-    """Values shared by layers and the rest of a step: the run, the GPU, collectives. Every method returns seconds.
+    """Values shared by the layers and the head: the run, the GPU, collectives. Every method returns seconds.
 
     Attributes:
       element: bytes of the compute dtype; `gathered`: of what products are gathered for.
@@ -188,15 +188,6 @@ class Common:
     def layer_gather(self) -> float:
         return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
 
-    def over_replicas(self, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
-        """A collective of `width` bytes for each of `weights`, over all replicas of a group; but of those of `experts`,
-        which `expert` splits, over those that share them."""
-        mesh = self.config.mesh
-        seconds = collective(shards(mesh), mesh.model, width * (weights - experts))
-        if not experts:
-            return seconds
-        return seconds + collective(shards(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
-
     def exposed_zero(self, seconds: float, work: float) -> float:
         """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
         return seconds - min(self.overlap.weights * seconds, work)
@@ -209,6 +200,15 @@ class Common:
     def looped(self) -> bool:
         """True if the layers of a traced program run in a loop."""
         return self.software.written is None and not is_unrolled(self.config, on_gpu=True)
+
+
+def over_replicas(mesh: MeshConfig, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
+    """A collective of `width` bytes for each of `weights`, over all replicas of a group; but of those of `experts`,
+    which `expert` splits, over those that share them."""
+    seconds = collective(shards(mesh), mesh.model, width * (weights - experts))
+    if not experts:
+        return seconds
+    return seconds + collective(shards(mesh) // mesh.expert, mesh.model * mesh.expert, width * experts)
 
 
 class LayerTime:
@@ -436,7 +436,7 @@ class LayerTime:
         if self.config.mesh.zero != 3:
             return 0.0
         weights = self.weights if weights is None else weights
-        return self.run.over_replicas(self.rates.gather, width, weights, min(self.experts, weights))
+        return over_replicas(self.config.mesh, self.rates.gather, width, weights, min(self.experts, weights))
 
 
 def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rates: Rates) -> tuple[float, float]:

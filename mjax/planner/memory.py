@@ -35,13 +35,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mjax.config import Config
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
+from mjax.config.model import ModelConfig
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
 from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, weights_of_device
-from mjax.step.unrolling import with_unrolling
+from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
 
@@ -86,7 +87,8 @@ class Memory:
     @property
     def total(self) -> float:
         """All kinds together."""
-        return sum(self.parts.values())
+        held = self.parameters + self.optimizer + self.gradients
+        return held + self.activations + self.logits + self.workspace
 
 
 def free_share(needed: float, usable: float) -> float:
@@ -138,8 +140,8 @@ class _Sizes:
     """Bytes of the arrays of a step, for one micro-batch on one device.
 
     Attributes:
-      config, weights: the config, with `train.unroll` decided as on a GPU, and the weights of a device.
-      trained: of the weights, those that are trained.
+      config, unrolled: the config, and whether its layers are compiled without a loop on a GPU.
+      weights, trained: the weights of a device, and those of them that are trained.
       width: c, bytes of the compute dtype.
       master: bytes of a master weight and of a gradient accumulator.
       layers: of a chunk, those of one forward pass, by kind.
@@ -151,21 +153,35 @@ class _Sizes:
       biases: written-out bias of cuDNN's attention, and its unused gradient.
       logits: vocabulary scores, of a chunk of the loss.
       heads: other residuals of the head, and their gradients.
+      batch: the device's part of a batch.
+      accumulates: gradients are accumulated over micro-batches, in float32.
+      sharded: weights are gathered from shards.
+      masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
-        config = with_unrolling(config, on_gpu=True)
-        mesh, recompute = config.mesh, config.train.recompute
-        self.config, self.weights = config, weights_of_device(config.model, mesh)
-        self.trained = weights_of_device(config.model, mesh, trained=True)
+        mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
+        self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
+        self.weights, self.trained = (weights_of_device(model, mesh, trained=own) for own in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        samples, self.layers = config.train.micro_batch, []
-        for count, of in trace.kinds_of(config):
-            sample = _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute)))
-            weights, trained = (weights_of_device(config.model, mesh, of.kind, own) for own in (False, True))
-            layers = count // (mesh.pipe * mesh.chunks)
-            self.layers.append(_Kind(of.kind, layers, mesh.chunks, weights, trained, sample))
+        alone = MeshConfig(
+            data=mesh.expert,
+            model=mesh.model,
+            expert=mesh.expert,
+            context=mesh.context,
+            context_attention=mesh.context_attention,
+            sequence_parallel=mesh.sequence_parallel,
+        )
+        of_run = model, config.data, config.precision.compute
+        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch, of_sample)
+        self.layers = []
+        for count, kind, sample in kinds:
+            own = (self.weights, self.trained)
+            if kind is not None:
+                own = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
+            self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *own, sample))
+        samples = train.micro_batch
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -176,12 +192,17 @@ class _Sizes:
         self.kept = self.of_layers(self._kept)
         self.host = self.of_layers(lambda kind: kind.sample.offloaded)
         self.work = sample.work + masks * sample.scores
-        shared = "documents" not in config.batch_arrays()  # by all samples
         biases = max(sample.biases for sample in of_kinds)
         self.biases = biases / (samples if shared else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
+        self.batch = arrays * train.global_batch / copies(mesh)
+        self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
+        self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
+        self.masters = self.stored(self.weights.stored, self.trained.stored)
+        self.computed, self.sums = _computed(self), _sums(self)
+        self.activations, self.messages = _activations(self), _messages(self)
 
     def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
         """The sum of something over the layers of a chunk."""
@@ -190,7 +211,7 @@ class _Sizes:
     def _kept(self, kind: _Kind) -> float:
         """Residuals of a layer on the device."""
         mesh, train = self.config.mesh, self.config.train
-        if train.unroll != "on":
+        if not self.unrolled:
             return kind.sample.kept
         kept = kind.sample.kept_unrolled
         if mesh.splits_tokens and train.recompute != "none":
@@ -207,27 +228,9 @@ class _Sizes:
         return self.master * trained + self.width * (weights - trained)
 
     @property
-    def accumulates(self) -> bool:
-        """True if gradients are accumulated over micro-batches, in float32."""
-        return self.config.mesh.pipe > 1 or self.config.micro_batches > 1
-
-    @property
-    def sharded(self) -> bool:
-        """True if weights are gathered from shards."""
-        mesh = self.config.mesh
-        return mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
-
-    @property
     def of_layer(self) -> float:
         """Elements of the trained weights of one layer, as used in the computation; of the kind with most."""
         return max(kind.trained.layers / kind.of_device for kind in self.layers)
-
-    @property
-    def batch(self) -> float:
-        """Bytes of the device's part of a batch."""
-        arrays = self.config.batch_arrays().values()
-        total = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays)
-        return total * self.config.train.global_batch / copies(self.config.mesh)
 
 
 class _Kind(NamedTuple):
@@ -290,6 +293,23 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
 SampleOf = Callable[[trace.Traced, str, str], _Sample]
 
 
+@lru_cache(maxsize=4096)
+def _of_micro_batch(
+    model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
+    kernel: str, recompute: str, samples: int, of_sample: SampleOf,
+) -> tuple[list[tuple[int, trace.Kind | None, _Sample]], int, bool]:  # fmt: skip
+    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
+    sample in a batch; and whether all samples share the bias of attention."""
+    config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
+    kinds = [
+        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute))))
+        for count, of in trace.kinds_of(config)
+    ]
+    arrays = config.batch_arrays()
+    bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
+    return kinds, bytes_of_sample, "documents" not in arrays
+
+
 @lru_cache(maxsize=1024)
 def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     """Lower bounds of `_of_sample`."""
@@ -344,7 +364,7 @@ def _computed(sizes: _Sizes) -> tuple[float, float]:
     # Frozen weights are stored as they are used: copied where they are gathered; and where layers without a loop are
     # computed again, whose slices of the stacks XLA writes before them and keeps.
     train = sizes.config.train
-    if (mesh.zero and shards(mesh) > 1) or (train.unroll == "on" and train.recompute != "none"):
+    if (mesh.zero and shards(mesh) > 1) or (sizes.unrolled and train.recompute != "none"):
         layers += weights.layers - weights.gathered - (own.layers - own.gathered)
     return sizes.width * layers, sizes.width * (weights.shared if sizes.sharded else own.shared)
 
@@ -362,7 +382,7 @@ def _layer_gradients(sizes: _Sizes) -> float:
     weights, mesh, chunks = sizes.trained, sizes.config.mesh, sizes.config.mesh.chunks
     if mesh.pipe > 1 and mesh.schedule == "zb-h1":
         return 0.0  # W computes them one by one, after B
-    if sizes.config.train.unroll == "on" and weights.gathered:  # those of the layer that is last there
+    if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].of_device
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
 
@@ -403,39 +423,38 @@ def _weights_in_hand(sizes: _Sizes) -> float:
 
 def _memory(sizes: _Sizes, moment: str, computed: float, gradients: float, **others: float) -> Memory:
     """Adds masters and moments, which always exist; `computed` are the copies used in the computation."""
-    masters = sizes.stored(sizes.weights.stored, sizes.trained.stored)
     with_one = sizes.trained.matrices if sizes.config.optimizer.name == "muon" else 0
     moments = sizes.master * (2 * sizes.trained.stored - with_one)
-    return Memory(masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
+    return Memory(sizes.masters + computed, moments, gradients, **others, host=sizes.host, moment=moment)
 
 
 def _backward(sizes: _Sizes) -> Memory:
     """While the layers are differentiated, after the first one."""
-    layers, shared = _computed(sizes)
+    layers, shared = sizes.computed
     # The gradient of the embedding as output layer waits for that as input; in a pipeline it is accumulated at once.
     waiting = sizes.width * sizes.trained.table if sizes.config.mesh.pipe == 1 else 0.0
     of_layers = _layer_gradients(sizes)
-    if sizes.config.train.unroll == "on" and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
+    if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
-    gradients = of_layers + _sums(sizes) + waiting
-    work = sizes.work + _weights_in_hand(sizes) + _messages(sizes) + sizes.biases + sizes.batch
+    gradients = of_layers + sizes.sums + waiting
+    work = sizes.work + _weights_in_hand(sizes) + sizes.messages + sizes.biases + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
-    return _memory(sizes, "backward", computed, gradients, activations=_activations(sizes), workspace=work)
+    return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
 
 
 def _head(sizes: _Sizes) -> Memory:
     """The logits, which their gradient overwrites; or the logits of a chunk of the vocabulary."""
-    layers, shared = _computed(sizes)
+    layers, shared = sizes.computed
     table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
-    gradients = _sums(sizes) + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
-    work = sizes.heads + _messages(sizes) + sizes.biases / 2 + sizes.batch
+    gradients = sizes.sums + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
+    work = sizes.heads + sizes.messages + sizes.biases / 2 + sizes.batch
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
-    logits = sizes.logits * (2 if sizes.config.train.unroll == "on" else 1)
+    logits = sizes.logits * (2 if sizes.unrolled else 1)
     untied = shared >= 2 * table  # it includes what embeds, which nobody needs here
     if sizes.config.train.loss_chunks > 1 and (sizes.accumulates or (not untied and (sizes.sharded or not shared))):
         work += table  # cut into chunks; otherwise each is cut and cast in one
-    kept = {"activations": _activations(sizes), "logits": logits}
+    kept = {"activations": sizes.activations, "logits": logits}
     return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 
 

@@ -37,11 +37,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from mjax.config import Config, MeshConfig, axes
+from mjax.config import Config, MeshConfig, TrainConfig, axes
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import can_run_layers
@@ -91,6 +93,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     fixed = {name: value_of(config, name) for name in keep}
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
+    portions: dict[tuple, TrainConfig] = {}
 
     def or_fixed(name: str, possible: Sequence) -> Sequence:
         """The fixed value, even if the field has no effect on this mesh, or the possible ones."""
@@ -113,6 +116,11 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
         fills = [n for n in divisors(data) if n == 1 or data * context * model // n % SERVER == 0]
         return or_fixed("mesh.replica", fills)
 
+    @cache
+    def recomputations(pipe: int) -> list[str]:
+        staged = replace(config, mesh=MeshConfig(pipe=pipe))
+        return [kind for kind in RECOMPUTE if can_run_layers(replace(staged, train=replace(train, recompute=kind)))]
+
     for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
         for micro_batch in divisors(unit // data):
             tokens = micro_batch * config.model.sequences * config.model.sequence // context
@@ -131,18 +139,19 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
                 "mesh.replica": replica(data, context, model),
                 "train.micro_batch": [micro_batch],
-                "train.recompute": RECOMPUTE,
+                "train.recompute": recomputations(pipe),
                 "train.loss_chunks": sorted({1, train.loss_chunks}),
             }
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
             for *mesh, _, recompute, chunks in product(*options):
-                portions = replace(train, micro_batch=micro_batch, recompute=recompute)
-                candidate = replace(config, mesh=MeshConfig(*mesh), train=replace(portions, loss_chunks=chunks))
-                groups, inside = candidate.mesh.replica, data // candidate.mesh.expert
-                if groups > 1 and (candidate.mesh.zero not in zeros or inside % groups or shards(candidate.mesh) == 1):
+                if (portion := portions.get((micro_batch, recompute, chunks))) is None:
+                    portion = replace(train, micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
+                    portions[micro_batch, recompute, chunks] = portion
+                made = MeshConfig(*mesh)
+                groups, inside = made.replica, data // made.expert
+                if groups > 1 and (made.zero not in zeros or inside % groups or shards(made) == 1):
                     continue
-                if recompute != "offload" or can_run_layers(candidate):
-                    yield candidate
+                yield replace(config, mesh=made, train=portion)
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
@@ -327,9 +336,9 @@ def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool,
 
     Entries are the seconds, the number of the group, whether the seconds come from a traced layer, and the candidates.
     """
-    groups = defaultdict(list)
+    groups, key = defaultdict(list), attrgetter(*(name for name in SEARCHED if name not in UNBOUND))
     for candidate in every:
-        groups[tuple(value_of(candidate, name) for name in SEARCHED if name not in UNBOUND)].append(candidate)
+        groups[key(candidate)].append(candidate)
     waiting = [(bounds.seconds(group[0], False), n, False, group) for n, group in enumerate(groups.values())]
     heapify(waiting)
     return waiting

@@ -45,7 +45,7 @@ from mjax.planner.search import (
 )
 from mjax.planner.search_flags import WIDTH, SearchArguments
 from mjax.planner.section import Section, good_to
-from mjax.planner.time import LeastTime, StepTime, predict_time, run_tokens
+from mjax.planner.time import LeastTime, StepTime, TimePredictor, run_tokens
 from mjax.utils.figures import GIB, table
 from mjax.utils.progress import progress
 
@@ -162,7 +162,7 @@ def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, Ti
     """The functions that predict the memory and the time of a config on a GPU."""
     return (
         partial(predict_memory, capability=gpu.compute_capability),
-        partial(predict_time, gpu=gpu, calibration=calibration),
+        TimePredictor(gpu, calibration),
     )
 
 

@@ -39,18 +39,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
+from mjax.config.model import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration, Rates, default_calibration
-from mjax.planner.layer_time import MJAX, Common, LayerTime, Software
+from mjax.planner.layer_time import MJAX, Common, LayerTime, Software, over_replicas
 from mjax.planner.section import Section, good_to
 from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.step.precision import in_float8
+from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
 from mjax.trace.flops import hardware_flops, model_flops
 from mjax.utils.figures import named_rows, table
@@ -157,23 +159,81 @@ def predict_time(
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype, or does not support its attention kernel.
     """
-    calibration = calibration or default_calibration(gpu)
-    rates = Rates(gpu, calibration, config.precision.compute)
-    step = _Step(config, rates, software, worst)
-    seconds = step.seconds(config.micro_batches)
-    total = sum(seconds.values())
-    tflops = model_flops(config) / total / config.mesh.devices / 1e12
-    error, caveats = calibration.error_of(config, count_parameters(config.model), gpu)
-    untimed = []
-    if step.kernel == "flash":
-        untimed.append("the attention kernel flash, which counts as cuDNN's here")
-    if config.model.parted_experts():
-        untimed.append("the products of experts, which count as cuBLAS's here")
-    if config.train.recompute == "offload":
-        untimed.append(f"the copies to host memory, which count at {gpu.host_bandwidth / 1e9:g} GB/s one way here")
-    caveats += tuple(f"nobody has timed {work}" for work in untimed)
-    mean = mean_over_run(config, step.seconds, total)
-    return StepTime(seconds, tflops, tflops * 1e12 / rates.peak, None if untimed else error, mean, caveats)
+    return TimePredictor(gpu, calibration, software, worst)(config)
+
+
+class TimePredictor:
+    """Predicts the time of steps; arguments as for `predict_time`. Configs share what they have in common."""
+
+    def __init__(
+        self, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX, worst: bool = False
+    ):
+        self.gpu, self.calibration = gpu, calibration or default_calibration(gpu)
+        self.software, self.worst = software, worst
+        self._rates, self._work, self._model = (
+            lru_cache(maxsize=4096)(function)
+            for function in (partial(Rates, gpu, self.calibration), self._work_of, self._model_of)
+        )
+
+    def __call__(self, config: Config) -> StepTime:
+        """The time of a step of `config`."""
+        train, compute = config.train, config.precision.compute
+        unroll = "on" if is_unrolled(config, on_gpu=True) else "off"
+        portion = train.micro_batch, train.recompute, unroll, train.loss_chunks
+        work = self._work(config.model, config.data, compute, self._shared(config), *portion)
+        flops, parameters = self._model(config.model, config.data, compute, train.global_batch)
+        step = _Step(config, work)
+        seconds = step.seconds(config.micro_batches)
+        total = sum(seconds.values())
+        tflops = flops / total / config.mesh.devices / 1e12
+        error, caveats = self.calibration.error_of(config, parameters, self.gpu)
+        untimed = []
+        if work.kernel == "flash":
+            untimed.append("the attention kernel flash, which counts as cuDNN's here")
+        if config.model.parted_experts():
+            untimed.append("the products of experts, which count as cuBLAS's here")
+        if train.recompute == "offload":
+            host = f"{self.gpu.host_bandwidth / 1e9:g} GB/s"
+            untimed.append(f"the copies to host memory, which count at {host} one way here")
+        caveats += tuple(f"nobody has timed {work}" for work in untimed)
+        mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
+        return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
+
+    @staticmethod
+    def _shared(config: Config) -> MeshConfig:
+        """The mesh as far as the work of a micro-batch depends on it."""
+        mesh = config.mesh
+        of_replicas = mesh.zero == 3 or in_float8(config.precision)  # gathers in every layer, or agrees on scales
+        return MeshConfig(
+            pipe=mesh.pipe,
+            data=mesh.data if of_replicas else mesh.expert,
+            model=mesh.model,
+            expert=mesh.expert,
+            context=mesh.context,
+            context_attention=mesh.context_attention,
+            sequence_parallel=mesh.sequence_parallel,
+            zero=mesh.zero if of_replicas else 0,
+            replica=mesh.replica if of_replicas else 1,
+        )
+
+    def _work_of(
+        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
+        micro_batch: int, recompute: str, unroll: str, loss_chunks: int,
+    ) -> _MicroBatch:  # fmt: skip
+        train = TrainConfig(
+            global_batch=mesh.data * micro_batch,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            unroll=unroll,
+            loss_chunks=loss_chunks,
+        )
+        config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
+        return _MicroBatch(config, self._rates(compute), self.software, self.worst)
+
+    def _model_of(self, model: ModelConfig, data: DataConfig, compute: str, batch: int) -> tuple[float, int]:
+        """FLOPs of a step, and parameters."""
+        train, precision = TrainConfig(global_batch=batch), PrecisionConfig(compute=compute)
+        return model_flops(Config(model=model, data=data, precision=precision, train=train)), count_parameters(model)
 
 
 class LeastTime:
@@ -211,38 +271,21 @@ class LeastTime:
     def _parts_of(self, config: Config, exact: bool) -> tuple[float, float, float]:
         """Seconds of a micro-batch without a pipeline: all layers, the head, and its collectives."""
         rates = Rates(self.gpu, self.calibration, config.precision.compute)
-        step = _Step(config, rates, MJAX, exact=exact)
-        return sum(sum(parts.values()) for parts in step.passes), step.head(), step.head_sums()
+        work = _MicroBatch(config, rates, MJAX, exact=exact)
+        return sum(work.of_passes), work.head(), work.head_sums()
 
 
-class _Step(Common):
-    """The work of one device in a step, part by part; every method returns seconds.
+class _MicroBatch(Common):
+    """The work of one device for a micro-batch, part by part; every method returns seconds.
 
     Attributes:
       layers: of a stage, and one of them, for each kind.
-      weights: of a device; `trained`: those that have gradients, moments and masters.
     """
 
     def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False, exact: bool = True):
         super().__init__(config, rates, software, exact)
-        self.end, self.weights = trace.head(self.kinds[0][1]), weights_of_device(config.model, config.mesh)
-        self.trained = weights_of_device(config.model, config.mesh, trained=True)
+        self.end = trace.head(self.kinds[0][1])
         self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
-
-    def seconds(self, m: int) -> dict[str, float]:
-        """The parts of a step of `m` micro-batches on each replica."""
-        mesh = self.config.mesh
-        seconds = {part: m * spent for part, spent in self._micro_batch.items()}
-        seconds["data"] += self._sums_over_data(m)
-        seconds["optimizer"] += self.optimizer(m)
-        if self.config.optimizer.name == "muon":
-            for axis, exchanged in muon_exchange_seconds(self.config, self.rates).items():
-                seconds["model" if axis == MODEL else "data"] += exchanged
-        if mesh.pipe > 1:
-            forward, inputs, weights = (sum(parts.values()) / mesh.chunks for parts in self.passes)
-            empty = empty_messages(mesh, m, self.software.sends_every_tick) * self._message
-            seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
-        return seconds
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
@@ -253,26 +296,17 @@ class _Step(Common):
         ]
 
     @cached_property
-    def _micro_batch(self) -> dict[str, float]:
-        """Seconds that each micro-batch adds to a step, by part."""
-        mesh = self.config.mesh
+    def of_passes(self) -> list[float]:
+        """The seconds of each of `passes`."""
+        return [sum(parts.values()) for parts in self.passes]
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds that a micro-batch adds to a step, by part, without messages between stages."""
         seconds = {part: sum(spent[part] for spent in self.passes) for part in PARTS}
         seconds["head"] += self.head()
         seconds["model"] += self.head_sums()
-        if mesh.pipe > 1:
-            seconds["pipe"] += 2 * mesh.chunks * self._message  # one activation and one gradient
         return seconds
-
-    @cached_property
-    def _message(self) -> float:
-        """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
-        mesh = self.config.mesh
-        whole = self.element * self.stream
-        split = mesh.splits_tokens or self.software.splits_messages
-        sent = self.rates.send(mesh.pipe, mesh.model * copies(mesh), whole / (mesh.model if split else 1))
-        if split and not mesh.splits_tokens:
-            sent += self.rates.gather(mesh.model, 1, whole)
-        return sent
 
     # --- Embedding and head -------------------------------------------------------------------------------------------
 
@@ -300,7 +334,48 @@ class _Step(Common):
         seconds = 2 * self.layer_scatter if self.config.mesh.splits_tokens else self.layer_sum
         return seconds * (2 if self.config.mesh.pipe == 1 else 1)
 
-    # --- Once a step --------------------------------------------------------------------------------------------------
+
+class _Step:
+    """The rest of a step of one device; every method returns seconds.
+
+    Attributes:
+      work: of a micro-batch.
+      weights: of a device; `trained`: those that have gradients, moments and masters.
+    """
+
+    def __init__(self, config: Config, work: _MicroBatch):
+        self.config, self.work, self.rates, self.software = config, work, work.rates, work.software
+        self.element, self.gathered = work.element, work.gathered
+        self.weights = weights_of_device(config.model, config.mesh)
+        self.trained = weights_of_device(config.model, config.mesh, trained=True)
+
+    def seconds(self, m: int) -> dict[str, float]:
+        """The parts of a step of `m` micro-batches on each replica."""
+        mesh, work = self.config.mesh, self.work
+        seconds = {part: m * spent for part, spent in work.seconds.items()}
+        seconds["data"] += self._sums_over_data(m)
+        seconds["optimizer"] += self.optimizer(m)
+        if self.config.optimizer.name == "muon":
+            for axis, exchanged in muon_exchange_seconds(self.config, self.rates).items():
+                seconds["model" if axis == MODEL else "data"] += exchanged
+        if mesh.pipe > 1:
+            message = self._message()
+            # One activation and one gradient.
+            seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
+            forward, inputs, weights = (spent / mesh.chunks for spent in work.of_passes)
+            empty = empty_messages(mesh, m, self.software.sends_every_tick) * message
+            seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
+        return seconds
+
+    def _message(self) -> float:
+        """An activation, or its gradient, to the next stage; all ranks of a server send at once."""
+        mesh = self.config.mesh
+        whole = self.element * self.work.stream
+        split = mesh.splits_tokens or self.software.splits_messages
+        sent = self.rates.send(mesh.pipe, mesh.model * copies(mesh), whole / (mesh.model if split else 1))
+        if split and not mesh.splits_tokens:
+            sent += self.rates.gather(mesh.model, 1, whole)
+        return sent
 
     def _sums_over_data(self, m: int) -> float:
         """Gradients over `data`, and ZeRO-1's gathers; for the embedding also over `pipe`."""
@@ -316,10 +391,10 @@ class _Step(Common):
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         trained = own_shared if mesh.zero == 3 else own.layers + own_shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
-        hidden = self.overlap.gradients and not self.looped and (m == 1 or software.written is not None)
-        overlapped = hidden * sum(sum(parts.values()) for parts in self.passes[1:])
+        hidden = self.work.overlap.gradients and not self.work.looped and (m == 1 or software.written is not None)
+        overlapped = hidden * sum(self.work.of_passes[1:])
         if not mesh.zero:
-            whole = self.over_replicas(rates.sum, software.gradient_bytes, trained, own.experts)
+            whole = over_replicas(mesh, rates.sum, software.gradient_bytes, trained, own.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
             last = (own_shared + own.largest) * (software.written is None)
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
@@ -327,7 +402,7 @@ class _Step(Common):
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
         seconds += rates.sum(mesh.replica, stage // mesh.replica, software.gradient_bytes * own.stored)
         experts = 0.0 if mesh.zero == 3 else across(self.weights.experts, own.experts)
-        return seconds + self.over_replicas(rates.gather, 1, across(weights, trained) - narrow, experts)
+        return seconds + over_replicas(mesh, rates.gather, 1, across(weights, trained) - narrow, experts)
 
     def optimizer(self, m: int) -> float:
         """Accumulation of the gradients of `m` micro-batches, and the update of this device's shards."""

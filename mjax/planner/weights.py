@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
@@ -64,7 +65,7 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    return _device_weights(model, _sizes(mesh), kind, trained)
+    return _device_weights(model, _sizes(mesh), kind)[trained]
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -72,13 +73,24 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     return _matrices(model, _sizes(mesh))
 
 
-def _sizes(mesh: MeshConfig) -> MeshConfig:
-    """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
-    return MeshConfig(mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context, zero=mesh.zero, replica=mesh.replica)
+_sizes = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+"""Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
+
+
+def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:
+    return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
 
 
 @lru_cache(maxsize=4096)
-def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None, trained: bool) -> DeviceWeights:
+def _device_weights(
+    model: ModelConfig, sizes: tuple[int, ...], kind: tuple[int, int] | None
+) -> tuple[DeviceWeights, DeviceWeights]:
+    """Return the elements of all weights, and of those that are trained."""
+    every = _elements(model, _mesh(*sizes), kind, trained=False)
+    return every, _elements(model, _mesh(*sizes), kind, trained=True) if frozen_weights(model) else every
+
+
+def _elements(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None, trained: bool) -> DeviceWeights:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         if trained and name in frozen_weights(model):
@@ -107,7 +119,8 @@ def _device_weights(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] 
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
+def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
+    mesh = _mesh(*sizes)
     return tuple(
         Matrices(shape, storage_of(name, shape, spec, mesh).spec, *matrix_dims(model)[name], mesh)
         for name, (shape, spec) in abstract_weights(model).items()
