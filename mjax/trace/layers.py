@@ -43,7 +43,8 @@ from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
-from mjax.trace.program import Product, Program, axes_of, bytes_of, inner_jaxprs, product_of
+from mjax.trace.program import Product, Program, axes_of, bytes_of, inner_jaxprs
+from mjax.trace.scaling import Part, Parts
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
@@ -237,7 +238,7 @@ def layer_forward(of: Traced) -> Layer:
 
 @lru_cache(maxsize=1024)
 def _layer_forward(of: Traced) -> Layer:
-    return _trace(of, of.config(), _forward)
+    return _layer(_part(of, _forward))
 
 
 def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
@@ -252,7 +253,21 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
 
 @lru_cache(maxsize=1024)
 def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
-    return _trace(of, of.config(kernel, recompute, WHOLE_STAND_IN), _backward)
+    # With `offload` the program is that of `full`; only where the layer's input is kept differs.
+    part = _part(of, _backward, kernel, "full" if recompute == "offload" else recompute, WHOLE_STAND_IN)
+    (layer, program), (first, stacked, constants, carried, weights) = part.programs, part.same
+    x = layer.inputs[first]
+    here = [value for value in stacked if recompute != "offload" or value != x]
+    return Backward(
+        program=program,
+        constants=constants,
+        carried=carried,
+        weights=weights,
+        kept=sum(map(layer.bytes, here)),
+        offloaded=layer.bytes(x) if recompute == "offload" else 0,
+        kept_unrolled=sum(map(layer.bytes, set(here))),
+        stream=layer.bytes(x),
+    )
 
 
 def head(of: Traced) -> Head:
@@ -262,10 +277,32 @@ def head(of: Traced) -> Head:
 
 @lru_cache(maxsize=1024)
 def _head_of(of: Traced) -> Head:
-    return _trace(of, of.config(), _head)
+    part = _part(of, _head)
+    (differentiated, program), (tokens, *kept) = part.programs, part.values
+    products = differentiated.products
+    return Head(
+        program=program,
+        products=tuple(product for product in products if product.of_weight and product.m == tokens.size),
+        kept=tuple((value.size, bytes_of(value)) for value in kept),
+        flops=sum(product.flops for product in products),
+        trained=part.same,
+    )
 
 
-def _trace(of: Traced, config: Config, part: Callable) -> Any:
+PARTS = Parts()
+"""All that was traced."""
+
+
+def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Part:
+    """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
+    how = part, kernel, recompute, grouped
+    others = replace(of, ranks=1, context=min(of.context, 2))
+    kind = replace(others, expert=min(of.expert, 2), samples=1)
+    ranks = of.ranks, of.context
+    return PARTS.on(ranks, (others, how), (kind, how), lambda: _trace(of, of.config(*how[1:]), part))
+
+
+def _trace(of: Traced, config: Config, part: Callable) -> Part:
     """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
     stream; the blocks among the weights are those of the traced kind."""
     mesh, arrays, results = abstract_mesh(config.mesh), config.batch_arrays(), []
@@ -285,7 +322,7 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
-        layout = _layout(replace(config, train=replace(config.train, recompute="none")))
+        layout = _layout(replace(config, train=TrainConfig(), mesh=replace(config.mesh, sequence_parallel=False)))
         specs = layout.specs, batch_specs(arrays, config.model.sequence)
         jax.eval_shape(jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P()), layout.abstract_model, batch)
     return results[0]
@@ -293,7 +330,7 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
 
 @lru_cache(maxsize=256)
 def _layout(config: Config) -> Layout:
-    """The trace of the weights, the same for every recomputation."""
+    """The trace of the weights, which depends on neither samples nor recomputation."""
     return lay_out(config, abstract_mesh(config.mesh))
 
 
@@ -302,7 +339,7 @@ def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
     rank has, with the rounding of operands to float8, and with experts' rows for every distribution of tokens."""
     apart = of.sequence_parallel or of.compute == "fp8" or of.model.parted_experts()
-    layer = _trace(of, of.config(grouped=WHOLE_STAND_IN), _forward) if apart else layer_forward(of)
+    layer = _layer(_part(of, _forward, grouped=WHOLE_STAND_IN)) if apart else layer_forward(of)
     return layer.program, layer.constants
 
 
@@ -320,18 +357,20 @@ def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
     return run_blocks(blocks, x, forward.layer_context(micro_batch), forward.config.train.recompute)[0]
 
 
-def _forward(forward: Forward, weights, micro_batch, x: Array) -> Layer:
+def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
     frozen = {v for v, of in zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True) if of}
-    frozen = {i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen}
-    return _layer(Program(scan.params["jaxpr"]), _constants_and_carried(scan)[0], x, frozen)
+    frozen = frozenset(i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen)
+    return Part((Program(scan.params["jaxpr"]),), (), (_constants_and_carried(scan)[0], frozen))
 
 
-def _layer(program: Program, constants: int, x: Array, frozen: set[int]) -> Layer:
+def _layer(part: Part) -> Layer:
+    (program,), (constants, frozen) = part.programs, part.same
     branches, joined, trained, last = [[]], [], [], None
+    x = program.values[program.inputs[constants]]
     for operation in program.operations:
-        if operation.name == "dot_general" and (product := product_of(operation.equation)).of_weight:
+        if (product := operation.product) is not None and product.of_weight:
             of = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
             if of == last:  # such as queries, keys and values: the backward pass has them as one
                 joined[-1] += (product.n,)
@@ -354,7 +393,7 @@ def _layer(program: Program, constants: int, x: Array, frozen: set[int]) -> Laye
     )
 
 
-def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
+def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
@@ -364,24 +403,14 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Backward:
 
     jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
     first, backward = _scans(jaxpr)
-    (_, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
-    stacks, layer = set(jaxpr.invars[:-2]), Program(first.params["jaxpr"])
-    results = zip(layer.outputs, first.outvars, strict=True)
-    stacked = [(value, variable.aval) for value, variable in list(results)[kept:] if value is not None]
-    here = [value for value, aval in stacked if aval.memory_space != jax.memory.Space.Host]
-    return Backward(
-        program=Program(backward.params["jaxpr"]),
-        constants=constants,
-        carried=carried,
-        weights=frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks),
-        kept=sum(map(layer.bytes, here)),
-        offloaded=sum(layer.bytes(value) for value, aval in stacked if aval.memory_space == jax.memory.Space.Host),
-        kept_unrolled=sum(map(layer.bytes, set(here))),
-        stream=bytes_of(x),
-    )
+    (begin, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
+    layer, stacks = Program(first.params["jaxpr"]), set(jaxpr.invars[:-2])
+    stacked = tuple(value for value in layer.outputs[kept:] if value is not None)
+    inputs = frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks)
+    return Part((layer, Program(backward.params["jaxpr"])), (), (begin, stacked, constants, carried, inputs))
 
 
-def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
+def _head(forward: Forward, weights, micro_batch, x: Array) -> Part:
     own, frozen = split_trained(weights)
 
     def loss(own, frozen, x):
@@ -393,15 +422,10 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Head:
     jaxpr = jax.make_jaxpr(differentiated)(own, frozen, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
-    products = Program(jaxpr).products
-    tokens = micro_batch["tokens"].size
-    return Head(
-        program=Program(jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)),
-        products=tuple(product for product in products if product.of_weight and product.m == tokens),
-        kept=tuple((variable.aval.size, bytes_of(variable.aval)) for variable in kept),
-        flops=sum(product.flops for product in products),
-        trained=any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own)),
-    )
+    trained = any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own))
+    both = jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)
+    values = jax.typeof(micro_batch["tokens"]), *(variable.aval for variable in kept)
+    return Part((Program(jaxpr), Program(both)), values, trained)
 
 
 def _constants_and_carried(scan) -> tuple[int, int]:

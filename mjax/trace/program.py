@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
@@ -31,12 +33,14 @@ RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 
 class Operation(NamedTuple):
-    """One equation: its name, and its inputs and outputs as numbers of values; None is a constant."""
+    """One equation: its name, its inputs and outputs as numbers of values (None is a constant), and its product, if it
+    is one. Sizes in `equation` are those of the trace (`scaling.py`)."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     equation: Any
+    product: Product | None = None
 
     @property
     def is_kernel(self) -> bool:
@@ -78,7 +82,22 @@ class Program:
     @property
     def products(self) -> tuple[Product, ...]:
         """Its matrix products, in order."""
-        return tuple(product_of(op.equation) for op in self.operations if op.name == "dot_general")
+        return tuple(op.product for op in self.operations if op.product is not None)
+
+    def resized(self, shapes: Iterator[tuple[int, ...]]) -> Program:
+        """The same operations on arrays of other sizes: the next of `shapes`, as `sizes` has them."""
+        other = copy(self)
+        other.values = [jax.ShapeDtypeStruct(next(shapes), value.dtype) for value in self.values]
+        other.operations = [
+            op if op.product is None else op._replace(product=Product(*next(shapes), *op.product[4:]))
+            for op in self.operations
+        ]
+        return other
+
+    def sizes(self) -> Iterator[tuple[int, ...]]:
+        """The shapes of all values, then the sizes of the products."""
+        yield from (value.shape for value in self.values)
+        yield from (product[:4] for product in self.products)
 
     def source(self, value: int | None) -> int | None:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
@@ -133,7 +152,8 @@ class Program:
             if (name in VIEWS and inputs[0] is not None) or self._restores(name, inputs):
                 self._views[outputs[0]] = inputs[0]
             else:
-                operations.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation))
+                product = product_of(equation) if name == "dot_general" else None
+                operations.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation, product))
         return [number(variable) for variable in jaxpr.outvars]
 
     def _restores(self, name: str, inputs: Sequence[int | None]) -> bool:

@@ -1,0 +1,134 @@
+"""Traces that are computed from those on other numbers of ranks, compared with traces."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from mjax.cluster.hardware import gpu_named
+from mjax.config import MeshConfig, available_configs, load_config
+from mjax.planner import memory
+from mjax.planner.search_command import find
+from mjax.trace import kernel_bytes, layers
+from mjax.trace.layers import Traced, kinds_of
+from mjax.trace.scaling import Parts
+
+CACHES = (
+    layers._layer_forward, layers._layer_backward, layers._head_of, layers.layer_program, layers.layer_collectives,
+    kernel_bytes.kernels_of, kernel_bytes.activations,
+    memory._of_sample, memory._part_of_sample, memory._of_micro_batch,
+)  # fmt: skip
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Begins without traces when called, and holds what has been traced since."""
+    made, trace = [], layers._trace
+
+    def noted(of, *how):
+        made.append(of)
+        return trace(of, *how)
+
+    def forget():
+        for cache in CACHES:
+            cache.cache_clear()
+        monkeypatch.setattr(layers, "PARTS", Parts())
+        made.clear()
+        return made
+
+    monkeypatch.setattr(layers, "_trace", noted)
+    yield forget
+    forget()
+
+
+def sizes_of(of, kernel="cudnn", recompute="selective"):
+    """All that predictions read from the traces of a layer and a head."""
+    forward, head = layers.layer_forward(of), layers.head(of)
+    backward = layers.layer_backward(of, kernel, recompute)
+    return (
+        [value for name, value in vars(forward).items() if name != "program"],
+        [value for name, value in vars(backward).items() if name != "program"],
+        [value for name, value in vars(head).items() if name != "program"],
+        memory.backward_work(backward, of.scores),
+        kernel_bytes.kernels_of(of, kernel, recompute),
+        kernel_bytes.activations(of),
+        [layers.layer_collectives(of, axis) for axis in ("expert", "context", "model")],
+    )
+
+
+CASES = [
+    ("gpt_8b", MeshConfig(), (1, 2, 8), "xla", "selective"),
+    ("bloom_7b1", MeshConfig(model=2, sequence_parallel=True), (2, 4, 8), "xla", "full"),
+    ("llama2_7b", MeshConfig(context=2, context_attention="gather"), (1, 2, 8), "cudnn", "none"),
+    ("olmoe_1b_7b", MeshConfig(data=2, expert=2, model=2, sequence_parallel=True), (2, 4, 8), "cudnn", "selective"),
+]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "mesh", "ranks", "kernel", "recompute"), CASES)
+def test_ranks_follow_from_traces_of_two(traces, name, mesh, ranks, kernel, recompute):
+    of = Traced.of(replace(load_config(name), mesh=mesh))
+    made = traces()
+    *_, scaled = (sizes_of(replace(of, ranks=each), kernel, recompute) for each in ranks)
+    assert ranks[-1] not in {each.ranks for each in made if each.sequence_parallel == of.sequence_parallel}
+    traces()
+    assert sizes_of(replace(of, ranks=ranks[-1]), kernel, recompute) == scaled
+    assert made
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", available_configs())
+def test_traces_of_every_config_are_those_scaled(traces, name):
+    """Each kind of layers, on every number of ranks that a search tries, with all else that it varies."""
+    config = load_config(name)
+    context = [(1, None), *((n, across) for n in (2, 4) for across in ("heads", "gather"))]
+    experts = [n for n in (1, 2, 4, 8) if config.model.parted_experts() and config.model.parted_experts() % n == 0]
+    meshes = product((1, 2, 4, 8, 16), (False, True), context, experts or [1], (1, 2))
+    kinds = []
+    for ranks, tokens, (parts, across), expert, samples in meshes:
+        if not config.model.splits(ranks) or (tokens and ranks == 1) or ranks * expert > 16:
+            continue
+        if (across == "heads" and config.model.heads // ranks % parts) or config.model.sequence // parts < 512:
+            continue
+        mesh = MeshConfig(model=ranks, expert=expert, data=expert, context=parts, sequence_parallel=tokens)
+        mesh = replace(mesh, context_attention=across or "auto")
+        kinds += [replace(of, samples=samples) for _, of in kinds_of(replace(config, mesh=mesh))]
+    made = traces()
+    for recompute in ("none", "full"):
+        scaled = {of: sizes_of(of, "cudnn", recompute) for of in kinds}
+        few = len(made)
+        for of, sizes in scaled.items():
+            traces()
+            assert sizes_of(of, "cudnn", recompute) == sizes, of
+            few -= len(made)
+        assert few < 0
+        traces()
+
+
+@pytest.mark.ci
+def test_offload_has_the_program_of_full(traces, monkeypatch):
+    """`layer_backward` computes what `offload` keeps from the trace of `full`."""
+    of = Traced.of(load_config("llama3_8b"))
+    traces()
+    computed = [sizes_of(replace(of, ranks=ranks), "cudnn", "offload") for ranks in (1, 2)]
+    part = layers._part
+    monkeypatch.setattr(
+        layers,
+        "_part",
+        lambda of, what, kernel="xla", recompute="none", *how: part(
+            of, what, kernel, "offload" if recompute == "full" else recompute, *how
+        ),
+    )
+    traces()
+    assert [sizes_of(replace(of, ranks=ranks), "cudnn", "offload") for ranks in (1, 2)] == computed
+
+
+@pytest.mark.ci
+def test_search_traces_few_layers(traces, monkeypatch):
+    """A search on 8 GPUs needs layers and heads on 1 to 8 ranks. Some are traced, none twice; the rest is computed."""
+    made, needed, on = traces(), [], Parts.on
+    monkeypatch.setattr(Parts, "on", lambda *how: needed.append(how[1:3]) or on(*how))
+    found = find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ["mesh.schedule", "mesh.pipe", "mesh.zero"])
+    assert found.slower
+    assert len(needed) == len(set(needed))
+    assert (len(made), len(needed)) == (14, 19)
