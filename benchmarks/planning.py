@@ -4,11 +4,18 @@
 
 Each runs `--rounds` times in this process and the fastest counts; seconds are CPU time, which is wall time on an idle
 machine. The first ledger of a process also imports what it traces with, which is not counted.
+
+    python benchmarks/planning.py --commands
+
+The commands of `COMMANDS` as a user waits for them: wall time of the whole process, next to its goal on two idle cores.
+`--compile` is left out where JAX's CUDA wheels are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,11 +27,21 @@ from benchmarks.command import check_counts, in_one_sentence
 from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
+from mjax.errors import RunError
 from mjax.planner.fit import changes_that_fit
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import search
 from mjax.planner.time import predict_time
 from mjax.trace.collectives import ledger
+from mjax.utils.packages import cuda_build
+
+COMMANDS = {
+    "--devices 512 --config gpt_8b": 5,
+    "--devices 64 --config mixtral_8x7b": 20,
+    "--devices 64 --days 30": 15,
+    "--compile --config llama3_8b": 60,
+}
+"""Flags of `mjax plan --gpu h100`, and the seconds that each may take."""
 
 
 def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
@@ -39,14 +56,36 @@ def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
     return min(found)
 
 
+def time_commands(rounds: int) -> int:
+    """Print the seconds of each command, in the fastest round, and its goal."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    for flags, goal in COMMANDS.items():
+        if "--compile" in flags and cuda_build() is None:
+            print(f"mjax plan --gpu h100 {flags:<35} left out: no JAX for CUDA here")
+            continue
+        found = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            command = [sys.executable, "-m", "mjax", "plan", "--gpu", "h100", *flags.split()]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                raise RunError(f"mjax plan --gpu h100 {flags} failed: {done.stderr.strip().splitlines()[-1]}")
+            found.append(time.perf_counter() - begun)
+        print(f"mjax plan --gpu h100 {flags:<35} {min(found):6.1f} s, goal {goal:3} s", flush=True)
+    return 0
+
+
 @in_one_sentence
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="how often each is run; the fastest counts")
     parser.add_argument("--config", default="gpt_8b", help="what the ledger and the search are of")
     parser.add_argument("--devices", type=int, default=512, help="GPUs of the search")
+    parser.add_argument("--commands", action="store_true", help="time whole commands instead, next to their goals")
     arguments = parser.parse_args()
     check_counts(arguments, "rounds", "devices")
+    if arguments.commands:
+        return time_commands(arguments.rounds)
     gpu, trillion, config = gpu_named("h100"), load_config("gpt_1t"), load_config(arguments.config)
     launch.leave_accelerators_alone()  # tracing needs none
     trials = 0
