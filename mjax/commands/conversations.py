@@ -18,7 +18,7 @@ from mjax.config.bounds import Count, CountOrZero
 from mjax.data.corpus import Corpus, TextArguments, TextFiles, parse_rows
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
-from mjax.data.tokenizers import tokenizer_from_folder
+from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
@@ -165,9 +165,9 @@ def _trained(arguments: ConversationArguments) -> Trained:
 class ConversationEncoder:
     """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
 
-    def __init__(self, arguments: ConversationArguments, key: str, folder: Path):
+    def __init__(self, arguments: ConversationArguments, key: str, folder: Path, tokenizer: Tokenizer):
         self.trained, self.skip = _trained(arguments), arguments.malformed == "skip"
-        self.tokenizer = tokenizer_from_folder(folder)
+        self.tokenizer = tokenizer
         self.chat = Chat(folder, self.tokenizer)
         self.dtype = token_dtype(self.tokenizer.vocabulary)
 

@@ -218,16 +218,21 @@ class PrepareJob(tasks.Job):
         self.encoding_began = time.time()
 
     @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer that the tasks use, loaded once in each process."""
+        return tokenizer_from_folder(self._tokenizer_folder)
+
+    @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        encoder = make(self.arguments, self.corpus.key, self._tokenizer_folder)
+        encoder = make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
         if not self.fast:
             encoder.tokenizer.leave_gigatoken()
         return encoder
 
     @cached_property
     def _dtype(self) -> np.dtype:
-        return np.dtype(token_dtype(tokenizer_from_folder(self._tokenizer_folder).vocabulary))
+        return np.dtype(token_dtype(self._tokenizer.vocabulary))
 
     def encode(self, rank: int) -> EncodedShare:
         """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks."""
@@ -269,7 +274,7 @@ class PrepareJob(tasks.Job):
     def finish(self, rank: int) -> PrepareSummary:
         """Write the metadata and give all files their names, the index last."""
         how, parts, prefix = self.arguments, self.results("encode"), self.arguments.output
-        tokenizer = tokenizer_from_folder(self._tokenizer_folder)
+        tokenizer = self._tokenizer
         documents, sequences, tokens = np.array([part.shape for part in parts]).sum(axis=0).tolist()
         counts = sum(part.counts for part in parts).tolist()
         malformed = self.malformed([part.malformed for part in parts])
@@ -398,8 +403,8 @@ class Encoder:
     and come back in order, so the dataset does not depend on the number of workers.
     """
 
-    def __init__(self, arguments: PrepareArguments, key: str, tokenizer: Path):
-        self.key, self.append_eod, self.tokenizer = key, arguments.append_eod, tokenizer_from_folder(tokenizer)
+    def __init__(self, arguments: PrepareArguments, key: str, folder: Path, tokenizer: Tokenizer):
+        self.key, self.append_eod, self.tokenizer = key, arguments.append_eod, tokenizer
         self.begin = self.tokenizer.bos
         self.dtype = token_dtype(self.tokenizer.vocabulary)
         self.splitter = load_splitter(arguments.language) if arguments.split_sentences else None

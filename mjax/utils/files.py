@@ -169,7 +169,8 @@ def _is_deep(value: Any, levels: int = DEEPEST) -> bool:
     if not isinstance(value, dict | list):
         return False
     parts = value.values() if isinstance(value, dict) else value
-    return any(levels == 1 or _is_deep(part, levels - 1) for part in parts)
+    inner = (part for part in parts if isinstance(part, dict | list))
+    return bool(parts) if levels == 1 else any(_is_deep(part, levels - 1) for part in inner)
 
 
 def cache_home() -> Path | None:
