@@ -63,7 +63,7 @@ from mjax.run.continuing import origin_of
 from mjax.run.metrics import read_metrics
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
-from mjax.utils.stores import address_of, resolved
+from mjax.utils.stores import address_of, resolved, with_addresses
 
 
 @dataclass(frozen=True)
@@ -392,6 +392,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     run, output = arguments.run, arguments.output
     # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
+    if address_of(output):
+        raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
     model_folder.check_output(output, arguments.overwrite)
     config = read_settings(run / "config.json")
     model = config.model.without_lora()
@@ -499,7 +501,8 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
         rename(folder / file, folder / lora.WEIGHTS)
         if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
             shutil.copy(template, folder)
-    print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, checkpoint {saved.name} of {run}")
+    of = f"checkpoint {saved.name} of {with_addresses(str(run))}"
+    print(f"{output}: {len(modules)} adapters of rank {config.model.lora_rank}, {of}")
     print(f"base: {values['base_model_name_or_path']}, with the digest {base.digest}")
     return 0
 

@@ -534,13 +534,13 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """
     if prefix.endswith(("/", ".bin", ".idx")) or Path(prefix).is_dir():
         raise UsageError(f"{prefix} is not a prefix; give one such as data/corpus, to which .bin and .idx are added")
+    if isinstance(output := located(Path(prefix)), RemoteFile):
+        output.check_writable()
     temporary = (*temporary_files(prefix), working_folder(prefix))
     unfinished = any(file.exists() for file in temporary) and not index_file(prefix).exists()
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
-    if isinstance(tokens := token_file(prefix), RemoteFile):
-        tokens.check_writable()
 
 
 @contextmanager

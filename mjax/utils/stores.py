@@ -90,9 +90,10 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def with_addresses(text: str) -> str:
-    """`text` with addresses for the paths of mirrors."""
+    """`text` with addresses for the paths of mirrors, and with both slashes of an address that was a `Path`."""
     home = cache_home()
-    return text if home is None else re.sub(re.escape(f"{home.absolute()}/stores/") + r"(s3|gs)/", r"\1://", text)
+    text = text if home is None else re.sub(re.escape(f"{home.absolute()}/stores/") + r"(s3|gs)/", r"\1://", text)
+    return re.sub(r"\b(s3|gs):/(?=[^/])", r"\1://", text)
 
 
 def to_stderr(line: str) -> None:

@@ -145,7 +145,7 @@ def test_store_that_fails_is_written_by_the_next_command(server, command, monkey
 @pytest.mark.parametrize(
     ("output", "sentence"),
     [
-        ("memory://bucket/x", "memory://bucket/x.* is an address that is only read .* local name such as x"),
+        ("https://127.0.0.1:1/x", "https://127.0.0.1:1/x.* is an address that is only read .* local name such as x"),
         ("s3://none/x", "s3://none/x.*: there is no bucket none; create it"),
         ("s3://bucket", "s3://bucket.* is a bucket; give a name in it, such as s3://bucket.*/corpus"),
     ],
@@ -156,6 +156,23 @@ def test_impossible_address_is_one_sentence(server, output, sentence):
     if output != "s3://bucket":
         with pytest.raises(UsageError, match=sentence):
             run("clean", f"{output}.jsonl")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "convert from-hf hf s3://bucket/x",
+        "convert from-hf s3://bucket/x run",
+        "convert to-hf run s3://bucket/x",
+        "finetune --run run --task mnli --train a.tsv --validation a.tsv --output s3://bucket/x",
+    ],
+)
+def test_command_without_outputs_in_stores_names_the_address(server, command, capsys):
+    Path("hf").mkdir()
+    assert cli.main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert "mjax: error: s3://bucket/x is " in error
+    assert error.count("\n") == 1
 
 
 def test_unwritable_bucket_is_one_sentence(server, monkeypatch):

@@ -79,14 +79,14 @@ def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
     output = located(arguments.output)
     if output.suffix != ".jsonl":
         raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
+    if isinstance(output, RemoteFile):
+        output.check_writable()
     read = {file.resolve() for file in inputs}
     for file in output_files(output).values():
         if file.resolve() in read:
             raise UsageError(f"--output {output} would overwrite the input {file}; choose another --output")
     if output.exists() and not arguments.overwrite:
         raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
-    if isinstance(output, RemoteFile):
-        output.check_writable()
 
 
 def output_files(output: Path) -> dict[str, Path]:
