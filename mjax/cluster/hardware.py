@@ -13,7 +13,7 @@ print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mjax.errors import UsageError, suggestion
 from mjax.utils.figures import GB, MIB
@@ -51,7 +51,7 @@ class Gpu:
     compute_capability: tuple[int, int]
     multiprocessors: int
     memory_bytes: float
-    peak_tflops: dict[str, float]
+    peak_tflops: dict[str, float] = field(hash=False)
     memory_bandwidth: float
     gpus_per_node: int
     node_bandwidth: float

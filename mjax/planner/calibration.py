@@ -74,10 +74,10 @@ class Calibration:
     parameters: tuple[float, float]
     devices: tuple[int, int]
     float8: Fraction = 0.65  # 8192³ on Hopper: 1,170 (torch._scaled_mm) to 1,610 TFLOP/s (cuBLASLt), 59 to 81%
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
     measured: tuple[str, ...] = ()
     date: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict, hash=False)
 
     def error_of(self, config: Config, parameters: int, gpu: Gpu) -> tuple[float | None, tuple[str, ...]]:
         """The error bar of a prediction for a model with that many parameters, and what is outside the calibration.

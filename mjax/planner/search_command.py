@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import Gpu, gpu_named
@@ -130,9 +130,8 @@ def find(
 
     `ranked` are arguments of `search`: `top`, `within`, `among`.
     """
-    bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=gpu.compute_capability))
     memory_of, time_of = predictions(gpu, calibration)
-    bar = partial(progress, "searching", transient=True)
+    bar, bounds = partial(progress, "searching", transient=True), bounds_on(gpu, calibration)
     return search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, bar, gpu.host_bytes, bounds, **ranked)
 
 
@@ -158,6 +157,13 @@ def with_alternatives(
     return result
 
 
+@lru_cache(maxsize=4)
+def bounds_on(gpu: Gpu, calibration: Calibration | None) -> Bounds:
+    """The bounds of configs on a GPU."""
+    return Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=gpu.compute_capability))
+
+
+@lru_cache(maxsize=4)
 def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
     """The functions that predict the memory and the time of a config on a GPU."""
     return (

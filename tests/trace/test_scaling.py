@@ -8,7 +8,7 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, available_configs, load_config
 from mjax.planner import memory
-from mjax.planner.search_command import find
+from mjax.planner.search_command import bounds_on, find, predictions
 from mjax.trace import kernel_bytes, layers
 from mjax.trace.layers import Traced, kinds_of
 from mjax.trace.scaling import Parts
@@ -16,7 +16,7 @@ from mjax.trace.scaling import Parts
 CACHES = (
     layers._layer_forward, layers._layer_backward, layers._head_of, layers.layer_program, layers.layer_collectives,
     kernel_bytes.kernels_of, kernel_bytes.activations,
-    memory._of_sample, memory._part_of_sample, memory._of_micro_batch,
+    memory._of_sample, memory._part_of_sample, memory._of_micro_batch, bounds_on, predictions,
 )  # fmt: skip
 
 
