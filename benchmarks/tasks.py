@@ -3,8 +3,7 @@
     python benchmarks/tasks.py FILE.jsonl [--tasks 64] [--workers 2] [--commands prepare dedup clean]
 
 Each command runs once, as its user types it. Memory is the peak of the largest process, mapped files included. The
-forecast multiplies processor seconds by the bytes; it leaves out that `dedup` finds clusters in one task, whose memory
-grows by the documents.
+forecast multiplies processor seconds by the bytes.
 """
 
 import argparse

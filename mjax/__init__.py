@@ -19,7 +19,7 @@ import JAX.
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PLACES = {
     "Config": "mjax.config:Config",
