@@ -10,6 +10,8 @@ import pytest
 from mjax.commands import cli
 from mjax.config import read_config
 from mjax.run.metrics import read_metrics
+from mjax.utils.stores import Store
+from tests.object_store import bucket
 from tests.test_chat import CHATML, run  # noqa: F401
 
 FLAGS = ("--train.global-batch", "16", "--train.micro-batch", "1", "--log.sample-tokens", "8")
@@ -65,6 +67,19 @@ def test_mesh_leaves_losses(base, tmp_path):
         assert sft("--name", name, "--train.steps", "2", "--precision.compute", "fp32", *flags) == 0
         losses[name] = [record["loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
     assert losses["other"] == pytest.approx(losses["one"], abs=1e-5)
+
+
+@pytest.mark.ci
+def test_conversations_in_a_store_are_prepared_here(base, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("s3fs")
+    given = []
+    monkeypatch.setattr("mjax.commands.sft.train", lambda argv, *_: given.append(argv) or 0)
+    with bucket(monkeypatch, tmp_path / "caches"):
+        Store("s3").put([(tmp_path / "chat.jsonl", "s3://bucket/chats/chat.jsonl")])
+        for _ in range(2):
+            assert cli.main(["sft", "--init", "runs/base", "--data", "s3://bucket/chats/chat.jsonl", *FLAGS]) == 0
+    assert given == 2 * [["--init", "runs/base", "--data.path", "chat-base", *FLAGS]]
+    assert "chat-base, prepared before" in capsys.readouterr().out
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path, capsys):
