@@ -14,7 +14,7 @@ shares a band; it compares nothing and reports nothing. Both write the remaining
 
 With --datatrove FOLDER, datatrove's own MinHash takes part in both: its script as in its examples, with its default
 bands (14 of 8 hashes), one task per process, on a part of the speed file. Its default hash fails with current
-versions of xxhash, so it uses sha1. It needs spacy and orjson; FOLDER is a Python environment that has these.
+versions of xxhash, so it uses sha1. It needs spacy, orjson and tokenizers; FOLDER is an environment that has these.
 
 The exit code is 1 if recall is below 98%, a removal is false, or mjax is not three times as fast.
 """
