@@ -136,10 +136,6 @@ class DedupJob(FilterJob):
         """The number of each task's first document, and of all documents; int64 [tasks + 1]."""
         return np.cumsum([0, *(sum(documents) for documents, _ in self.results("read"))])
 
-    def of_share(self, name: str, rank: int) -> np.ndarray:
-        """The values of a share's documents."""
-        return self.values(name)[self.firsts[rank] : self.firsts[rank + 1]]
-
     # --- Equal texts --------------------------------------------------------------------------------------------------
 
     def group(self, rank: int) -> None:
@@ -174,7 +170,7 @@ class DedupJob(FilterJob):
 
     def share(self, rank: int) -> list[list[int]]:
         """Write the buckets of a part of the bands; returns the members of each part, by round."""
-        same, members, candidates = self.values("same"), [], [np.empty(0, np.int64)]
+        same, members, candidates = self.values("same"), [], np.empty(0, np.int64)
         with self.writing(rank, "members", "buckets") as (documents, buckets):
             for bands in ROUNDS:
                 members.append([])
@@ -184,9 +180,9 @@ class DedupJob(FilterJob):
                     found.documents.tofile(documents)
                     found.buckets.tofile(buckets)
                     members[-1].append(len(found.documents))
-                    candidates = [np.union1d(candidates[0], found.documents)]
+                    candidates = np.union1d(candidates, found.documents)
         with self.writing(rank, "candidates") as (stream,):
-            candidates[0].tofile(stream)
+            candidates.tofile(stream)
         return members
 
     def _parts(self, rank: int, bands: slice) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -202,8 +198,7 @@ class DedupJob(FilterJob):
                     documents = self.mapped("documents", other, np.uint32).reshape(shape)[bands[part % len(bands)]]
                     inside = _range(keys, part // len(bands), ranges)
                     found.append((keys[inside], documents[inside] + self.firsts[other]))
-            keys, numbers = (np.concatenate(each) for each in zip(*found, strict=True))
-            yield keys, numbers
+            yield tuple(np.concatenate(each) for each in zip(*found, strict=True))
 
     def _read_again(self, rank: int, values: np.ndarray) -> Iterator[tuple[np.ndarray, list[Document]]]:
         """Read a share again: the documents of its blocks, each with its part of `values` [documents of the share]."""
