@@ -41,7 +41,7 @@ from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
-from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, weights_of_device
+from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, of_layers, weights_of_device
 from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
@@ -165,14 +165,7 @@ class _Sizes:
         self.weights, self.trained = (weights_of_device(model, mesh, trained=own) for own in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        alone = MeshConfig(
-            data=mesh.expert,
-            model=mesh.model,
-            expert=mesh.expert,
-            context=mesh.context,
-            context_attention=mesh.context_attention,
-            sequence_parallel=mesh.sequence_parallel,
-        )
+        alone = of_layers(mesh)
         of_run = model, config.data, config.precision.compute
         kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch, of_sample)
         self.layers = []

@@ -50,7 +50,7 @@ from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration, Rates, default_calibration
 from mjax.planner.layer_time import MJAX, Common, LayerTime, Software, over_replicas
 from mjax.planner.section import Section, good_to
-from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
+from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, of_layers, weights_of_device
 from mjax.step.precision import in_float8
 from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
@@ -250,14 +250,7 @@ class LeastTime:
     def __call__(self, config: Config, exact: bool = False) -> float:
         """Seconds of a config; if `exact`, its layers' memory-bound kernels are those of its mesh, which is traced."""
         mesh, train = config.mesh, config.train
-        alone = MeshConfig(
-            data=mesh.expert,
-            model=mesh.model,
-            expert=mesh.expert,
-            context=mesh.context,
-            context_attention=mesh.context_attention,
-            sequence_parallel=mesh.sequence_parallel,
-        )
+        alone = of_layers(mesh)
         portion = TrainConfig(
             global_batch=mesh.expert * train.micro_batch,
             micro_batch=train.micro_batch,

@@ -73,6 +73,18 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     return _matrices(model, _sizes(mesh))
 
 
+def of_layers(mesh: MeshConfig) -> MeshConfig:
+    """The mesh as far as the work of layers depends on it, without a pipeline and gathers of weights."""
+    return MeshConfig(
+        data=mesh.expert,
+        model=mesh.model,
+        expert=mesh.expert,
+        context=mesh.context,
+        context_attention=mesh.context_attention,
+        sequence_parallel=mesh.sequence_parallel,
+    )
+
+
 _sizes = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
 """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
 
