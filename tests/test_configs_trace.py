@@ -1,7 +1,6 @@
 """Every published model traces on its own mesh, up to 3,072 devices that nobody has to own."""
 
 import math
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 from mjax.config import available_configs, load_config
 from mjax.models.build import count_parameters
 from tests.conftest import COMPILE_QUICKLY, ROOT
+from tests.ports import free_port
 from tests.traced import traced_step
 
 PUBLISHED = [name for name in available_configs() if load_config(name).mesh.devices > 8]
@@ -58,9 +58,7 @@ jax.distributed.shutdown()
 
 @pytest.mark.ci
 def test_mesh_of_1t_compiles_at_toy_widths():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flags = f"--xla_force_host_platform_device_count=1536 {COMPILE_QUICKLY}"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     command, pipes = [sys.executable, "-c", COMPILE_1T, address], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

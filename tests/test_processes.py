@@ -7,13 +7,13 @@ carries the collectives between CPUs, waits no longer than half a minute for the
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 
 import pytest
 
 from mjax.commands import cli
+from tests.ports import free_port
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
@@ -32,9 +32,7 @@ class Group:
 
     def __init__(self, folder, *flags, count=4, host="127.0.0.1", prefixes=None, only=None, differing=None):
         """`count` processes with `flags`, or of these `only` some, with the flags that `differing` has for each."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"{host}:{probe.getsockname()[1]}"
+        address = f"{host}:{free_port()}"
         where = ["--distributed.coordinator", address, "--distributed.processes", str(count)]
         where += ["--simulate", str(4 // count)]
         self.folder = folder

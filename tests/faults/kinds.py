@@ -28,11 +28,11 @@ from tests.faults.runs import (
     Process,
     arrays_of,
     committed,
-    free_port,
     losses_of,
     resumed_from,
     saving,
 )
+from tests.ports import free_port
 
 KILLS_OF_A_CHAIN = 10
 RESTARTS = 6  # of the launcher

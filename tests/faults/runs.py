@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -260,10 +259,3 @@ def resumed_from(output: str) -> int:
     """The step after which a process says it resumed; 0 if it started from scratch."""
     found = re.search(r"continued after step (\d+)", output)
     return int(found[1]) if found else 0
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

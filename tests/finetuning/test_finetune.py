@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -25,6 +24,7 @@ from mjax.step.layout import lay_out
 from mjax.tasks.labelled import DEFAULTS
 from tests.conftest import ROOT
 from tests.finetuning.pretrained import arguments_of, tuned, words_of, write_run
+from tests.ports import free_port
 from tests.small import named
 from tests.tasks.synthetic import write_task
 from tests.test_bad_inputs import fingerprint
@@ -194,10 +194,8 @@ def test_task_is_learned_from_published_format(task, capsys, tmp_path):
 def test_two_processes_print_report_of_one(run, capsys, tmp_path):
     files = write_task(tmp_path / "data", "mnli", train=64, validation=22)
     expected = tuned(capsys, run, "mnli", files, *SHORT, "--output", tmp_path / "one")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    where = ["--distributed.coordinator", address, "--distributed.processes", 2, "--simulate", 1, "--mesh.data", 2]
+    where = ["--distributed.coordinator", f"127.0.0.1:{free_port()}", "--distributed.processes", 2]
+    where += ["--simulate", 1, "--mesh.data", 2]
     words = words_of(run, "mnli", files, *SHORT, *where, "--output", tmp_path / "two", "--json")
     argv = [sys.executable, "-m", "mjax", "finetune", *words, "--distributed.process"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -2,7 +2,6 @@
 of them here."""
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mjax.config.model import as_kind
 from mjax.interop.convert import abstract_weights
 from mjax.parallel.mesh import make_mesh
 from tests.interop.megatron_files import share
+from tests.ports import free_port
 
 GPT = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=128)
 BERT = replace(as_kind(GPT, "bert"), activation="gelu_erf")
@@ -58,11 +58,8 @@ def write(folder, weights, model, version=0, ranks=1, stages=1, legacy=False, dt
 
 def write_with_megatron_core(folder, *kinds, ranks=1, expert_ranks=1):
     """Run `write_megatron_core.py` in a folder, in that many processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     program = [sys.executable, str(Path(__file__).with_name("write_megatron_core.py")), str(folder), *kinds]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": str(ranks), "EXPERT_RANKS": str(expert_ranks)}
     processes = [
         subprocess.Popen(
