@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sentencepiece import SentencePieceTrainer
 
 from mjax.commands import cli
 from mjax.commands.prepare import PrepareArguments, prepare
@@ -201,6 +202,25 @@ def sentence_rules(tmp_path, monkeypatch):
     for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
         (folder / name).write_text("")
     monkeypatch.setattr("nltk.data.path", [str(tmp_path / "nltk")])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_begin_and_end_stand_around_every_document(split, sentence_rules, tmp_path):
+    SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_prefix=f"{tmp_path}/pieces", vocab_size=60)
+    lines = write(tmp_path / "few.jsonl", "One is here. Two is there.", "", "Three.", "Four is here. Five!")
+    kept = {"tokenizer": f"sentencepiece:{tmp_path}/pieces.model", "language": "tiny"}
+    found = {}
+    for name, options in {"bare": {"prepend_bos": "off", "append_eod": False}, "both": {"prepend_bos": "on"}}.items():
+        run(lines, output=tmp_path / name, split_sentences=split, **kept, **options)
+        data = IndexedDataset(tmp_path / name)
+        sequences = [data.get(i).tolist() for i in range(len(data))]
+        found[name] = [sequences[first:last] for first, last in itertools.pairwise(data.document_indices)]
+    tokenizer = tokenizer_from_folder(tokenizer_folder(tmp_path / "both"))
+    for document in filter(None, found["bare"]):
+        document[0].insert(0, tokenizer.bos)
+        document[-1].append(tokenizer.eod)
+    assert found["both"] == found["bare"]
+    assert list(map(len, found["both"])) == ([2, 0, 1, 2] if split else [1, 0, 1, 1])
 
 
 def test_each_sentence_is_a_sequence(sentence_rules, tmp_path):
