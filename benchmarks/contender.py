@@ -60,6 +60,7 @@ class Mjax:
     def __init__(self, config: Config, platform: str, threads: int):
         import jax
 
+        from mjax.cluster.processes import return_memory_of_compiler
         from mjax.parallel.mesh import make_mesh
         from mjax.step.kernel_trial import with_kernel
         from mjax.step.step import build_program
@@ -68,6 +69,7 @@ class Mjax:
             raise RunError(f"jax runs on {jax.default_backend()}, this benchmark on {platform}")
         check_devices(config, jax.device_count(), "this benchmark")
         config = with_kernel(config)
+        return_memory_of_compiler()
         self.jax = jax
         self.program = build_program(config, make_mesh(config.mesh))
         self.state = self.program.initialize()

@@ -164,20 +164,24 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
     """Attention over four blocks of queries.
 
     On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
-    before its window, and to compute in float32: XLA runs small bf16 products there on one thread.
+    before its window, and to compute in float32: XLA runs small bf16 products there on one thread. The backward pass
+    computes the probabilities again: kept, they and the keys of every block are a third of a step's activations.
     """
-    dtype = q.dtype
+    positions, dtype = q.shape[1], q.dtype
+    width = positions // (1 if positions % 4 else 4)
+
+    @jax.checkpoint
+    def attended(q: Array, k: Array, v: Array) -> Array:
+        def block(first: int) -> Array:
+            start = 0 if seen.window is None else max(0, first - seen.window + 1)
+            end = first + width if seen.causal else positions
+            k_read, v_read = k[:, :, start:end], v[:, :, start:end]
+            return _attend_block(q[:, :, first : first + width], k_read, v_read, first, seen, start, heads_first=True)
+
+        return jnp.concatenate([block(first) for first in range(0, positions, width)], axis=2)
+
     q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
-    blocks = 4 if q.shape[2] % 4 == 0 else 1
-    width = q.shape[2] // blocks
-    outputs = []
-    for first in range(0, q.shape[2], width):
-        end = first + width
-        read = slice(0 if seen.window is None else max(0, first - seen.window + 1), end if seen.causal else q.shape[2])
-        outputs.append(
-            _attend_block(q[:, :, first:end], k[:, :, read], v[:, :, read], first, seen, read.start, heads_first=True)
-        )
-    return jnp.concatenate(outputs, axis=2).swapaxes(1, 2).astype(dtype)
+    return attended(q, k, v).swapaxes(1, 2).astype(dtype)
 
 
 def _attend_block(

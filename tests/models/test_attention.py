@@ -16,6 +16,7 @@ from mjax.models.attention_kernels import attend
 from mjax.step import kernel_trial
 from mjax.step.kernel_trial import resolve_attention
 from tests.small import small_config
+from tests.traced import equations
 
 MODEL = GPTConfig(hidden=32, heads=4, sequence=16, attention_dropout=0.0)
 ALIBI, WINDOW, DROPOUT = {"positions": "alibi"}, {"window": 4}, {"attention_dropout": 0.1}
@@ -69,8 +70,7 @@ def test_scores_of_bf16_inputs_are_float32():
 
 def test_blocks_leave_out_keys_before_window():
     jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla_blocks", window=3))(*inputs()).jaxpr
-    products = [equation for equation in jaxpr.eqns if equation.primitive.name == "dot_general"]
-    scores = [equation.outvars[0].aval.shape for equation in products][::2]
+    scores = [equation.outvars[0].aval.shape for equation in equations(jaxpr, "dot_general")][::2]
     assert scores == [(2, 4, 4, 4), *[(2, 4, 4, 6)] * 3]
 
 
