@@ -4,12 +4,39 @@ mjax."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import NamedTuple
 
 from mjax.errors import RunError, UsageError, check_folder
+
+COLLECTED = "MJAX_BENCHMARK_FIGURES"
+"""Environment variable with the file to which a benchmark that ratios.py started adds its figures."""
+
+
+class Figure(NamedTuple):
+    """A measured number and its goal: at most that, or with `least` at least."""
+
+    line: str
+    value: float
+    unit: str
+    goal: float
+    least: bool = False
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.goal if self.least else self.value <= self.goal
+
+
+def collect(*figures: Figure) -> None:
+    """Give figures to ratios.py, if it started this benchmark."""
+    if file := os.environ.get(COLLECTED):
+        with open(file, "a") as lines:
+            lines.writelines(json.dumps(figure._asdict()) + "\n" for figure in figures)
 
 
 def in_one_sentence(main: Callable[[], int]) -> Callable[[], int]:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import check_counts, in_one_sentence
+from benchmarks.command import Figure, check_counts, collect, in_one_sentence
 from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
@@ -72,6 +72,7 @@ def time_commands(rounds: int) -> int:
                 raise RunError(f"mjax plan --gpu h100 {flags} failed: {done.stderr.strip().splitlines()[-1]}")
             found.append(time.perf_counter() - begun)
         print(f"mjax plan --gpu h100 {flags:<35} {min(found):6.1f} s, goal {goal:3} s", flush=True)
+        collect(Figure(f"mjax plan {flags}", min(found), "s", goal))
     return 0
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks.command import check_counts, in_one_sentence
+from benchmarks.command import Figure, check_counts, collect, in_one_sentence
 from mjax.cluster import launch
 from mjax.config import Config, load_config, to_dict
 from mjax.config.checks import validate
@@ -308,7 +308,21 @@ def main() -> int:
         print(json.dumps(record, indent=2))
     else:
         print(table(rows, arguments.markdown), *(f"- {remark}" for remark in remarks), sep="\n")
+    collect(*figures(arguments, rows))
     return int(rows[0].failed is not None)
+
+
+def figures(arguments: Arguments, rows: list[Row]) -> list[Figure]:
+    """The time over that of torch.compile, and the memory, of the CPU reference case."""
+    ours, others = rows[0], {row.name: row for row in rows}
+    compiled = others.get(NAMES["compile"])
+    if arguments.config != Arguments.config or ours.failed or compiled is None or compiled.failed:
+        return []
+    kind = "with dropout" if arguments.settings.model.hidden_dropout else "without dropout"
+    return [
+        Figure(f"CPU step {kind}", 1 / compiled.against_mjax, "× torch.compile", 1.0),
+        Figure(f"memory of a CPU step {kind}", ours.memory_gib, "GiB", 1.15),
+    ]
 
 
 def _one_replica(name: str) -> Config:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import grouped, index, predicted
+from benchmarks import grouped, index, predicted, ratios
 from mjax.planner.calibration import H100, read_calibration
 from tests.conftest import ROOT
 from tests.test_train_command import CONFIG, environment
@@ -100,6 +101,19 @@ def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys)
     assert found.error == pytest.approx(1 - predicted_seconds / 1.1, abs=1e-3)
     compared = ("error", "sequences", "parameters", "devices", "date", "sources")
     assert found == replace(H100, **{name: getattr(found, name) for name in compared})
+
+
+@pytest.mark.ci
+def test_figures_stand_next_to_their_goals(monkeypatch, capfd):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("XLA_FLAGS", "")  # not the sixteen devices of the tests
+    monkeypatch.setattr(ratios, "PARTS", {"host": ["host.py --steps 4 --milliseconds 5", "host.py --steps 0"]})
+    monkeypatch.setattr(sys, "argv", ["ratios.py", "--only", "host"])
+    assert ratios.main() == 1
+    shown = capfd.readouterr()
+    assert "1 of the benchmarks failed, see above: host.py --steps 0" in shown.err
+    line = r"^\| host work between two steps \| \d+\.\d\d ms \| at most 1 \| (reached|missed) \|$"
+    assert re.search(line, shown.out, re.M)
 
 
 @pytest.mark.all
