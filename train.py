@@ -2,11 +2,14 @@
 
 import sys
 
-from mjax.cluster import launch, xla_flags
-from mjax.commands import cli
+from mjax.cluster.huge_pages import restart_with_huge_pages
 
 if __name__ == "__main__":
-    launch.restart_with_huge_pages()
+    restart_with_huge_pages()  # before imports that would be made twice
+
+    from mjax.cluster import launch, xla_flags
+    from mjax.commands import cli
+
     launch.claim_gpu_memory()
     xla_flags.be_fast()
     sys.exit(cli.main(["train", *sys.argv[1:]]))

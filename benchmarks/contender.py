@@ -27,7 +27,7 @@ from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mjax.cluster import launch
+from mjax.cluster.huge_pages import restart_with_huge_pages
 from mjax.config import Config, from_dict
 from mjax.config.checks import check_devices
 from mjax.data.sources import open_data
@@ -243,5 +243,5 @@ def serve(name: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "mjax":
-        launch.restart_with_huge_pages()
+        restart_with_huge_pages()
     serve(sys.argv[1])

@@ -2,9 +2,12 @@
 
 import sys
 
+from mjax.cluster.huge_pages import restart_with_huge_pages
+
 
 def main() -> None:
     """Run the command line, after setting up the process for this machine."""
+    restart_with_huge_pages()  # before imports that would be made twice
     try:
         from mjax.cluster import launch, xla_flags
         from mjax.commands import cli
@@ -13,7 +16,6 @@ def main() -> None:
             raise
         sys.exit(f"mjax: error: the package {error.name} is not installed; install mjax again, with what it needs")
 
-    launch.restart_with_huge_pages()
     launch.claim_gpu_memory()
     xla_flags.be_fast()
     sys.exit(cli.main())

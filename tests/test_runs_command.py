@@ -3,16 +3,20 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.checkpoint.folders import locked
+from mjax.checkpoint.folders import locked, write_manifest
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
+from mjax.models.build import abstract_weights, count_parameters
 from mjax.pictures.runs import draw_runs
+from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
 
 
@@ -65,6 +69,35 @@ def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
     assert cli.main(["runs", "list", "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[0])
     assert (row["step"], row["loss"], row["val_loss"]) == (12, pytest.approx(3.8), None)
+
+
+def test_help_and_list_import_no_jax(runs):
+    """It takes seconds. Parameters are those that the start of a run recorded, or those in a checkpoint."""
+    counted = count_parameters(TINY.model)
+    (runs / "base" / "environment.json").write_text(json.dumps([{}, {"parameters": counted}]))
+    checkpoint = runs / "fast" / "checkpoints" / "12"
+    shapes = {f"model.{name}": ["float32", shape] for name, (shape, _) in abstract_weights(TINY.model).items()}
+    write_manifest(checkpoint, 12, shapes | {"optimizer.mu": ["float32", [1000]]})
+    script = """if True:
+        import contextlib, sys
+        from mjax.commands import cli
+        def check(group, words):
+            for name, command in group.items():
+                if isinstance(command.run, dict):
+                    check(command.run, [*words, name])
+                    continue
+                with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+                    cli.main([*words, name, "--help"])
+                assert "jax" not in sys.modules, [*words, name]
+        check(cli.COMMANDS, [])
+        cli.main(["runs", "--json"])
+        assert "jax" not in sys.modules
+    """
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["name"], row["parameters"]) for row in rows] == [("base", counted), ("fast", counted)]
 
 
 def test_comparison_has_results_and_different_settings(runs, capsys):

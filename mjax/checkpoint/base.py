@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +24,15 @@ import numpy as np
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.blocks import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import read_manifest
+from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
 from mjax.checkpoint.mirror import local_run
 from mjax.config import read_config
-from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.random import mix
 from mjax.step.precision import parameter_type
-from mjax.utils.files import read_json, write_whole
 from mjax.utils.stores import resolved
-
-BASE = "base.json"
-
-
-@dataclass(frozen=True)
-class Base:
-    """The contents of base.json.
-
-    Attributes:
-      run: absolute path of the run folder.
-      step: its checkpoint.
-      digest: of the weights (`digest_of`).
-    """
-
-    run: str
-    step: int
-    digest: str
-
-
-def read_base(run: Path) -> Base:
-    """The base of a run with adapters.
-
-    Raises:
-      UsageError: the run does not say which, or the file is damaged.
-    """
-    missing = "a run with adapters has it; start one with --init RUN"
-    return build(Base, read_json(run / BASE, "restore it", missing), str(run / BASE))
-
-
-def save_base(run: Path, base: Base) -> None:
-    """Write base.json."""
-    write_whole(run / BASE, json.dumps(asdict(base), indent=2) + "\n")
 
 
 def folder_of(base: Base, run: Path) -> Path:

@@ -17,14 +17,18 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mjax.config.plain_values import build
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, take_lock
+from mjax.utils.files import make_folder, read_json, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
+BASE = "base.json"
+"""In a run with adapters: the run that has the frozen weights (`checkpoint/base.py`)."""
 MADE_BY_ORBAX = "_CHECKPOINT_METADATA"  # also in a checkpoint, even if its manifest is lost
 READ_BYTES = 1 << 24
 READS = 3  # attempts before a file counts as unreadable
@@ -81,6 +85,39 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
         if not take_lock(file, say):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
         yield
+
+
+# --- The base of adapters ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Base:
+    """The contents of base.json.
+
+    Attributes:
+      run: absolute path of the run folder.
+      step: its checkpoint.
+      digest: of the weights (`digest_of`).
+    """
+
+    run: str
+    step: int
+    digest: str
+
+
+def read_base(run: Path) -> Base:
+    """The base of a run with adapters.
+
+    Raises:
+      UsageError: the run does not say which, or the file is damaged.
+    """
+    missing = "a run with adapters has it; start one with --init RUN"
+    return build(Base, read_json(run / BASE, "restore it", missing), str(run / BASE))
+
+
+def save_base(run: Path, base: Base) -> None:
+    """Write base.json."""
+    write_whole(run / BASE, json.dumps(asdict(base), indent=2) + "\n")
 
 
 # --- Manifests --------------------------------------------------------------------------------------------------------

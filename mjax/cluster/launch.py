@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 from mjax.cluster.hardware import USABLE_FRACTION
+from mjax.cluster.huge_pages import SET_BY_MJAX
+from mjax.cluster.huge_pages import has_nvidia_gpu as has_nvidia_gpu
 from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home
 
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
-SET_BY_MJAX: dict[str, str] = {}
-"""Environment variables that mjax has set in this process, for environment.json."""
 # Two names of one setting; JAX refuses to start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 # GiB of host memory that XLA may pin for all GPUs of a process, and its default.
@@ -37,13 +35,6 @@ LAUNCHERS = {
     SKYPILOT: ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
 }
 SKYPILOT_PORT = 29500  # SkyPilot names hosts only
-
-
-def has_nvidia_gpu() -> bool:
-    """True if this machine has an NVIDIA device; found out without using it."""
-    return (
-        Path("/dev/nvidia0").exists() or Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
-    )
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:
@@ -98,21 +89,6 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def restart_with_huge_pages() -> None:
-    """On a CPU, restart this process with huge pages for its heap, once.
-
-    XLA maps its arena of activations again at every step; with 4 KiB pages a step of a gigabyte begins with 300,000
-    page faults, an eighth of its time. The C library reads the setting before `main`, so it cannot be set from inside.
-    """
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if tunables.endswith(HUGE_PAGES):  # this is the restarted process
-        SET_BY_MJAX["GLIBC_TUNABLES"] = tunables
-    if sys.platform != "linux" or has_nvidia_gpu() or "glibc.malloc.hugetlb" in tunables:
-        return
-    os.environ["GLIBC_TUNABLES"] = f"{tunables}:{HUGE_PAGES}".lstrip(":")
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
 # XLA's default for CPUs runs what is independent in any order, which differs between devices: two of them that wait for
 # each other in two collectives wait forever (seen with pipe 2 × context 2 × model 4, in one of three starts).
 IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -134,6 +110,10 @@ def simulate_devices(count: int) -> None:
     set_variable("JAX_PLATFORMS", "cpu")
     given = os.environ.get("XLA_FLAGS", "")
     set_variable("XLA_FLAGS", " ".join(f"{IN_ORDER} {given} --xla_force_host_platform_device_count={count}".split()))
+
+
+STEP, COMPILING = "running the step", "compiling"
+"""What a process does, for `watchdog.py` and goodput.json."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from typing import Any
 import jax
 
 from mjax.cluster import processes
-from mjax.cluster.launch import Distributed
+from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import bytes_from_first
 from mjax.errors import UnhealthyError, UsageError, exit_code
 
@@ -48,7 +48,6 @@ BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
 SUSPECT = 3.0  # seconds of silence that prove a loss once something has failed in this process
 FAREWELL = 3.0  # seconds that process 0 waits for the others to exit first
-STEP, COMPILING = "running the step", "compiling"
 CONTINUES = "what was saved is intact, the same command continues from it"
 
 

@@ -91,8 +91,9 @@ def values_of(flags: str) -> dict[str, str]:
 
 
 def _add(flags: Iterable[XlaFlag]) -> None:
-    before, version = os.environ.get("XLA_FLAGS", ""), installed().get("jax", "0")
-    there = values_of(before)
-    new = [str(flag) for flag in flags if flag.name not in there and SpecifierSet(flag.versions).contains(version)]
+    before = os.environ.get("XLA_FLAGS", "")
+    absent = [flag for flag in flags if flag.name not in values_of(before)]
+    version = installed().get("jax", "0") if absent else ""  # reads a file of every package
+    new = [str(flag) for flag in absent if SpecifierSet(flag.versions).contains(version)]
     if new:
         set_variable("XLA_FLAGS", " ".join([before, *new]).strip())

@@ -12,7 +12,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from mjax import __version__
 from mjax.cluster import launch
@@ -30,11 +30,13 @@ class Command(NamedTuple):
         fields are the flags, or `argv`; it returns the exit code, or anything else for success.
       about: one line.
       on_cpu: whether JAX must see the CPU only.
+      flags: MODULE:CLASS of the flags, if it takes seconds to import `run`, for which --help does not wait.
     """
 
     run: str | Commands
     about: str
     on_cpu: bool = False
+    flags: str | None = None
 
 
 Commands = dict[str, Command]
@@ -45,9 +47,21 @@ DATA_COMMANDS: Commands = {
 }
 
 CONVERT_COMMANDS: Commands = {
-    "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", True),
-    "from-megatron": Command("convert:from_megatron", "convert a Megatron-LM checkpoint into a run folder", True),
-    "to-hf": Command("convert:to_hf_command", "export a run's checkpoint as a model folder for transformers", True),
+    "from-hf": Command(
+        "convert:from_hf", "convert a Hugging Face model into a run folder", True, "arguments:FromHfArguments"
+    ),
+    "from-megatron": Command(
+        "convert:from_megatron",
+        "convert a Megatron-LM checkpoint into a run folder",
+        True,
+        "arguments:FromMegatronArguments",
+    ),
+    "to-hf": Command(
+        "convert:to_hf_command",
+        "export a run's checkpoint as a model folder for transformers",
+        True,
+        "arguments:ToHfArguments",
+    ),
 }
 
 RUNS_COMMANDS: Commands = {
@@ -70,7 +84,7 @@ COMMANDS: Commands = {
     "lm-eval": Command("evaluate:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
-    "generate": Command("generate:generate", "generate text with a trained model"),
+    "generate": Command("generate:generate", "generate text with a trained model", flags="arguments:GenerateArguments"),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
     "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),
 }
@@ -92,12 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             command, prog, rest = chosen
             if command.on_cpu:
                 launch.leave_accelerators_alone()
-            module, name = command.run.split(":")
-            if name != "train":  # which tells the other processes of a run what is wrong
+            if command.flags is not None and {"-h", "--help", "--help-all"} & set(rest):
+                parse(_named(command.flags), rest, prog)
+            if command.run != "train:train":  # which tells the other processes of a run what is wrong
                 from mjax.checkpoint.mirror import localized
 
                 rest = localized(rest, also=prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf"))
-            function = getattr(importlib.import_module(f"mjax.commands.{module}"), name)
+            function = _named(command.run)
             parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
             return result if isinstance(result, int) else 0
@@ -124,6 +139,11 @@ def _flushed_output() -> Iterator[None]:
 def _flush() -> None:
     if sys.stdout is not None:  # None if a shell has closed it: mjax plan >&-
         sys.stdout.flush()
+
+
+def _named(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(importlib.import_module(f"mjax.commands.{module}"), name)
 
 
 def _find(group: str, commands: Commands, argv: Sequence[str]) -> tuple[Command, str, list[str]] | None:

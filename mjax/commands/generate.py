@@ -6,46 +6,22 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 
 from mjax.checkpoint.base import restore_weights
 from mjax.cluster.launch import keep_programs
-from mjax.commands.flags import RunArguments
+from mjax.commands.arguments import GenerateArguments
 from mjax.config import MeshConfig, load_own_model
-from mjax.config.bounds import Count, check_bounds
+from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, ends_of_text
 from mjax.errors import UsageError, lines_of
-from mjax.generation.generate import Generator, Sampling
+from mjax.generation.generate import Generator
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, Sample, Streamed, continue_ids
 from mjax.parallel.mesh import make_mesh
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments(RunArguments):
-    """Continue prompts with a trained model."""
-
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Count = 1
-    """Continuations of each prompt."""
-    chat: bool = False
-    """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
-    stdin: lines are the questions of one conversation, JSON is whole conversations."""
-    system: str | None = None
-    """With --chat: the system message."""
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; by default as in training, and for an import that of its files."""
-    model_parallel: Annotated[int, tyro.conf.arg(name="mesh.model")] = 1
-    """Devices that share every layer's matrices; may differ from training."""
-    json: bool = False
-    """Print one JSON object per continuation, each on its own line."""
 
 
 def generate(arguments: GenerateArguments) -> int:

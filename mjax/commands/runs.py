@@ -9,7 +9,10 @@ A run is given by its folder, or by its name in --runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import operator
 import re
 import shutil
 import sys
@@ -25,20 +28,27 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
-from mjax.checkpoint.base import BASE, read_base
-from mjax.checkpoint.folders import GOOD, MANIFEST, checkpoint_steps, locked
+from mjax.checkpoint.folders import (
+    BASE,
+    GOOD,
+    MANIFEST,
+    Unusable,
+    checkpoint_steps,
+    locked,
+    read_base,
+    read_manifest,
+)
 from mjax.checkpoint.mirror import INDEX, fetch_all, is_locked, is_running_elsewhere, local_run, remove_there
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.errors import UsageError, check_picture, suggestion
-from mjax.models.build import count_parameters
 from mjax.pictures.runs import draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
-from mjax.run.display import duration
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import finite_or_none, read_metrics
+from mjax.utils.figures import duration
 from mjax.utils.files import rename
 from mjax.utils.stores import mirror_of, with_addresses
 
@@ -237,11 +247,19 @@ def row_of(folder: Path) -> Row:
 
 
 def _parameters(folder: Path, config: Config) -> int | None:
-    """The number of the model's parameters; of a model of your own the recorded one."""
-    if not is_own(type(config.model)):
-        return count_parameters(config.model)
-    recorded = model_file_of(folder)
-    return recorded and recorded.parameters
+    """The number of the model's parameters: recorded, or counted in a checkpoint, or without either in the model."""
+    if is_own(type(config.model)):
+        recorded = model_file_of(folder)
+        return recorded and recorded.parameters
+    with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):  # none, or damaged
+        return operator.index(json.loads((folder / "environment.json").read_bytes())[-1]["parameters"])
+    steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
+    with contextlib.suppress(Unusable, IndexError):
+        arrays = read_manifest(folder / "checkpoints" / str(steps[-1]), lambda line: None)["arrays"]
+        return sum(math.prod(shape) for name, (_, shape) in arrays.items() if name.startswith("model."))
+    from mjax.models.build import count_parameters  # with JAX, which takes a second or two
+
+    return count_parameters(config.model)
 
 
 def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, check_bounds
+from mjax.config.bounds import check_bounds
 from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
+from mjax.generation.sampling import Sampling
 from mjax.models.block import decode_blocks, map_layers
 from mjax.models.causal import Cache, CausalModel, DecodeBlocks
 from mjax.parallel.pipeline import pipeline_decode
@@ -50,23 +51,6 @@ from mjax.step.precision import COMPUTE_TYPES
 # A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax.
 # The noise belongs to the id; its key is folded from (seed, index of the sequence, position). So every mesh generates
 # the same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling options, and the number of tokens."""
-
-    tokens: Count = 128
-    """Maximum number of tokens to generate."""
-    temperature: NotNegative = 0.8
-    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the most likely one."""
-    top_k: CountOrZero = 0
-    """Sample from this many most likely tokens; 0: all."""
-    top_p: Annotated[float, Bounds(gt=0, le=1)] = 0.9
-    """Sample from the smallest set of tokens with at least this probability; 1: all. Applied after temperature and
-    top-k."""
-    seed: Seed = 0
-    """Determines the samples."""
 
 
 def draw(

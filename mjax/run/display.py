@@ -33,6 +33,7 @@ from mjax.run.metrics import Record
 from mjax.run.options import Result
 from mjax.step.step import TrainProgram
 from mjax.trace.flops import peak_tflops
+from mjax.utils.figures import duration
 from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses
 
@@ -206,13 +207,6 @@ def _values(metric: Metric, metrics: dict[str, float]) -> dict[str, float]:
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
-
-
-def duration(seconds: float) -> str:
-    """'2:31' or '3:02:31'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 # --- Before the first step and after the last -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mjax.cluster.watchdog import COMPILING, STEP
+from mjax.cluster.launch import COMPILING, STEP
 from mjax.utils.files import write_whole
 
 FILE = "goodput.json"

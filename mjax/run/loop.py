@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import locked
 from mjax.checkpoint.mirror import Mirror
-from mjax.cluster.launch import Distributed
+from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import from_first, is_first, told_to_stop
-from mjax.cluster.watchdog import COMPILING, STEP, Watchdog
+from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices

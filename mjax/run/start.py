@@ -18,17 +18,9 @@ from pathlib import Path
 import jax
 
 import mjax
-from mjax.checkpoint.base import (
-    Base,
-    as_trained,
-    own_part,
-    read_base,
-    read_frozen,
-    restore_weights,
-    save_base,
-    with_base,
-)
+from mjax.checkpoint.base import as_trained, own_part, read_frozen, restore_weights, with_base
 from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import Base, read_base, save_base
 from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
@@ -165,6 +157,7 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "processes": jax.process_count(),
         "host": platform.node(),
         "mesh": axes.as_typed(config.mesh),
+        "parameters": count_parameters(config.model),
         "attention": config.model.attention,
         **({"grouped": config.model.grouped} if config.model.grouped_kernel else {}),
         "nvidia": nvidia_versions(),

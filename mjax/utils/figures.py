@@ -15,6 +15,13 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
+def duration(seconds: float) -> str:
+    """'2:31' or '3:02:31'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def named_rows(rows: Mapping[str, Any]) -> list[str]:
     """One line per name and value, with aligned values."""
     width = max(map(len, rows), default=0)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import pytest
 from safetensors import safe_open
 
-from mjax.checkpoint.base import Base, digest_of, own_part, save_base
+from mjax.checkpoint.base import digest_of, own_part
 from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import Base, save_base
 from mjax.commands import cli
 from mjax.config import Config, DataConfig, LlamaConfig, PrecisionConfig, save_config
 from mjax.models.build import build_model

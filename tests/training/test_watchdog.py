@@ -9,8 +9,8 @@ import time
 import pytest
 
 from mjax.cluster import watchdog
-from mjax.cluster.launch import Distributed
-from mjax.cluster.watchdog import COMPILING, STEP, Watchdog
+from mjax.cluster.launch import COMPILING, STEP, Distributed
+from mjax.cluster.watchdog import Watchdog
 from mjax.errors import RunError, UsageError
 from tests.training.watchdogs import Run
 
