@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
+import platform
 import shutil
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -140,7 +143,7 @@ class Announced:
         """Run a block that writes `what`, such as a file, and continue if it fails."""
         try:
             yield
-        except Exception as error:  # whatever goes wrong in matplotlib, tensorboardX or wandb
+        except Exception as error:  # whatever goes wrong in matplotlib or wandb
             if what not in self.failed:
                 self.failed.add(what)
                 self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
@@ -264,37 +267,67 @@ class MetricsLog:
 
 
 class _Scalars:
-    """TensorBoard's event file, written immediately.
+    """TensorBoard's event file.
 
-    tensorboardX's SummaryWriter has a thread for it, which dies silently when the disk is full; ten scalars later the
-    run would wait for it forever.
+    It is a sequence of records, each with its length and checksums, and a record is a protocol buffer, `Event` of
+    tensorboard/compat/proto/event.proto. tensorboardX writes the same, but imports torch and boto3 where they are
+    installed, which takes seconds.
     """
 
     def __init__(self, folder: Path, first: int):
         """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
         make_folder(folder)
-        self._events = EventsWriter(str(folder / "events"))
-        start = Event(step=first, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
-        self._events.write_event(start)
-        self._flushed = time.monotonic()
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
+        self._file, self._flushed = (folder / name).open("wb"), time.monotonic()
+        self._add(0, b"\x1a" + _sized(b"brain.Event:2"))  # file_version
+        self._add(first, b"\x3a" + _sized(b"\x08\x01"))  # session_log: its status is START
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the scalars of a step; they are in the file within `FLUSH` seconds."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._events.write_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
+        with np.errstate(over="ignore"):
+            values = {name.encode(): np.float32(value).astype("<f4").tobytes() for name, value in scalars.items()}
+        summary = (b"\x0a" + _sized(b"\x0a" + _sized(tag) + b"\x15" + value) for tag, value in values.items())
+        self._add(step, b"\x2a" + _sized(b"".join(summary)))
         if time.monotonic() - self._flushed > FLUSH:
-            self._events.flush()
+            self._file.flush()
             self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Finish the file."""
-        self._events.close()
+        self._file.close()
+
+    def _add(self, step: int, what: bytes) -> None:
+        event = struct.pack("<Bd", 0x09, time.time()) + b"\x10" + _varint(step) + what
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + _masked_crc(length) + event + _masked_crc(event))
+
+
+def _varint(number: int) -> bytes:
+    """A number as protocol buffers write it, seven bits a byte."""
+    *others, last = [number >> shift & 0x7F for shift in range(0, max(number.bit_length(), 1), 7)]
+    return bytes([*(part | 0x80 for part in others), last])
+
+
+def _sized(content: bytes) -> bytes:
+    return _varint(len(content)) + content
+
+
+@functools.cache
+def _crc_table() -> list[int]:
+    """CRC-32C of each byte."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in table]
+    return table
+
+
+def _masked_crc(content: bytes) -> bytes:
+    """CRC-32C as TensorFlow stores it: rotated, and a constant added."""
+    crc, table = 0xFFFFFFFF, _crc_table()
+    for byte in content:
+        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def check_wandb(project: str | None) -> None:

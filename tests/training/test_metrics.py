@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -115,12 +116,31 @@ def test_metrics_after_the_resumed_step_are_dropped(tmp_path):
     assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")][2:] == [(3, 8.7), (4, 1.0)]
 
 
-def test_tensorboard_gets_the_scalars(tmp_path):
+def test_event_file_has_scalars(tmp_path):
     with log_of(tmp_path, tensorboard=True) as log:
         log.write(record(1))
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"grad_norm", b"learning_rate", b"tokens_per_second"))
+
+
+@pytest.mark.parity
+def test_tensorboard_reads_scalars_of_both_starts(tmp_path):
+    """It checks lengths and checksums; a second start hides what the first wrote after its last checkpoint."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    huge = 2**40
+    for start, steps in ((0, (1, 2, huge)), (1, (2, 3))):
+        with log_of(tmp_path, step=start, tensorboard=True) as log:
+            for step in steps:
+                log.write(record(step, loss=1e60 if step == huge else step / 3 + start))
+    found = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(found.Tags()["scalars"]) >= {"loss", "grad_norm", "learning_rate", "tokens_per_second"}
+    losses = {event.step: event.value for event in found.Scalars("loss")}
+    assert losses == {1: np.float32(1 / 3), 2: np.float32(2 / 3 + 1), 3: 2.0}
+    (first, _) = sorted((tmp_path / "tensorboard").iterdir())
+    alone = event_accumulator.EventAccumulator(str(first)).Reload()
+    assert [(event.step, event.value) for event in alone.Scalars("loss")][2:] == [(huge, float("inf"))]
+    assert time.time() - alone.Scalars("loss")[0].wall_time < 60
 
 
 # --- Pictures ---------------------------------------------------------------------------------------------------------
