@@ -178,6 +178,18 @@ def test_kernel_that_does_not_run_is_refused(attention, documents):
         resolve_attention(replace(MODEL, attention=attention), "bf16", "gpu", documents=documents)
 
 
+def put_for_cudnn(monkeypatch, factor=1.0, left_out=None):
+    """Compute `xla_blocks` for cuDNN's kernel, times `factor` and without an option."""
+    right = attention_kernels.attend
+
+    def attend(q, k, v, kernel, **options):
+        if kernel == "cudnn":
+            return factor * right(q, k, v, "xla_blocks", **{**options, **({left_out: None} if left_out else {})})
+        return right(q, k, v, kernel, **options)
+
+    monkeypatch.setattr(kernel_trial, "attend", attend)
+
+
 @pytest.mark.parametrize(
     ("changes", "documents", "left_out", "factor"),
     [
@@ -190,18 +202,13 @@ def test_kernel_that_does_not_run_is_refused(attention, documents):
     ],
 )
 def test_trial_finds_kernel_with_wrong_numbers(monkeypatch, changes, documents, left_out, factor):
-    right = attention_kernels.attend
-
-    def wrong(q, k, v, kernel, **options):
-        if kernel == "xla":
-            return right(q, k, v, kernel, **options)
-        return factor * right(q, k, v, kernel, **{**options, **({left_out: None} if left_out else {})})
-
-    monkeypatch.setattr(kernel_trial, "attend", wrong)
+    put_for_cudnn(monkeypatch, factor, left_out)
     with pytest.raises(UsageError, match="gives wrong results here"):
-        resolve_attention(replace(MODEL, **changes), "fp32", "cpu", documents=documents)
+        resolve_attention(replace(MODEL, **changes), "bf16", "gpu", documents=documents)
 
 
-def test_trial_accepts_right_kernel():
-    model = replace(MODEL, **ALIBI, **WINDOW)
-    assert resolve_attention(model, "fp32", "cpu", pytest.fail, documents=True) == "xla_blocks"
+def test_trial_accepts_right_kernel(monkeypatch):
+    put_for_cudnn(monkeypatch)
+    model, said = replace(MODEL, **ALIBI, **WINDOW), []
+    assert resolve_attention(model, "bf16", "gpu", said.append, documents=True) == "cudnn"
+    assert "slower" not in "".join(said)
