@@ -31,7 +31,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import check_counts, check_peers, in_one_sentence
+from benchmarks.command import Figure, check_counts, check_peers, collect, in_one_sentence
 from mjax.commands.cli import COMMANDS, Commands
 from mjax.commands.train import choose_config
 from mjax.config import to_dict
@@ -156,6 +156,8 @@ def measure_steps(rounds: int, flags: Sequence[str]) -> None:
         goal = GOALS.get(name, "")
         loss = ", ".join(sorted(losses[name]))
         print(f"| {name} | {median(found):.2f} | {min(found):.2f} | {ratio:.2f} | {goal} | {loss} |")
+        if name in GOALS:
+            collect(Figure(f"first step of gpt_demo, {name}", ratio, "× PyTorch eager", GOALS[name]))
 
 
 def measure_commands(rounds: int, commands: Sequence[Sequence[str]]) -> None:
@@ -164,6 +166,15 @@ def measure_commands(rounds: int, commands: Sequence[Sequence[str]]) -> None:
     print("| command | seconds | goal |\n|---|---:|---:|")
     for words, found in zip(commands, seconds, strict=True):
         print(f"| mjax {' '.join(words)} | {found:.2f} | {GOAL_OF_COMMANDS} |")
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    collect(
+        Figure(
+            f"slowest of every --help and the list of runs: mjax {' '.join(commands[slowest])}",
+            seconds[slowest],
+            "s",
+            GOAL_OF_COMMANDS,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,16 +103,31 @@ def test_predictions_stand_next_to_measured_steps(monkeypatch, tmp_path, capsys)
 
 
 @pytest.mark.ci
-def test_figures_stand_next_to_their_goals(monkeypatch, capfd):
+def test_figures_stand_next_to_their_goals(monkeypatch, capfd, tmp_path):
     pytest.importorskip("lm_eval")
-    monkeypatch.setenv("XLA_FLAGS", "")  # not the sixteen devices of the tests
-    monkeypatch.setattr(ratios, "PARTS", {"host": ["host.py --steps 4 --milliseconds 5", "host.py --steps 0"]})
-    monkeypatch.setattr(sys, "argv", ["ratios.py", "--only", "host"])
+    measured = [f'Figure("{name}", 1.25, "×", 1.5, {least})' for name, least in (("fast", True), ("slow", False))]
+    for number, figure in enumerate(measured):
+        script = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.command import Figure, collect"
+        (tmp_path / f"{number}.py").write_text(f"{script}\ncollect({figure})\n")
+    monkeypatch.setattr(ratios, "PARTS", {"two": [f"{tmp_path}/0.py", f"{tmp_path}/1.py"], "none": ["missing.py"]})
+    monkeypatch.setattr(sys, "argv", ["ratios.py"])
     assert ratios.main() == 1
     shown = capfd.readouterr()
-    assert "1 of the benchmarks failed, see above: host.py --steps 0" in shown.err
-    line = r"^\| host work between two steps \| \d+\.\d\d ms \| at most 1 \| (reached|missed) \|$"
-    assert re.search(line, shown.out, re.M)
+    assert "1 of the benchmarks failed, see above: missing.py" in shown.err
+    assert shown.out.splitlines()[-2:] == [
+        "| fast | 1.25 × | at least 1.5 | missed |",
+        "| slow | 1.25 × | at most 1.5 | reached |",
+    ]
+
+
+@pytest.mark.all
+def test_host_benchmark_has_every_part(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "host.py"), "--steps", "4", "--milliseconds", "5"]
+    result = subprocess.run(command, env=environment() | {"XLA_FLAGS": ""}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.rsplit(None, 2) for line in result.stdout.splitlines()[-3:]]
+    assert [row[0].strip() for row in rows] == ["host, between two steps", "dispatch", "waiting for a batch"]
+    assert all(float(median) > 0 for _, median, _ in rows)
 
 
 @pytest.mark.all
