@@ -113,6 +113,7 @@ def test_gpus_are_counted_by_the_driver(start, monkeypatch):
         (SLURM | TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, {}, "LOCAL_WORLD_SIZE is 0, but must be a number from 1 to"),
         (SLURM | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID is 2, but must be a number from 0 to 1"),
         (SLURM | {"SLURM_LOCALID": ""}, {}, "SLURM_LOCALID is not set, but must be a number from 0 to 7"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "x"}, {}, "OMPI_COMM_WORLD_SIZE is x, but must be a number from 1 to"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, {}, "OMPI_COMM_WORLD_RANK is x, but must be a number from 0 to 7"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "-1"}, {}, "LOCAL_RANK is -1, but must be a number from 0 to 3"),
     ],
