@@ -1,21 +1,28 @@
 """Compiled programs are kept for the next start: where, and when not."""
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+from filelock import FileLock
 
 from mjax.cluster import launch
 from mjax.cluster.launch import keep_programs
+from mjax.run.metrics import read_metrics
+from tests.conftest import ROOT
+from tests.test_train_command import environment
 
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "SET_BY_MJAX", {})
     monkeypatch.setitem(sys.modules, "jax", None)  # as it is where the command line starts
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # what a test sets again is undone before this
     with patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path)}):
         yield tmp_path
@@ -82,6 +89,63 @@ def test_imported_jax_is_told(folder, monkeypatch):
     config = SimpleNamespace(jax_compilation_cache_dir=folder, update=told.__setitem__)
     monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(config=config))
     keep_programs(several=False)
-    names = {"jax_compilation_cache_dir", "jax_compilation_cache_max_size"}
+    names = {
+        "jax_compilation_cache_dir",
+        "jax_compilation_cache_max_size",
+        "jax_persistent_cache_min_compile_time_secs",
+    }
     assert told.keys() == (set() if folder else names)
-    assert [str(value) for value in told.values()] == list(launch.SET_BY_MJAX.values())
+    assert [str(value).removesuffix(".0") for value in told.values()] == list(launch.SET_BY_MJAX.values())
+
+
+def test_half_written_programs_are_removed(tmp_path, monkeypatch):
+    for number in range(6):
+        for kind in ("cache", "atime"):
+            (tmp_path / f"p{number}-{kind}").write_bytes(b"12345678")
+            os.utime(tmp_path / f"p{number}-{kind}", (number + 1, number + 1))
+    (tmp_path / "p4-cache").write_bytes(b"")  # of a host that lost power
+    (tmp_path / "p5-atime").unlink()  # of a process that was killed
+    for limit, kept in ((256, [0, 1, 2, 3]), (2, [2, 3])):
+        monkeypatch.setattr(launch, "CACHE_PROGRAMS", limit)
+        assert launch.tidy(tmp_path) is None
+        left = sorted(file.name for file in tmp_path.glob("p*"))
+        assert left == [f"p{number}-{kind}" for number in kept for kind in ("atime", "cache")]
+
+
+def test_locked_folder_is_one_line(own_home, monkeypatch):
+    """On a shared disk another host may have it, or the lock of one that is gone."""
+    monkeypatch.setattr(launch, "PATIENCE", 0.1)
+    folder, said = launch.programs_folder(), []
+    folder.mkdir(parents=True, mode=0o700)
+    with FileLock(folder / ".lockfile"):
+        keep_programs(several=False, say=said.append)
+    assert f"another process has locked {folder}: programs are compiled at every start" in said[0]
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.ci
+def test_second_start_compiles_nothing(tmp_path):
+    """It finds every program of the first on the disk, those of its end too; and a third all but one that is torn."""
+    found = []
+    for name in ("one", "two", "three"):
+        command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "tests" / "counting_config.py")]
+        variables = {key: value for key, value in environment().items() if not key.startswith(("JAX_COMP", "JAX_PERS"))}
+        done = subprocess.run(
+            [*command, "--runs", str(tmp_path), "--name", name],
+            env=variables | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "compilation cache" not in done.stderr
+        requests, hits = map(int, re.search(r"(\d+) programs, (\d+) from the disk", done.stdout).groups())
+        found.append((requests - hits, [record["loss"] for record in read_metrics(tmp_path / name / "metrics.jsonl")]))
+        if name == "two":
+            (step,) = (tmp_path / "cache").glob("mjax/programs/*/jit_train_step-*-cache")
+            step.write_bytes(step.read_bytes()[:1000])
+            step.with_name(step.name.replace("-cache", "-atime")).unlink()
+    compiled, losses = zip(*found, strict=True)
+    assert compiled[0] > 3
+    assert compiled[1:] == (0, 1)
+    assert losses[0] == losses[1] == losses[2]

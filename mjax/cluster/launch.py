@@ -190,6 +190,9 @@ def leave_accelerators_alone() -> None:
 
 CACHE_FOLDER, CACHE_LIMIT = "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE"
 CACHE_BYTES = 2 * 2**30  # JAX removes the programs that were used least recently
+CACHE_PROGRAMS = 256  # it looks at each of them whenever it adds one
+CACHE_FROM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"  # by default programs of less than a second are not kept
+PATIENCE = 2.0  # seconds for another process that has locked the folder
 
 
 def programs_folder() -> Path | None:
@@ -225,6 +228,35 @@ def problem_with(folder: Path) -> str | None:
     return None
 
 
+def tidy(folder: Path) -> str | None:
+    """Remove programs that were not written completely, and all but the `CACHE_PROGRAMS` that were used last.
+
+    JAX locks the folder, writes a program and then the time of its last use. A process that is killed in between, on
+    this host or another, leaves a program that JAX neither reads nor replaces, and a folder to which it adds no more.
+
+    Returns:
+      The reason why the folder cannot be locked; None if it can.
+    """
+    from filelock import FileLock, Timeout
+
+    used: list[tuple[float, Path, Path]] = []
+    try:
+        with FileLock(folder / ".lockfile", timeout=PATIENCE):
+            for program in folder.glob("*-cache"):
+                last_use = program.with_name(f"{program.name.removesuffix('-cache')}-atime")
+                whole = last_use.exists() and program.stat().st_size > 0
+                used.append((last_use.stat().st_mtime if whole else 0.0, last_use, program))
+            for number, (time, *files) in enumerate(sorted(used, reverse=True)):
+                if not time or number >= CACHE_PROGRAMS:
+                    for file in files:
+                        file.unlink(missing_ok=True)
+    except Timeout:
+        return f"another process has locked {folder}"
+    except (OSError, NotImplementedError) as error:
+        return f"{folder} cannot be locked ({error})"
+    return None
+
+
 def keep_programs(several: bool | None = None, say: Callable[[str], None] | None = None) -> None:
     """Let JAX keep compiled programs; before it compiles the first one.
 
@@ -242,13 +274,14 @@ def keep_programs(several: bool | None = None, say: Callable[[str], None] | None
     if several or CACHE_FOLDER in os.environ or (jax is not None and jax.config.jax_compilation_cache_dir):
         return
     cache = programs_folder()
-    problem = "there is no home folder" if cache is None else problem_with(cache)
+    problem = "there is no home folder" if cache is None else problem_with(cache) or tidy(cache)
     if problem is not None:
         say(f"{problem}: programs are compiled at every start; name another folder with {CACHE_FOLDER}")
         return
-    set_variable(CACHE_FOLDER, str(cache))
-    if CACHE_LIMIT not in os.environ:
-        set_variable(CACHE_LIMIT, str(CACHE_BYTES))
+    for name, value in ((CACHE_FOLDER, str(cache)), (CACHE_LIMIT, str(CACHE_BYTES)), (CACHE_FROM, "0")):
+        if name not in os.environ:
+            set_variable(name, value)
     if jax is not None:
         jax.config.update("jax_compilation_cache_dir", os.environ[CACHE_FOLDER])
         jax.config.update("jax_compilation_cache_max_size", int(os.environ[CACHE_LIMIT]))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[CACHE_FROM]))
