@@ -21,11 +21,12 @@ from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.generate import Generator, Sampling
+from mjax.generation.generate import Generator, Sampling, _unrolled
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
+from mjax.step.layout import lay_out
 from tests.small import BLOOM, small_config
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]  # as many in every test: another number is another program
@@ -95,20 +96,23 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
     def logits_of_both(model, tokens):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
         row, cached = model.prefill(prompts, jnp.asarray(lengths), 16, across=config.across)
+        layers, decode = _unrolled(config, lay_out(config, mesh).plan, model.blocks, cached.layers)
+        cached = cached._replace(layers=layers)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
-            row, cached = model.decode(tokens[jnp.arange(3), read], cached, read)
+            row, cached = model.decode(tokens[jnp.arange(3), read], cached, read, decode)
             rows, read = [*rows, row], read + 1
         return jnp.stack(rows, 1), model(tokens)
 
     with jax.enable_x64(True):
         config = small_config(model=ranks, compute="fp64", **changes)
-        generator = Generator(config, make_mesh(config.mesh))
+        mesh = make_mesh(config.mesh)
+        generator = Generator(config, mesh)
         model = placed(generator, partial(lively, config, jnp.float64))
         tokens = np.random.default_rng(0).integers(0, 60, (3, 16)).astype(np.int32)
         program = jax.shard_map(
             logits_of_both,
-            mesh=make_mesh(config.mesh),
+            mesh=mesh,
             in_specs=(jax.tree.map(lambda weight: weight.sharding.spec, model), P()),
             out_specs=(P(), P(None, None, "model")),
             check_vma=True,

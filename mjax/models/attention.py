@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.config.model import ModelConfig
-from mjax.models.attention_kernels import attend_across, for_every_query
+from mjax.models.attention_kernels import attend_across
 from mjax.models.context import Context
 from mjax.models.flash import MASKED
 from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
@@ -81,14 +81,17 @@ class Attention(nnx.Module):
         self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], KeyValues]:
         """Like `Block.decode`, for attention alone."""
-        q, k, v = self._by_head(columns(x, context.tokens, *self._projections()), context)
+        wholes = columns(x, context.tokens, *self._projections(), whole=True)  # weights are not cut for every token
+        parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
+        q, k, v = self._by_head(parts, context)
         slopes = self.positions.slopes()
         window = self.config.window_at(context.layer_in_group)
         if cached is None:
+            new = KeyValues(k, v)
             attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
         else:
-            attended = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
-        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), KeyValues(k, v)
+            attended, new = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
+        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), new
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)
@@ -108,10 +111,11 @@ class Attention(nnx.Module):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of the positions read so far, of one layer or of all."""
+    """Keys and values of one layer or of all: of whole prompts [b, s, k, d], of a cache [b, k, S, d]. There the slots
+    of a head are contiguous, as a product reads them."""
 
-    keys: Float[Array, "*l b S n d"]
-    values: Float[Array, "*l b S n d"]
+    keys: Float[Array, "*l b _ _ d"]
+    values: Float[Array, "*l b _ _ d"]
 
 
 def attend_cached(
@@ -123,10 +127,10 @@ def attend_cached(
     slots: Int[Array, " S"],
     slopes: Float[Array, " n"] | None = None,
     window: int | None = None,
-) -> Float[Array, "b 1 n d"]:
-    """Attention of one new position of each sequence over the positions before it and itself.
+) -> tuple[Float[Array, "b 1 n d"], KeyValues]:
+    """Write one new position of each sequence to the cache, and attend to it and those before it.
 
-    The cache is only read, so a scan over layers need not copy it; the new key and value are a separate column. Where
+    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Where
     the slots are split over `context`, every rank attends to its own, and two sums and a maximum of one number per head
     and sequence join the parts (flash-decoding).
 
@@ -140,24 +144,27 @@ def attend_cached(
       window: how many positions the new one sees, including itself; None: all.
 
     Returns:
-      Positions that each position attends to, the same on all ranks of `context`.
+      Positions that each position attends to, the same on all ranks of `context`, and the cache with the new ones.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    over = frozenset({CONTEXT}) & mappings.varying_axes(slots)
-    q = q / math.sqrt(q.shape[-1])
-    k, v = for_every_query(q, k, v)
-    cached = KeyValues(*for_every_query(q, *cached))
-    before = jnp.einsum("bqnd,bknd->bnqk", q, cached.keys, preferred_element_type=wide)
+    wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
+    here = slots == lengths[:, None]  # [b, S]
+    at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
+
+    def written(slots: Array, one: Array) -> Array:
+        one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
+        return slots.at[jnp.arange(len(one)), :, at].set(one, mode="drop")
+
+    cached = KeyValues(*map(written, cached, (k, v)))
+    groups = (q / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
+    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
     if slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
-        before = before + distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
-    visible = slots < lengths[:, None]
+        penalty = distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
+        scores = scores + penalty.reshape(scores.shape)
+    visible = slots <= lengths[:, None]
     if window is not None:
         visible = visible & (slots > lengths[:, None] - window)
-    before = before + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
-    itself = jnp.einsum("bqnd,bqnd->bnq", q, k, preferred_element_type=wide)[..., None]
-    highest = jnp.maximum(mappings.maximum(before.max(-1, keepdims=True), tuple(over)), itself)
-    before, itself = jnp.exp(before - highest), jnp.exp(itself - highest)
-    total = mappings.sum_over(before.sum(-1, keepdims=True), over) + itself
-    before, itself = ((part / total).astype(q.dtype) for part in (before, itself))
-    attended = mappings.sum_over(jnp.einsum("bnqk,bknd->bqnd", before, cached.values), over)
-    return attended + jnp.einsum("bnqk,bknd->bqnd", itself, v)
+    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
+    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
+    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
+    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    return attended.reshape(q.shape), cached

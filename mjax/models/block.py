@@ -112,7 +112,7 @@ class Block(nnx.Module):
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], KeyValues]:
-        """The layer without dropout, and the keys and values of `x`, for generation.
+        """The layer without dropout, and the keys and values of `x` or the cache with them, for generation.
 
         Args:
           x: whole prompts; with a cache one position per sequence, the one after the cached ones.
@@ -308,7 +308,7 @@ def decode_blocks(
     lengths: Int[Array, " b"],
     weights_of: Sequence[Sequence[Callable | None]] | None = None,
 ) -> tuple[Float[Array, "t h"], KeyValues]:
-    """`decode` of stacked layers: `cached` and the returned keys and values have a leading layer dim, over all stacks.
+    """`decode` of stacked layers: what is cached and what is returned have a leading layer dim, over all stacks.
 
     `weights_of` is as in `run_blocks`.
     """

@@ -24,7 +24,7 @@ from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Across, Tokens
 
-# (stacked layers, x, context, cached keys and values, lengths) → (x, new keys and values)
+# (stacked layers, x, context, cache, lengths) → (x, keys and values of the prompts, or the cache)
 DecodeBlocks = Callable[[nnx.Module, Array, Context, KeyValues | None, Array], tuple[Array, KeyValues]]
 
 
@@ -154,8 +154,8 @@ class CausalModel(LanguageModel):
         last = context.tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
         if across:
             last = mappings.sum_over(last, frozenset({CONTEXT}))
-        room = [(0, 0), (0, 0), (0, more), (0, 0), (0, 0)]
-        layers = jax.tree.map(lambda part: jnp.pad(part, room), new)
+        room = [(0, 0), (0, 0), (0, 0), (0, more), (0, 0)]
+        layers = jax.tree.map(lambda part: jnp.pad(part.swapaxes(2, 3), room), new)
         return self._row(last), Cache(
             layers, jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
         )
@@ -181,16 +181,8 @@ class CausalModel(LanguageModel):
         slots = cached.slots
         context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=slots)
         x = self.embed({"tokens": tokens[:, None]}, context)
-        x, new = decode(self.blocks, x, context, cached.layers, lengths)
-        here = slots == lengths[:, None]  # [b, S]
-        at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
-        sequences = jnp.arange(tokens.shape[0])
-
-        def written(layers: Array, one: Array) -> Array:
-            one = mappings.vary(one[:, :, 0], mappings.varying_axes(layers))
-            return layers.at[:, sequences, at].set(one, mode="drop")
-
-        return self._row(x), Cache(jax.tree.map(written, cached.layers, new), slots)
+        x, layers = decode(self.blocks, x, context, cached.layers, lengths)
+        return self._row(x), Cache(layers, slots)
 
     def _row(self, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
         """Logits of one position of each sequence, replicated over `model`."""
