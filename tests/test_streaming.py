@@ -20,6 +20,20 @@ def test_character_appears_with_its_last_token():
     assert (streamed.text, streamed.ended) == (text, True)
 
 
+def test_streaming_decodes_new_tokens_only():
+    decoded, text = [], "aé€😀 " * 100
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return ByteTokenizer().decode(ids)
+
+    streamed = Streamed(decode, list(b"The prompt " * 50))
+    for position, token in enumerate(text.encode(), start=550):
+        streamed.hear(position, token)
+    assert streamed.text == text
+    assert max(decoded) <= 20
+
+
 def test_incomplete_character_is_shown_at_end():
     streamed = Streamed(ByteTokenizer().decode, [])
     for position, token in enumerate([*b"a\xe2\x82", None]):

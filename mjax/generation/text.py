@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,7 @@ from mjax.generation.inference import OpenRun, inference_config, open_run, read_
 from mjax.models.causal import CausalModel
 
 Decode = Callable[[list[int]], str]
+CONTEXT = 16  # ids: the text of a token depends on the few before it
 
 
 def written_after(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
@@ -42,22 +42,30 @@ class Streamed:
 
     def __init__(self, decode: Decode, prompt: Sequence[int]):
         """`decode` gives the text of ids; `prompt` is what the continuation follows."""
-        self._decode, self._prompt = decode, list(prompt)
-        self._drawn: dict[int, int | None] = {}
+        self._decode, self._ids, self._whole = decode, list(prompt), ""
+        self._done = len(self._ids)  # ids whose text is whole
+        self._early: dict[int, int | None] = {}
         self.text, self.ended = "", False
 
     def hear(self, position: int, token: int | None) -> None:
-        """Take the token drawn for a position; None: the text ends before it."""
-        index = position - len(self._prompt)
-        if self.ended or index in self._drawn:
+        """Take the token drawn for a position; None: the text ends before it.
+
+        Only the ids since the last whole character are decoded, after `CONTEXT` ids before them.
+        """
+        if self.ended or position < len(self._ids) or position in self._early:
             return
-        self._drawn[index] = token
-        tokens = [self._drawn[index] for index in takewhile(self._drawn.__contains__, count())]
-        self.ended = None in tokens
-        text = written_after(self._decode, self._prompt, tokens[:-1] if self.ended else tokens)
-        text = text if self.ended else text.rstrip("\ufffd")
-        if text.startswith(self.text):
-            self.text = text
+        self._early[position] = token
+        if position > len(self._ids):
+            return
+        while not self.ended and len(self._ids) in self._early:
+            token = self._early.pop(len(self._ids))
+            self.ended = token is None
+            self._ids += [] if token is None else [token]
+        begin = max(self._done - CONTEXT, 0)
+        new = written_after(self._decode, self._ids[begin : self._done], self._ids[self._done :])
+        self.text = self._whole + (new if self.ended else new.rstrip("\ufffd"))
+        if not new.endswith("\ufffd"):
+            self._whole, self._done = self.text, len(self._ids)
 
 
 class Live:
