@@ -32,7 +32,7 @@ import tyro
 
 from mjax.config.bounds import Count
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins
 from mjax.data.corpus.outputs import EXAMPLES, FilterArguments, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
 from mjax.errors import RunError
@@ -148,9 +148,9 @@ class DedupJob(FilterJob):
         high, low, numbers = (np.concatenate(parts) for parts in zip(*found, strict=True))
         order = np.lexsort((numbers, low, high))
         high, low, numbers = high[order], low[order], numbers[order].astype(np.int64)
-        begins = np.concatenate(([True], (high[1:] != high[:-1]) | (low[1:] != low[:-1])))[: len(high)]
-        first = numbers[begins][np.cumsum(begins) - 1]
-        later = np.flatnonzero(~begins)
+        is_first = begins(high, low)
+        first = numbers[is_first][np.cumsum(is_first) - 1]
+        later = np.flatnonzero(~is_first)
         later = later[np.argsort(numbers[later])]
         with self.writing(rank, "equal") as (stream,):
             np.stack((numbers[later], first[later])).tofile(stream)

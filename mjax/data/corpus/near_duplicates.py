@@ -153,13 +153,19 @@ class Shingles:
     ends: np.ndarray
 
 
+def begins(*keys: np.ndarray) -> np.ndarray:
+    """Where equal keys begin, bool [n], in arrays [n] that are sorted by them."""
+    found = np.ones(len(keys[0]), bool)
+    found[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return found
+
+
 def bucketed(keys: np.ndarray, documents: np.ndarray) -> Buckets:
     """The buckets of one band, from keys, uint64 [documents], and the numbers of documents; key 0 is in none."""
     documents, keys = documents[keys != 0], keys[keys != 0]
     order = np.lexsort((documents, keys))
     documents, keys = documents[order], keys[order]
-    begins = np.concatenate(([True], keys[1:] != keys[:-1]))[: len(keys)]
-    buckets = np.cumsum(begins) - 1
+    buckets = np.cumsum(begins(keys)) - 1
     shared = np.bincount(buckets, minlength=1)[buckets] > 1
     return Buckets(documents[shared], buckets[shared])
 
@@ -219,15 +225,14 @@ def most_similar(edges: np.ndarray) -> np.ndarray:
     turned["one"], turned["other"] = edges["other"], edges["one"]
     both = np.concatenate((edges, turned))
     both = both[np.lexsort((both["other"], -both["jaccard"], both["one"]))]
-    return both[np.concatenate(([True], both["one"][1:] != both["one"][:-1]))[: len(both)]]
+    return both[begins(both["one"])]
 
 
 def _numbered(buckets: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """A number for each cluster within a bucket, int64 [members]."""
     order = np.lexsort((clusters, buckets))
-    changes = (np.diff(buckets[order]) != 0) | (np.diff(clusters[order]) != 0)
     numbers = np.empty(len(buckets), np.int64)
-    numbers[order] = np.concatenate(([0], np.cumsum(changes)))[: len(buckets)]
+    numbers[order] = np.cumsum(begins(buckets[order], clusters[order])) - 1
     return numbers
 
 
@@ -237,9 +242,9 @@ def _neighbours(buckets: np.ndarray, nodes: np.ndarray, parents: np.ndarray) -> 
     while len(members) > distance:
         joined = roots(parents, nodes[members])
         # Buckets that are joined or have no pair at this distance are done.
-        begins = np.flatnonzero(np.concatenate(([True], buckets[1:] != buckets[:-1])))
-        sizes = np.diff(np.append(begins, len(buckets)))
-        open_ones = np.minimum.reduceat(joined, begins) != np.maximum.reduceat(joined, begins)
+        firsts = np.flatnonzero(begins(buckets))
+        sizes = np.diff(np.append(firsts, len(buckets)))
+        open_ones = np.minimum.reduceat(joined, firsts) != np.maximum.reduceat(joined, firsts)
         keep = np.repeat(open_ones & (sizes > distance), sizes)
         members, buckets, joined = members[keep], buckets[keep], joined[keep]
         apart = (buckets[distance:] == buckets[:-distance]) & (joined[distance:] != joined[:-distance])
