@@ -2,6 +2,8 @@
 
 import os
 
+import jax
+import numpy as np
 import pytest
 
 from mjax.cluster import launch, xla_flags
@@ -9,7 +11,10 @@ from mjax.cluster.xla_flags import FASTER, REPEATABLE, XlaFlag
 from mjax.commands import cli
 from mjax.doctor.software import refusal
 from mjax.errors import UsageError
+from mjax.parallel.mesh import make_mesh
+from mjax.step.step import build_program
 from tests.conftest import ROOT
+from tests.small import small_config
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +49,17 @@ def test_flags_hold_for_their_jax_versions(monkeypatch):
     monkeypatch.setattr(xla_flags, "FASTER", new)
     xla_flags.be_fast()
     assert os.environ["XLA_FLAGS"] == "--xla_old=1"
+
+
+def test_initial_weights_have_same_bits_with_less_optimization(monkeypatch):
+    options = xla_flags.for_one_call("cpu")
+    assert options
+    assert xla_flags.for_one_call("gpu") == {}
+    lowered = build_program(small_config(), make_mesh(small_config().mesh)).initialize.lower()
+    quick, usual = (lowered.compile(how)() for how in (options, {"xla_backend_optimization_level": 3}))
+    jax.tree.map(np.testing.assert_array_equal, quick, usual)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # as typed by the user
+    assert xla_flags.for_one_call("cpu") == {}
 
 
 def test_xla_for_cpus_starts_with_all_flags():

@@ -85,6 +85,16 @@ def be_repeatable() -> None:
     _add(REPEATABLE)
 
 
+def for_one_call(platform: str) -> dict[str, int]:
+    """Options for a program that runs once, such as that of the initial weights.
+
+    On CPUs LLVM optimizes less, in a third of the time and with the same bits. XLA_FLAGS go first. Not measured on a
+    GPU.
+    """
+    level = "xla_backend_optimization_level"
+    return {} if platform != "cpu" or level in values_of(os.environ.get("XLA_FLAGS", "")) else {level: 1}
+
+
 def values_of(flags: str) -> dict[str, str]:
     """The values of the flags in XLA_FLAGS, by name."""
     return {name: value or "true" for name, value in re.findall(r"--(\w+)(?:=(\S*))?", flags)}

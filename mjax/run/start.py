@@ -21,7 +21,7 @@ import mjax
 from mjax.checkpoint.base import as_trained, own_part, read_frozen, restore_weights, with_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, read_base, save_base
-from mjax.cluster import launch
+from mjax.cluster import launch, xla_flags
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
@@ -62,7 +62,9 @@ def first_state(
     if checkpoints.steps():
         return *restore_state(checkpoints, program, None, say), None, None
     if origin is None:
-        return 0, program.initialize(), None, None
+        options = xla_flags.for_one_call(jax.default_backend())
+        initialize = program.initialize.lower().compile(options) if options else program.initialize
+        return 0, initialize(), None, None
     run, base = mirror_of(origin.run), None
     saved = read_config(run / "config.json")
     if target.config.lora_rank and not saved.model.lora_rank:
