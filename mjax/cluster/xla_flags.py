@@ -11,11 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
-
 from mjax.cluster.launch import set_variable
 from mjax.errors import UsageError
-from mjax.utils.packages import installed
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,13 @@ def values_of(flags: str) -> dict[str, str]:
 def _add(flags: Iterable[XlaFlag]) -> None:
     before = os.environ.get("XLA_FLAGS", "")
     absent = [flag for flag in flags if flag.name not in values_of(before)]
-    version = installed().get("jax", "0") if absent else ""  # reads a file of every package
+    if not absent:
+        return
+    from packaging.specifiers import SpecifierSet  # with importlib.metadata a tenth of the time of --help
+
+    from mjax.utils.packages import installed
+
+    version = installed().get("jax", "0")
     new = [str(flag) for flag in absent if SpecifierSet(flag.versions).contains(version)]
     if new:
         set_variable("XLA_FLAGS", " ".join([before, *new]).strip())

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
@@ -417,12 +418,23 @@ def _placeholder(kind: Any) -> str:
 
 
 @functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module by name, from one parse of it: `inspect` parses it for each class."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # of a notebook
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def _field_texts(cls: type) -> dict[str, str]:
     """The docstrings of a dataclass's fields, each on one line."""
     texts = {}
     for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for assignment, text in itertools.pairwise(body):
+        known = _classes_of(base.__module__).get(base.__qualname__)
+        known = known or ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        for assignment, text in itertools.pairwise(known.body):
             match assignment, text:
                 case ast.AnnAssign(), ast.Expr(ast.Constant(str(words))):
                     texts[assignment.target.id] = " ".join(words.split())
