@@ -121,25 +121,25 @@ def in_words(mesh, *others: str) -> str:
     return " × ".join(words.values())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def devices(mesh) -> int:
     """Number of devices of the mesh."""
     return math.prod(sizes(mesh).values())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def replicas(mesh) -> int:
     """Number of parts of a batch: devices along all axes that split it."""
     return math.prod(sizes(mesh)[name] for name in splitting("batch"))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def copies(mesh) -> int:
     """Number of ranks that have a copy of a weight that neither layers nor columns nor experts split."""
     return math.prod(sizes(mesh)[name] for name in holding())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def shards(mesh) -> int:
     """Number of shards into which ZeRO splits such a weight."""
     return math.prod(sizes(mesh)[name] for name in sharding())

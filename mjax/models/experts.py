@@ -85,7 +85,7 @@ class Experts(nnx.Module):
         rows, weights, experts = _entered(x, choice, region)
         rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
         which = experts.reshape(-1) - region.rank * local
-        groups, row_of = group(which, local, rows_of_tile, at_once=region.count, ranks=region.ranks)
+        groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
         sent = Sent(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
         y = region.leave(combined(self._of_experts(dispatched(rows, sent), of_rows(weights, sent), groups), sent))
         if self.config.shared_width:

@@ -25,7 +25,6 @@ only, and only these cost FLOPs. (`lax.ragged_dot` becomes E dense products of a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,9 +44,8 @@ ROWS = {"xla": 64, "pallas": 128}
 """Rows of a tile: of `xla` the fewest that are about as fast as any on a CPU (`benchmarks/grouped.py`); of `pallas`
 what fills the tensor cores of an H100, which nobody has timed."""
 STAND_IN = "traced only"
-"""The kernel of a program that is only traced, for its FLOPs: as many as assignments need, in one product."""
-WHOLE_STAND_IN = "traced only, all rows"
-"""The kernel of a program that is only traced, for its arrays: they have room for every distribution."""
+"""The kernel of a program that is only traced, for its arrays, which have room for every distribution: one product of
+all rows with one matrix."""
 INTERPRETED = "pallas, interpreted"
 """The kernel `pallas` without a GPU, for tests; not inside `shard_map(check_vma=True)`."""
 
@@ -64,7 +62,6 @@ class Groups:
       tiles: the number of tiles of each group.
       counts: the number of rows of each group, without the zeros that fill its last tile.
       rows: rows of a tile.
-      assignments: A, of which each has a row or none.
     """
 
     of_tile: Int[Array, " tiles"]
@@ -73,7 +70,6 @@ class Groups:
     tiles: Int[Array, " E"]
     counts: Int[Array, " E"]
     rows: int = field(metadata={"static": True})
-    assignments: int = field(metadata={"static": True})
 
 
 def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None = None) -> int:
@@ -92,7 +88,7 @@ def tiles_at_most(assignments: int, groups: int, rows: int, at_once: int | None 
 
 
 def group(
-    which: Int[Array, " A"], groups: int, rows: int, at_once: int | None = None, ranks: int = 1
+    which: Int[Array, " A"], groups: int, rows: int, at_once: int | None = None
 ) -> tuple[Groups, Int[Array, " A"]]:
     """Give each assignment its row in a buffer of `tiles_at_most` tiles, sorted by group.
 
@@ -101,7 +97,6 @@ def group(
       groups: E.
       rows: of a tile.
       at_once: as in `tiles_at_most`.
-      ranks: devices with as many groups each, that share the assignments.
 
     Returns:
       The groups, and the row of each assignment: within a group in the order of the assignments, the same
@@ -115,7 +110,7 @@ def group(
     first = ends - tiles_of
     of_tile = (jnp.arange(tiles)[:, None] >= ends).sum(1, dtype=jnp.int32)  # groups that end before the tile
     tiled = jnp.minimum(of_tile, groups - 1), ends[-1], first, tiles_of, counts[:groups]
-    grouping = Groups(*tiled, rows, which.shape[0] // ranks)
+    grouping = Groups(*tiled, rows)
 
     order = jnp.argsort(which, stable=True).astype(jnp.int32)
     sorted_groups = which[order]
@@ -157,21 +152,10 @@ def grouped_product(
         raise ValueError(f"the kernel {kernel} has tiles of 16, 32, 64 … rows; these have {groups.rows}")
     axes = frozenset().union(*map(mappings.varying_axes, jax.tree.leaves((x, kernels, groups))))
     x, kernels, groups = jax.tree.map(partial(mappings.vary, axes=axes), (x, kernels, groups))
-    if kernel in (STAND_IN, WHOLE_STAND_IN):
-        return _stand_in(x, kernels, groups, kernel == WHOLE_STAND_IN)
+    if kernel == STAND_IN:
+        with jax.named_scope(scopes.GROUPED):
+            return x @ kernels[0]
     return _product(x, kernels, groups, kernel)
-
-
-@jax.named_scope(scopes.GROUPED)
-def _stand_in(x: Array, kernels: Array, groups: Groups, whole: bool) -> Array:
-    """Stand in for the products with as many FLOPs as assignments need, in one product with as many rows for each
-    group: of E groups, or of fewer if E does not divide them; or `whole`, of all rows with one matrix."""
-    if whole:
-        return x @ kernels[0]
-    some = math.gcd(groups.assignments, len(kernels))
-    rows = x[: groups.assignments].reshape(some, -1, x.shape[1])
-    y = jnp.einsum("erh,ehf->erf", rows, kernels[:some]).reshape(groups.assignments, -1)
-    return jnp.pad(y, [(0, len(x) - len(y)), (0, 0)])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

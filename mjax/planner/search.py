@@ -421,8 +421,7 @@ def alternatives(result: SearchResult) -> list[Alternative]:
 
 def value_of(config: Config, name: str) -> Any:
     """The field with a dotted name: mesh.pipe."""
-    section, field = name.split(".")
-    return getattr(getattr(config, section), field)
+    return attrgetter(name)(config)
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:

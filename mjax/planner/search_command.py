@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import Gpu, gpu_named
@@ -141,9 +142,10 @@ def with_alternatives(
     """Add the fastest candidate with another value, for each field that is the same in all ranked candidates."""
     best = result.ranked[0].config
     for name in compared_fields(best):
-        value = value_of(best, name)
-        others = [config for config in result.slower if value_of(config, name) != value]
-        if others and all(value_of(candidate.config, name) == value for candidate in result.ranked):
+        field = attrgetter(name)
+        value = field(best)
+        others = [config for config in result.slower if field(config) != value]
+        if others and all(field(candidate.config) == value for candidate in result.ranked):
             more = find(config, result.devices, gpu, calibration, keep, top=1, within=1.0, among=others)
             tried = set(others).difference(more.slower)
             result = replace(

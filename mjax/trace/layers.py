@@ -16,9 +16,10 @@ differ, one of each kind is traced (`kinds_of`). Dropout is left out, since its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
-from mjax.parallel.grouped import STAND_IN, WHOLE_STAND_IN
+from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
 from mjax.parallel.layers import joined, metadata_of, split_trained
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
@@ -137,8 +138,8 @@ class Traced:
     """Everything that a layer and the head depend on. Configs that share it share their traces.
 
     Attributes:
-      model: without dropout, and with one layer if all are equal.
-      data: determines the arrays of a batch.
+      model: without dropout, with stand-ins for its kernels, and with one layer if all are equal.
+      data: the arrays of a batch, without what they are read from.
       compute: dtype.
       ranks: of `model`.
       sequence_parallel: as `mesh.sequence_parallel`.
@@ -164,9 +165,9 @@ class Traced:
     @classmethod
     def of(cls, config: Config) -> Traced:
         """The traced part of a config."""
-        model, mesh = _undisturbed(config.model), config.mesh
+        model, data, mesh = _undisturbed(config.model), _arrays_of(config.data), config.mesh
         compute, split = config.precision.compute, mesh.splits_tokens
-        return cls(model, config.data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
+        return cls(model, data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
 
     def of_sample(self) -> Traced:
         """The same on one rank of `model` and `context`, which has the sample as a whole."""
@@ -178,14 +179,10 @@ class Traced:
         sequence = self.model.sequence
         return sequence // (self.context if self.across == "gather" else 1), sequence
 
-    def config(self, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Config:
-        """A config for its samples on one rank, with this kernel of attention or the stand-in of the fused ones;
-        `grouped` stands in for the products of experts."""
-        arrays = ("reset_positions", "reset_attention", "mask_eod_loss", "conversations")
-        options = {name: getattr(self.data, name) for name in arrays}
-        model = replace(self.model, attention=kernel)
+    def config(self, kernel: str, recompute: str) -> Config:
+        """A config for its samples on one rank, with this kernel of attention or the stand-in of the fused ones."""
         return Config(
-            model=model.with_grouped(grouped),
+            model=replace(self.model, attention=kernel),
             mesh=MeshConfig(
                 data=self.expert,
                 model=self.ranks,
@@ -194,7 +191,7 @@ class Traced:
                 context_attention=self.across or "auto",
                 sequence_parallel=self.sequence_parallel,
             ),
-            data=DataConfig(mock=True, **options),
+            data=self.data,
             precision=PrecisionConfig(compute=self.compute),
             train=TrainConfig(global_batch=self.expert * self.samples, micro_batch=self.samples, recompute=recompute),
         )
@@ -215,8 +212,14 @@ def of_micro_batch(of: Traced, samples: int, sizes_of: Callable[[Traced], tuple[
 
 
 @lru_cache(maxsize=64)
+def _arrays_of(data: DataConfig) -> DataConfig:
+    names = ("reset_positions", "reset_attention", "mask_eod_loss", "conversations")
+    return DataConfig(mock=True, **{name: getattr(data, name) for name in names})
+
+
+@lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    model = model.without_dropout()
+    model = replace(model.without_dropout().with_grouped(STAND_IN), attention="xla")
     return model if layers_differ(model) else model.one_layer()
 
 
@@ -238,7 +241,7 @@ def layer_forward(of: Traced) -> Layer:
 
 @lru_cache(maxsize=1024)
 def _layer_forward(of: Traced) -> Layer:
-    return _layer(_part(of, _forward))
+    return _layer(of, _part(of, _forward))
 
 
 def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
@@ -254,7 +257,7 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
 @lru_cache(maxsize=1024)
 def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
     # With `offload` the program is that of `full`; only where the layer's input is kept differs.
-    part = _part(of, _backward, kernel, "full" if recompute == "offload" else recompute, WHOLE_STAND_IN)
+    part = _part(of, _backward, kernel, "full" if recompute == "offload" else recompute)
     (layer, program), (first, stacked, constants, carried, weights) = part.programs, part.same
     x = layer.inputs[first]
     here = [value for value in stacked if recompute != "offload" or value != x]
@@ -293,13 +296,20 @@ PARTS = Parts()
 """All that was traced."""
 
 
-def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none", grouped: str = STAND_IN) -> Part:
+def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
     """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
-    how = part, kernel, recompute, grouped
-    others = replace(of, ranks=1, context=min(of.context, 2))
-    kind = replace(others, expert=min(of.expert, 2), samples=1)
-    ranks = of.ranks, of.context
-    return PARTS.on(ranks, (others, how), (kind, how), lambda: _trace(of, of.config(*how[1:]), part))
+    how = part, kernel, recompute
+    others = replace(of, ranks=1, context=1, expert=1, samples=1)
+    numbers = of.ranks, of.context, of.expert, of.samples
+    return PARTS.on(numbers, (others, how), partial(_tiles, of.model), lambda: _trace(of, of.config(*how[1:]), part))
+
+
+def _tiles(model: ModelConfig, ranks: int, context: int, expert: int, samples: int) -> int:
+    """The tiles of experts' rows, as many as `models/experts.py` makes; 1 without experts."""
+    if not (experts := model.parted_experts()):
+        return 1
+    tokens = expert * samples * model.sequence // context
+    return tiles_at_most(model.taken_experts() * tokens, experts // expert, ROWS["pallas"], tokens)
 
 
 def _trace(of: Traced, config: Config, part: Callable) -> Part:
@@ -337,9 +347,9 @@ def _layout(config: Config) -> Layout:
 @lru_cache(maxsize=1024)
 def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
-    rank has, with the rounding of operands to float8, and with experts' rows for every distribution of tokens."""
-    apart = of.sequence_parallel or of.compute == "fp8" or of.model.parted_experts()
-    layer = _layer(_part(of, _forward, grouped=WHOLE_STAND_IN)) if apart else layer_forward(of)
+    rank has, and with the rounding of operands to float8."""
+    apart = of.sequence_parallel or of.compute == "fp8"
+    layer = _layer(of, _part(of, _forward)) if apart else layer_forward(of)
     return layer.program, layer.constants
 
 
@@ -365,21 +375,22 @@ def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     return Part((Program(scan.params["jaxpr"]),), (), (_constants_and_carried(scan)[0], frozen))
 
 
-def _layer(part: Part) -> Layer:
+def _layer(of: Traced, part: Part) -> Layer:
     (program,), (constants, frozen) = part.programs, part.same
     branches, joined, trained, last = [[]], [], [], None
     x = program.values[program.inputs[constants]]
     for operation in program.operations:
         if (product := operation.product) is not None and product.of_weight:
-            of = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
-            if of == last:  # such as queries, keys and values: the backward pass has them as one
+            product = _of_assignments(of, product)
+            factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
+            if factors == last:  # such as queries, keys and values: the backward pass has them as one
                 joined[-1] += (product.n,)
                 product = product._replace(n=product.n + branches[-1].pop().n)
             else:
                 joined.append((product.n,))
-                trained.append(of[1])
+                trained.append(factors[1])
             branches[-1].append(product)
-            last = of
+            last = factors
         elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
             branches.append([])
     return Layer(
@@ -391,6 +402,16 @@ def _layer(part: Part) -> Layer:
         joined=tuple(joined),
         trained=tuple(trained),
     )
+
+
+def _of_assignments(of: Traced, product: Product) -> Product:
+    """A product with the rows of all tiles as that of the rows that assignments need, as many for each group: of all
+    experts of a rank, or of fewer if their number does not divide the rows."""
+    if not product.grouped:
+        return product
+    assignments = of.model.taken_experts() * of.samples * of.model.sequences * of.model.sequence // of.context
+    groups = math.gcd(assignments, of.model.parted_experts() // of.expert)
+    return product._replace(m=assignments // groups, batch=groups)
 
 
 def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:

@@ -1,7 +1,8 @@
-"""The trace of a layer or a head on any number of ranks of `model` or `context`, from the traces on two numbers.
+"""The trace of a layer or a head with any numbers of ranks and samples, from the traces with two.
 
 On 8 ranks of `model` a layer has the operations that it has on 2, and each dim of its arrays is the same, or it goes
-with a power of the number of ranks. Two traces tell which, so a search computes those on more ranks. Some are traced
+with a power of the number of ranks. Two traces tell which, so a search computes those on more ranks. The same holds for
+ranks of `context` and `expert`, and for samples, with which rows of experts go as their tiles do. Some are traced
 nevertheless: where a dim would not be whole, where one would become 1 (a broadcast is another operation), and where the
 operations of two traces differ. `tests/trace/test_scaling.py` compares what is computed with what is traced.
 """
@@ -11,16 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 
 from mjax.trace.program import Program, axes_of
 
-Ranks = tuple[int, ...]
+Numbers = tuple[int, ...]
 POWERS = (0, -1, 1, -2, 2)
-"""Of a number of ranks, that a size may go with."""
+"""Of a number, that a size may go with."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Part:
     Attributes:
       programs: of it.
       values: abstract values besides theirs.
-      same: the rest, which does not depend on the number of ranks.
+      same: the rest, which is the same with other numbers.
     """
 
     programs: tuple[Program, ...]
@@ -55,86 +57,109 @@ class Part:
         """Everything but sizes."""
         return self.same, tuple(
             (
-                program.inputs,
-                program.outputs,
-                [(value.dtype, len(value.shape)) for value in program.values],
-                [
+                *map(tuple, (program.inputs, program.outputs)),
+                tuple((value.dtype, len(value.shape)) for value in program.values),
+                tuple(
                     (op.name, op.inputs, op.outputs, axes_of(op.equation), op.product and op.product[4:])
                     for op in program.operations
-                ],
+                ),
             )
             for program in self.programs
         )
+
+
+class Form(NamedTuple):
+    """A size as `beyond` + a part that goes with a power of a number, and with the tiles if `tiled`."""
+
+    beyond: int
+    tiled: bool
+    power: int
+
+
+FORMS = tuple(map(Form._make, product((0, 1), (False, True), POWERS)))
+"""In the order in which they are tried."""
+
+
+class Step:
+    """A change of one number, which also changes the tiles of experts' rows.
+
+    Attributes:
+      tiles: the power of the number that these go with; None if they go with none.
+    """
+
+    def __init__(self, numbers: tuple[int, int], tiles: tuple[int, int]):
+        (few, many), (before, after) = numbers, tiles
+        self.grows = few <= many
+
+        def ratio(power: int) -> tuple[int, int]:
+            return (many**power, few**power) if power > 0 else (few**-power, many**-power)
+
+        self.tiles = next((n for n in POWERS if before * ratio(n)[0] == after * ratio(n)[1]), None)
+        self._ratios = {
+            form: (more * (after if form.tiled else 1), less * (before if form.tiled else 1))
+            for form, (more, less) in ((form, ratio(form.power)) for form in FORMS)
+            if self.tiles is None or not form.tiled
+        }
+
+    def form(self, size: int, other: int) -> Form | None:
+        """The form of a size that becomes `other`; None if it has none."""
+        return next((form for form in self._ratios if self.of(size, form) == other), None)
+
+    def of(self, size: int, form: Form) -> int | None:
+        """The size after the change; None if it would not be whole."""
+        more, less = self._ratios[form]
+        scaled, rest = divmod((size - form.beyond) * more, less)
+        return None if rest else scaled + form.beyond
 
 
 class Parts:
     """Traced parts, and what two of them tell of others."""
 
     def __init__(self):
-        self._traced: dict[Hashable, list[tuple[Ranks, Part]]] = defaultdict(list)
-        self._powers: dict[Hashable, tuple[tuple, list[tuple[int, ...]]]] = {}
+        self._traced: dict[Hashable, list[tuple[Numbers, Part]]] = defaultdict(list)
+        self._forms: dict[Hashable, list[tuple[Form, ...]]] = {}
 
-    def on(self, ranks: Ranks, others: Hashable, kind: Hashable, trace: Callable[[], Part]) -> Part:
-        """A part on so many ranks.
+    def on(self, numbers: Numbers, others: Hashable, tiles: Callable[..., int], trace: Callable[[], Part]) -> Part:
+        """A part.
 
         Args:
-          ranks: of each axis that splits it.
+          numbers: that its sizes go with: of ranks of each axis that splits it, and of samples.
           others: everything else that it depends on.
-          kind: of these, what decides which dims depend on a number of ranks.
+          tiles: of experts' rows, with some numbers.
           trace: it.
         """
         bases = self._traced[others]
         for before, part in bases:
-            if (scaled := self._scaled(before, part, ranks, kind)) is not None:
+            if (scaled := self._scaled(before, part, numbers, others, tiles)) is not None:
                 return scaled
         part = trace()
         for before, other in bases:
-            axis, *more = (axis for axis in range(len(ranks)) if before[axis] != ranks[axis])
-            if not more and (kind, axis) not in self._powers and part.operations == other.operations:
-                powers = _powers_between(before[axis], other, ranks[axis], part)
-                if powers is not None:
-                    self._powers[kind, axis] = part.operations, powers
-        bases.append((ranks, part))
+            axis, *more = (axis for axis in range(len(numbers)) if before[axis] != numbers[axis])
+            if not more and part.operations == other.operations:
+                step = Step((before[axis], numbers[axis]), (tiles(*before), tiles(*numbers)))
+                forms = [tuple(map(step.form, *sizes)) for sizes in zip(other.sizes(), part.sizes(), strict=True)]
+                if not any(None in of for of in forms):
+                    self._forms.setdefault((others, axis, step.tiles, part.operations), forms)
+        bases.append((numbers, part))
         return part
 
-    def _scaled(self, before: Ranks, part: Part, ranks: Ranks, kind: Hashable) -> Part | None:
-        """`part`, which was traced on the ranks `before`, on `ranks`; None if it has to be traced there."""
+    def _scaled(
+        self, now: Numbers, part: Part, numbers: Numbers, others: Hashable, tiles: Callable[..., int]
+    ) -> Part | None:
+        """`part`, which was traced with the numbers `now`, with `numbers`; None if it has to be traced."""
         shapes = list(part.sizes())
-        for axis, (few, many) in enumerate(zip(before, ranks, strict=True)):
-            if few == many:
+        for axis, many in enumerate(numbers):
+            if now[axis] == many:
                 continue
-            operations, powers = self._powers.get((kind, axis), (None, []))
-            if few > many or part.operations != operations:
+            before, now = now, (*now[:axis], many, *now[axis + 1 :])
+            step = Step((before[axis], many), (tiles(*before), tiles(*now)))
+            forms = self._forms.get((others, axis, step.tiles, part.operations))
+            if forms is None or not step.grows:
                 return None
-            for number, sizes in enumerate(shapes):
-                if any(powers[number]):
-                    scaled = tuple(map(partial(_times, few, many), sizes, powers[number]))
-                    if None in scaled:
+            for number, (sizes, of) in enumerate(zip(shapes, forms, strict=True)):
+                if any(of_dim != FORMS[0] for of_dim in of):
+                    scaled = tuple(map(step.of, sizes, of))
+                    if any(new is None or (new == 1 < old) for new, old in zip(scaled, sizes, strict=True)):
                         return None
                     shapes[number] = scaled
         return part.resized(iter(shapes))
-
-
-def _powers_between(few: int, part: Part, many: int, other: Part) -> list[tuple[int, ...]] | None:
-    """The power of a number of ranks that each size goes with; None if one goes with none."""
-
-    def power(one: int, two: int) -> int | None:
-        return next(
-            (
-                n
-                for n in POWERS
-                if one * many ** max(n, 0) * few ** max(-n, 0) == two * few ** max(n, 0) * many ** max(-n, 0)
-            ),
-            None,
-        )
-
-    found = [tuple(map(power, *sizes)) for sizes in zip(part.sizes(), other.sizes(), strict=True)]
-    return None if any(None in powers for powers in found) else found
-
-
-def _times(few: int, many: int, size: int, power: int) -> int | None:
-    """A size with `many` ranks, from that with `few`; None if it is not whole, or becomes 1."""
-    if power < 0:
-        few, many = many, few
-    scaled, rest = divmod(size * many ** abs(power), few ** abs(power))
-    return None if rest or (scaled == 1 and size > 1) else scaled

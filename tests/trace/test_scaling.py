@@ -76,6 +76,17 @@ def test_ranks_follow_from_traces_of_two(traces, name, mesh, ranks, kernel, reco
     assert made
 
 
+@pytest.mark.ci
+def test_experts_and_samples_follow_from_traces_of_two(traces):
+    """Rows fill tiles, whose number goes with no power of ranks of `expert` or of samples."""
+    of = Traced.of(replace(load_config("olmoe_1b_7b"), mesh=MeshConfig(data=2, expert=2)))
+    made = traces()
+    *_, scaled = (sizes_of(replace(of, expert=each, samples=samples)) for each in (2, 4, 8) for samples in (1, 2))
+    assert {each.expert for each in made} == {2, 4}
+    traces()
+    assert sizes_of(replace(of, expert=8, samples=2)) == scaled
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("name", available_configs())
 def test_traces_of_every_config_are_those_scaled(traces, name):
