@@ -56,7 +56,7 @@ def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int |
             continue
         if others and (count, others[0]) == ("1", "0"):
             return None
-        if others or (_number(count) or 2) > 1:  # `processes.start` rejects what is no number
+        if others or (_number(count) or 2) > 1:  # `processes.start` rejects what is not one
             return launcher, _number(count)
     return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
 

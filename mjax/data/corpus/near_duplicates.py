@@ -154,7 +154,7 @@ class Shingles:
 
 
 def begins(*keys: np.ndarray) -> np.ndarray:
-    """Where equal keys begin, bool [n], in arrays [n] that are sorted by them."""
+    """Return where equal keys begin, bool [n], in arrays [n] that are sorted by them."""
     found = np.ones(len(keys[0]), bool)
     found[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
     return found
