@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.command import check_counts, check_peers, in_one_sentence
+from benchmarks.command import Figure, check_counts, check_peers, collect, in_one_sentence
 from mjax.errors import RunError
 
 GOAL = 1.5
@@ -159,6 +159,7 @@ def report(cell: str, seconds: dict, batch: int, prompt: int, tokens: int, compu
         ratios.append(statistics.median(fastest / pick(seconds["mjax"][1:])))
     shown = " | ".join(f"**{ratio:.2f}**" for ratio in ratios)
     print(f"| {cell} | ratio | | {shown} | {'reached' if ratios[2] >= GOAL else f'below {GOAL}'} |", flush=True)
+    collect(Figure(f"generation, {compute}, batch {batch}, prompt {prompt}", ratios[2], "× transformers", GOAL, True))
 
 
 if __name__ == "__main__":
