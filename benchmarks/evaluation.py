@@ -23,21 +23,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import generation
 from benchmarks.command import Figure, check_counts, check_peers, collect, in_one_sentence
 from mjax.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, POSITIONS, CHOICES = 8192, 512, 4
-LLAMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": POSITIONS,
-    "tie_word_embeddings": True,
-}
+LLAMA = generation.LLAMA | {"vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS}
 
 
 def write_peer(folder: Path, texts: list[str]) -> None:
