@@ -19,8 +19,9 @@ WORKERS ?= 2
 PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 
 # A worker takes whole files, the longest first: what the tests of a file share is compiled once. Huge pages spare it a
-# tenth of its time.
-PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# tenth of its time. A worker that dies ends the run: started again, the rest of its file would be waited for without end.
+PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	--no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: train gpt bert chat lint check test test-ci test-all test-compiler reference docs format clean
 

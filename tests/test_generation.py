@@ -21,7 +21,7 @@ from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.generate import Generator, Sampling, _unrolled
+from mjax.generation.generate import Generator, Sampling, _decoder
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
@@ -95,9 +95,8 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
 
     def logits_of_both(model, tokens):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
-        row, cached = model.prefill(prompts, jnp.asarray(lengths), 16, across=config.across)
-        layers, decode = _unrolled(config, lay_out(config, mesh).plan, model.blocks, cached.layers)
-        cached = cached._replace(layers=layers)
+        _, decode = _decoder(config, lay_out(config, mesh).plan, model)
+        row, cached = model.prefill(prompts, jnp.asarray(lengths), 16, decode, config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
             row, cached = model.decode(tokens[jnp.arange(3), read], cached, read, decode)

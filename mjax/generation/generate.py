@@ -20,11 +20,9 @@ is an argument, so a second request of similar size compiles nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
@@ -39,9 +37,8 @@ from mjax.config.bounds import check_bounds
 from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
 from mjax.generation.sampling import Sampling
-from mjax.models.attention import KeyValues
-from mjax.models.block import decode_blocks, group_of, map_layers, stacks_of
-from mjax.models.causal import Cache, CausalModel, DecodeBlocks
+from mjax.models.block import decode_layers, layers_of, map_layers
+from mjax.models.causal import Cache, CausalModel, DecodeLayers
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import gather_for_inference, layer_gather
 from mjax.step.layout import lay_out
@@ -123,44 +120,19 @@ class _State(NamedTuple):
     cached: Cache
 
 
-def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeBlocks]:
+def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeLayers]:
     """Inside `shard_map`: the weights to compute with, and what runs their layers, also over stages of a pipeline."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
     gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), plan.blocks)
-    layers = partial(decode_blocks, weights_of=gathered)
+    weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
+    if mesh.pipe == 1:
+        return weights, partial(decode_layers, layers_of(weights.blocks, gathered))
 
-    def decode(blocks, x, context, cached, lengths):
-        if mesh.pipe == 1:
-            return layers(blocks, x, context, cached, lengths)
-        stage = lambda chunk, x, cached: layers(chunk, x, context, cached, lengths)  # noqa: E731
-        return pipeline_decode(mesh.pipe, mesh.chunks, stage, blocks, x, cached)
+    def decode(x, context, cached, lengths):
+        stage = lambda chunk, x, cached: decode_layers(layers_of(chunk, gathered), x, context, cached, lengths)  # noqa: E731
+        return pipeline_decode(mesh.pipe, mesh.chunks, stage, weights.blocks, x, cached)
 
-    return gather_for_inference(model, plan, dtype), decode  # once, outside the loop
-
-
-def _unrolled(config: Config, plan, blocks, cached: KeyValues) -> tuple[list[KeyValues], DecodeBlocks]:
-    """The cache of each layer, and `decode_blocks` of a token without a loop.
-
-    For every token a loop over layers would copy what it cuts out of the stacks: all weights, and the whole cache. Here
-    they are cut once, before the first token (docs/results/log/2026-11-28-generation.md).
-    """
-    dtype, layers = COMPUTE_TYPES[config.precision.compute], []
-    for stack, storage in zip(stacks_of(blocks), stacks_of(plan.blocks), strict=True):
-        group, gathers = group_of(stack), [layer_gather(of, dtype, inference=True) for of in group_of(storage)]
-        period = math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
-        for number in range(len(jax.tree.leaves(group[0])[0]) * len(group)):
-            repetition, which = divmod(number, len(group))
-            weights = jax.tree.map(itemgetter(repetition), group[which])
-            layers.append((weights, gathers[which] or (lambda weights: weights), number % period))
-
-    def decode(_, x, context, cached, lengths):
-        new = []
-        for (weights, gather, layer_in_group), of_layer in zip(layers, cached, strict=True):
-            x, of_layer = gather(weights).decode(x, replace(context, layer_in_group=layer_in_group), of_layer, lengths)
-            new.append(of_layer)
-        return x, new
-
-    return [jax.tree.map(itemgetter(layer), cached) for layer in range(len(layers))], decode
+    return weights, decode
 
 
 def _generate(
@@ -189,9 +161,6 @@ def _generate(
         return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
 
     logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
-    if config.mesh.pipe == 1:
-        layers, decode = _unrolled(config, plan, weights.blocks, cached.layers)
-        cached = cached._replace(layers=layers)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
     state = _State(tokens, lengths, none_ended, none_ended, logits, cached)

@@ -47,7 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -214,7 +214,7 @@ def run_blocks(
     sums: Sums = {}
     for group, gathers, count in _with_weights(blocks, weights_of):
         layers = [_layer(context, recompute, gather, unroll) for gather in gathers]
-        body, parts = _by_group(group, layers, first_layer + jnp.arange(count), partial(reduce, _added))
+        body, parts = _by_group(group, layers, first_layer + jnp.arange(count))
         x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
         sums = _added(sums, jax.tree.map(lambda each: each.sum(0), layer_sums))
         first_layer = first_layer + count
@@ -269,16 +269,20 @@ def _policy(recompute: str) -> Callable:
     return policies.save_only_these_names(*saved)
 
 
-def _by_group(group: Sequence, layers: Sequence[Callable], aux, join: Callable[[list], Any]) -> tuple[Callable, Any]:
+def _period(group: Sequence) -> int:
+    """After how many layers all that is static repeats."""
+    return math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
+
+
+def _by_group(group: Sequence, layers: Sequence[Callable], aux) -> tuple[Callable, Any]:
     """The body of a scan over the groups of a stack, and the arrays that it scans.
 
     Args:
       group: the stacks of its layers.
-      layers: for each of them (layer in its group, x, (its weights, its part of `aux`)) → (x, result).
+      layers: for each of them (layer in its group, x, (its weights, its part of `aux`)) → (x, its sums).
       aux: arrays with a leading dim of all layers.
-      join: the results of a group's layers → that of the group.
     """
-    size = math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
+    size = _period(group)
     if size == 1:
         return partial(layers[0], 0), (group[0], aux)
     each = size // len(group)  # repetitions of each layer in a group
@@ -287,47 +291,49 @@ def _by_group(group: Sequence, layers: Sequence[Callable], aux, join: Callable[[
         return jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), tree)
 
     def body(x, parts):
-        results, (stacks, others) = [], parts
+        sums, (stacks, others) = {}, parts
         for layer_in_group in range(size):
             number, which = divmod(layer_in_group, len(group))
             block = stacks[which] if each == 1 else jax.tree.map(itemgetter(number), stacks[which])
-            x, result = layers[which](layer_in_group, x, (block, jax.tree.map(itemgetter(layer_in_group), others)))
-            results.append(result)
-        return x, join(results)
+            x, more = layers[which](layer_in_group, x, (block, jax.tree.map(itemgetter(layer_in_group), others)))
+            sums = _added(sums, more)
+        return x, sums
 
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
     stacks = list(group) if each == 1 else [cut(stack, each) for stack in group]
     return body, (stacks, cut(aux, size))
 
 
-def decode_blocks(
-    blocks,
-    x: Float[Array, "t h"],
-    context: Context,
-    cached: KeyValues | None,
-    lengths: Int[Array, " b"],
-    weights_of: Sequence[Sequence[Callable | None]] | None = None,
-) -> tuple[Float[Array, "t h"], KeyValues]:
-    """`decode` of stacked layers: what is cached and what is returned have a leading layer dim, over all stacks.
+def layers_of(blocks, weights_of: Sequence[Sequence[Callable | None]] | None = None) -> list[Callable]:
+    """`decode` of each layer, in order, whose weights are cut out of their stack here, and not for every token.
 
     `weights_of` is as in `run_blocks`.
     """
-    caches, first = [], 0
-
-    def layer(layer_in_group, x, block_and_cached, gather):
-        block, cached = block_and_cached
-        block = block if gather is None else gather(block)
-        return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
-
-    def stacked(new: list):
-        return jax.tree.map(lambda *each: jnp.stack(each), *new)
-
+    layers = []
     for group, gathers, count in _with_weights(blocks, weights_of):
-        own = jax.tree.map(lambda part: part[first : first + count], cached)  # noqa: B023 (used at once)
-        body, parts = _by_group(group, [partial(layer, gather=gather) for gather in gathers], own, stacked)
-        x, new = jax.lax.scan(body, x, parts)
-        if len(jax.tree.leaves(new)[0]) < count:
-            new = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), new)
-        caches.append(new)
-        first += count
-    return x, caches[0] if len(caches) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *caches)
+        for number in range(count):
+            repetition, which = divmod(number, len(group))
+            weights = jax.tree.map(itemgetter(repetition), group[which])
+            layers.append(partial(_decode, weights, gathers[which], number % _period(group)))
+    return layers
+
+
+def _decode(block, gather: Callable | None, layer_in_group: int, x, context, cached, lengths) -> tuple:
+    block = block if gather is None else gather(block)
+    return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
+
+
+def decode_layers(
+    layers: Sequence[Callable],
+    x: Float[Array, "t h"],
+    context: Context,
+    cached: Sequence[KeyValues] | None,
+    lengths: Int[Array, " b"],
+) -> tuple[Float[Array, "t h"], list[KeyValues]]:
+    """`Block.decode` of `layers_of` a model, with a cache for each. Not a loop: that would copy what it cuts out of
+    stacks, the weights and the whole cache, for every token."""
+    new = []
+    for layer, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
+        x, of_layer = layer(x, context, of_layer, lengths)
+        new.append(of_layer)
+    return x, new

@@ -10,12 +10,11 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.attention import KeyValues
-from mjax.models.block import decode_blocks, run_blocks
+from mjax.models.block import run_blocks
 from mjax.models.context import Context
 from mjax.models.output import Output
 from mjax.models.protocol import LanguageModel
@@ -24,20 +23,20 @@ from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Across, Tokens
 
-# (stacked layers, x, context, cache, lengths) → (x, keys and values of the prompts, or the cache)
-DecodeBlocks = Callable[[nnx.Module, Array, Context, KeyValues | None, Array], tuple[Array, KeyValues]]
+# (x, context, cache, lengths) → (x, keys and values of the prompts, or the cache)
+DecodeLayers = Callable[[Array, Context, list[KeyValues] | None, Array], tuple[Array, list[KeyValues]]]
 
 
 class Cache(NamedTuple):
     """The keys and values that a model has read of some sequences.
 
     Attributes:
-      layers: keys and values of all layers.
+      layers: keys and values of each layer.
       slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
         over `context`.
     """
 
-    layers: KeyValues
+    layers: list[KeyValues]
     slots: Int[Array, " S"]
 
 
@@ -102,14 +101,14 @@ class CausalModel(LanguageModel):
     # --- Generation ---------------------------------------------------------------------------------------------------
 
     def all_logits(
-        self, ids: Int[Array, "b s"], decode: DecodeBlocks = decode_blocks, across: Across | None = None
+        self, ids: Int[Array, "b s"], decode: DecodeLayers, across: Across | None = None
     ) -> Float[Array, "b s v"]:
         """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
         `model` and `context`."""
         ranks = mappings.size(CONTEXT) if across else 1
         context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
         x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
-        x, _ = decode(self.blocks, x, context, None, jnp.full(ids.shape[0], ids.shape[1]))
+        x, _ = decode(x, context, None, jnp.full(ids.shape[0], ids.shape[1]))
         logits = mappings.gather_whole(self.logits(x, context.tokens), MODEL, -1)
         logits = context.tokens.by_sequence(logits)
         if across:  # each rank has some of the positions
@@ -123,7 +122,7 @@ class CausalModel(LanguageModel):
         prompts: Int[Array, "b s"],
         lengths: Int[Array, " b"],
         slots: int,
-        decode: DecodeBlocks = decode_blocks,
+        decode: DecodeLayers,
         across: Across | None = None,
     ) -> tuple[Float[Array, "b v"], Cache]:
         """Read whole prompts at once, and keep the keys and values of their positions.
@@ -138,7 +137,7 @@ class CausalModel(LanguageModel):
           lengths: tokens of each prompt, at least 1.
           slots: size of the cache over all ranks of `context`, at least s; both are multiples of
             `Config.sequence_chunks` and of that axis.
-          decode: runs the layers; not `decode_blocks` if they are spread over a pipeline.
+          decode: runs the layers, of this model: `decode_layers`, or over the stages of a pipeline.
           across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
 
         Returns:
@@ -149,13 +148,13 @@ class CausalModel(LanguageModel):
         position_ids, more = context.tokens.position_ids(), (slots - width) // ranks
         first = width + more * mappings.rank(CONTEXT) if across else width
         x = self.embed({"tokens": prompts[:, position_ids]}, context)
-        x, new = decode(self.blocks, x, context, None, lengths)
+        x, new = decode(x, context, None, lengths)
         is_last = position_ids == (lengths - 1)[:, None]
         last = context.tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
         if across:
             last = mappings.sum_over(last, frozenset({CONTEXT}))
-        room = [(0, 0), (0, 0), (0, 0), (0, more), (0, 0)]
-        layers = jax.tree.map(lambda part: jnp.pad(part.swapaxes(2, 3), room), new)
+        room = lambda part: [(0, 0)] * (part.ndim - 2) + [(0, more), (0, 0)]  # noqa: E731
+        layers = jax.tree.map(lambda part: jnp.pad(part.swapaxes(-3, -2), room(part)), new)
         return self._row(last), Cache(
             layers, jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
         )
@@ -165,7 +164,7 @@ class CausalModel(LanguageModel):
         tokens: Int[Array, " b"],
         cached: Cache,
         lengths: Int[Array, " b"],
-        decode: DecodeBlocks = decode_blocks,
+        decode: DecodeLayers,
     ) -> tuple[Float[Array, "b v"], Cache]:
         """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 
@@ -181,7 +180,7 @@ class CausalModel(LanguageModel):
         slots = cached.slots
         context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=slots)
         x = self.embed({"tokens": tokens[:, None]}, context)
-        x, layers = decode(self.blocks, x, context, cached.layers, lengths)
+        x, layers = decode(x, context, cached.layers, lengths)
         return self._row(x), Cache(layers, slots)
 
     def _row(self, x: Float[Array, "b h"]) -> Float[Array, "b v"]:

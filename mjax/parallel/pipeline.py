@@ -472,25 +472,24 @@ def pipeline_decode(
       layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache entries).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.
-      caches: caches of the chunks, a pytree with a leading dim of this stage's layers, or None.
+      caches: caches of the chunks, a pytree with a leading dim of this stage's chunks, or None.
 
     Returns:
-      The stream after the last layer, replicated over stages, and the new cache entries, with a leading dim of this
-      stage's layers.
+      The stream after the last layer, replicated over stages, and the new cache entries, with that leading dim.
     """
-
-    def chunk_of(tree, chunk, cut: bool):
-        if chunks == 1:
-            return tree
-        return at(tree if cut else jax.tree.map(lambda a: a.reshape(chunks, -1, *a.shape[1:]), tree), chunk)
-
     blocks, x, caches = vary_over_pipe((blocks, x, caches))
-    run = lambda chunk, x: layers(chunk_of(blocks, chunk, True), x, chunk_of(caches, chunk, False))  # noqa: E731
-    new = jax.tree.map(lambda kind: buffer(chunks, kind), jax.eval_shape(run, 0, x)[1])
+
+    def run(chunk, x, caches):
+        cached = None if caches is None else at(caches, chunk)
+        return layers(blocks if chunks == 1 else at(blocks, chunk), x, cached)
+
+    new = caches
+    if caches is None:
+        new = jax.tree.map(lambda kind: buffer(chunks, kind), jax.eval_shape(run, 0, x, None)[1])
 
     def turn(carry, number):
         def run_chunk(x, new):
-            y, cache = run(number // stages, x)
+            y, cache = run(number // stages, x, None if caches is None else new)
             return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
@@ -498,4 +497,4 @@ def pipeline_decode(
         return (mappings.to_next_stage(x), new), None
 
     (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))
-    return mappings.from_first_stage(x), jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), new)
+    return mappings.from_first_stage(x), new
