@@ -29,11 +29,10 @@ from mjax import __version__
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
 from mjax.data.corpus import EXAMPLES
-from mjax.data.corpus.outputs import facts
 from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import UsageError, check_picture
-from mjax.utils.progress import progress
+from mjax.utils.progress import facts, progress
 
 QUANTILES = {"shortest": 0.0, "1%": 0.01, "25%": 0.25, "median": 0.5, "75%": 0.75, "99%": 0.99, "longest": 1.0}
 SHOWN_TOKENS = 200  # of the sample

@@ -27,13 +27,12 @@ from mjax.cluster.launch import Distributed, keep_programs
 from mjax.commands.flags import RunArguments
 from mjax.config import Config, MeshConfig, load_own_model, read_settings
 from mjax.config.bounds import Count, check_bounds
-from mjax.data.corpus.outputs import facts
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.long_contexts import Needle, NeedleOptions, Positions, PositionsOptions
 from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
-from mjax.utils.progress import progress
+from mjax.utils.progress import facts, progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
 SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}

@@ -59,7 +59,7 @@ from mjax.data.corpus import (
     tasks,
 )
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.outputs import facts, speed, text_progress
+from mjax.data.corpus.outputs import speed, text_progress
 from mjax.data.corpus.workers import useful_workers
 from mjax.data.indexed import (
     Shape,
@@ -79,6 +79,7 @@ from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folde
 from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import EncodersDiffer
 from mjax.errors import RunError, UsageError
+from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, put, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer

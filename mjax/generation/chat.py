@@ -19,7 +19,6 @@ from mjax.data.tokenizers import EOD_PIECE, Tokenizer, ends_of_text, optional_ob
 from mjax.data.tokenizers.huggingface import check_sizes
 from mjax.data.tokenizers.library import library_errors
 from mjax.errors import UsageError, lines_of
-from mjax.generation.chat_template import Template, TemplateError
 from mjax.utils.files import parse_json
 
 TEMPLATE = "chat_template.jinja"
@@ -93,6 +92,8 @@ class Chat:
                 raise UsageError(f"{file}: {name} is {tokens[name]!r}, not a token; restore the file")
         end = None if self._library is None else self._library.token_to_id(self._special.get("eos_token", ""))
         self.stops = sorted({*ends_of_text(folder, self._tokenizer.eod), *([] if end is None else [end])})
+        from mjax.generation.chat_template import Template  # with Jinja, which no --help needs
+
         with self._errors():
             self._template = Template(source)
 
@@ -179,7 +180,7 @@ class Chat:
         """Turn whatever goes wrong in the template into one sentence."""
         try:
             yield
-        except (TemplateError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise UsageError(
                 f"the chat template {self.file} refuses the conversation or is damaged ({error}); change the messages, "
                 "or restore the file"

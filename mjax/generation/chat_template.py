@@ -32,7 +32,7 @@ MOST = 1 << 24
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
-class TemplateError(Exception):
+class TemplateError(ValueError):
     """Error that a template raises, or a problem of the template."""
 
 

@@ -1,9 +1,10 @@
-"""A progress bar and a spinner, on a terminal only: elsewhere nothing is printed."""
+"""A progress bar and a spinner, on a terminal only: elsewhere nothing is printed. And a table of facts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -13,6 +14,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 
 @contextmanager
@@ -40,3 +42,16 @@ def progress(
 def status(text: str, console: Console) -> AbstractContextManager[object]:
     """Show a spinner with `text` for work whose length is unknown; it disappears at the end."""
     return console.status(f"{text} …") if console.is_terminal else nullcontext()
+
+
+def facts(rows: Iterable[Sequence[str]], justify: JustifyMethod = "left") -> Table:
+    """A table of names, values and remarks; `justify` is for the last column."""
+    rows = list(rows)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    for _ in rows[0][1:-1]:
+        table.add_column(justify="right")
+    table.add_column(style="dim", overflow="fold", justify=justify)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

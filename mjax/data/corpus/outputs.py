@@ -22,16 +22,14 @@ from typing import Annotated, Any
 
 import tyro
 from rich import filesize
-from rich.console import Console, JustifyMethod
-from rich.markup import escape
+from rich.console import Console
 from rich.progress import TextColumn
-from rich.table import Table
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, Document, MalformedLines, TextArguments
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
-from mjax.utils.progress import progress
+from mjax.utils.progress import facts, progress
 from mjax.utils.remote import RemoteFile, located, put
 
 EXAMPLES = 10  # of each step, in the report
@@ -193,19 +191,6 @@ def text_progress(verb: str, size: int) -> Iterator[Callable[[int, int, int], No
 def speed(documents: int, text_bytes: int, seconds: float) -> str:
     """'1,234 documents/s  5.6 MB/s'."""
     return f"{documents / seconds:,.0f} documents/s  {text_bytes / seconds / 1e6:.1f} MB/s"
-
-
-def facts(rows: Iterable[Sequence[str]], justify: JustifyMethod = "left") -> Table:
-    """A table of names, values and remarks; `justify` is for the last column."""
-    rows = list(rows)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    for _ in rows[0][1:-1]:
-        table.add_column(justify="right")
-    table.add_column(style="dim", overflow="fold", justify=justify)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def excerpt(text: str, start: int = 0) -> str:
