@@ -6,8 +6,8 @@ its rows into an array of zeros at the indices of its samples, and one sum over 
 under any parallelism, including a pipeline, every device ends up with all of them.
 
 A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
-attention never sees the padding after a token. Short windows are padded to the next power of two only, so there is one
-compiled program per width in use; each reads the first positions of the same weights.
+attention never sees the padding after a token. Short windows are padded to a few widths only, so there is one compiled
+program per width in use; each reads the first positions of the same weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import jax
@@ -41,7 +41,8 @@ from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
-NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
+WIDTHS = [width << octave for octave in range(5, 40) for width in (2, 3)]
+"""64, 96, 128, 192, 256, …: narrower windows would save less than another compilation costs."""
 
 
 class RowScorer:
@@ -153,22 +154,22 @@ class Scorer(RowScorer):
         return scores
 
     def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
-        """Yield indices of windows of one width, the widest first: if memory is short, that shows immediately."""
-        widths = [self._width(len(window.tokens) - 1) for window in windows]
-        widest_first = sorted(range(len(windows)), key=lambda index: -widths[index])
-        size = self.config.train.global_batch
-        for width, group in groupby(widest_first, widths.__getitem__):
-            indices = list(group)
-            for first in range(0, len(indices), size):
-                yield width, indices[first : first + size]
+        """Yield the width and the windows of each batch, the longest first: if memory is short, that shows
+        immediately."""
+        lengths, size = [len(window.tokens) - 1 for window in windows], self.config.train.global_batch
+        longest_first = sorted(range(len(windows)), key=lambda index: -lengths[index])
+        for first in range(0, len(windows), size):
+            indices = longest_first[first : first + size]
+            yield self._width(lengths[indices[0]]), indices
 
     def _width(self, needed: int) -> int:
-        """Return `needed` rounded up to a power of two from 64 on, limited by the number of positions; all of them
-        where the mesh or the kernel of attention cannot divide it."""
-        width = min(1 << (max(needed, NARROWEST) - 1).bit_length(), self.config.model.sequence)
-        mesh, tokens = self.config.mesh, width * self.config.train.micro_batch
-        splits = not mesh.sequence_parallel or tokens // mesh.context % mesh.model == 0
-        return width if splits and width % position_unit(self.config) == 0 else self.config.model.sequence
+        """Return the first of `WIDTHS` from `needed` on that the mesh and the kernel of attention can divide, limited
+        by the number of positions."""
+        config, mesh, unit = self.config, self.config.mesh, position_unit(self.config)
+        ranks = mesh.context * mesh.model if mesh.sequence_parallel else 1
+        fit = (width for width in WIDTHS if width * config.train.micro_batch % ranks == width % unit == 0)
+        positions = config.model.sequence
+        return min(next((width for width in fit if width >= needed), positions), positions)
 
 
 class LossScorer(Scorer):

@@ -121,9 +121,14 @@ def test_loss_scorer_equals_numpy_at_each_label():
             assert found[:last].sum() == pytest.approx(expected.loss, rel=1e-4)
 
 
-def test_widths_are_powers_that_mesh_divides():
+def test_batches_are_as_wide_as_their_longest_window():
     scorer, _ = scorer_and_model()
-    assert {width for width, _ in scorer._batches(windows())} == {64, 128}
+    batches = list(scorer._batches(windows()))
+    assert sorted(index for _, indices in batches for index in indices) == list(range(33))
+    longest = [max(len(windows()[index].tokens) - 1 for index in indices) for _, indices in batches]
+    assert longest == sorted(longest, reverse=True)
+    assert [width for width, _ in batches] == [64 if n <= 64 else 96 if n <= 96 else 128 for n in longest]
+    assert {width for width, _ in batches} == {64, 96, 128}
     config = inference_config(
         small_config(layers=4, sequence=96, heads=3, hidden=48, vocabulary_multiple=96, feed_forward=96),
         MeshConfig(model=3, sequence_parallel=True),
