@@ -35,7 +35,7 @@ from benchmarks.command import in_one_sentence
 from benchmarks.day import Day, Ended, markdown
 from benchmarks.train_step import Row
 from benchmarks.train_step import table as table_of_steps
-from mjax.cluster import launch
+from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.errors import UsageError, check_folder
 
 PYTHON = sys.executable
@@ -314,7 +314,7 @@ def main() -> int:
     if arguments.output.is_file():
         raise UsageError(f"--output {arguments.output} is a file; name a folder")
     check_folder("--output", arguments.output)
-    if not arguments.tiny and not launch.has_nvidia_gpu():
+    if not arguments.tiny and not has_nvidia_gpu():
         raise UsageError("there is no NVIDIA GPU here; add --tiny to try the command on a CPU")
     day = Day(arguments.output, arguments.seconds, arguments.tiny)
     with _watched(day.folder, arguments.tiny):

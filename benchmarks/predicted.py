@@ -25,8 +25,8 @@ import tyro
 from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.published import Run, as_mjax
 from benchmarks.train_step import Process
-from mjax.cluster import launch
 from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
+from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.config import Config, MeshConfig, load_config
 from mjax.config.checks import validate
 from mjax.errors import RunError, UsageError
@@ -116,7 +116,7 @@ def measure(name: str, config: Config, arguments: Arguments, platform: str) -> t
 
 def measured_runs(arguments: Arguments) -> tuple[list[Run], list[float], Gpu]:
     """The measured runs, their peak bytes, and the GPU."""
-    platform = "gpu" if launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
+    platform = "gpu" if has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu" else "cpu"
     if platform == "cpu" and arguments.gpu is None:
         raise UsageError("there is no NVIDIA GPU here; name a data sheet to compare this machine with: --gpu h100")
     gpu, runs, peaks = None if arguments.gpu is None else gpu_named(arguments.gpu), [], []

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from benchmarks.command import Figure, check_counts, collect, in_one_sentence
-from mjax.cluster import launch
+from mjax.cluster.huge_pages import has_nvidia_gpu
 from mjax.config import Config, load_config, to_dict
 from mjax.config.checks import validate
 from mjax.errors import UsageError
@@ -293,7 +293,7 @@ def main() -> int:
     arguments = tyro.cli(Arguments, prog="train_step.py", default=Arguments(config=name, settings=_one_replica(name)))
     check_counts(arguments, "rounds", "steps", "threads")
     validate(arguments.settings, name)
-    gpu = launch.has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu"
+    gpu = has_nvidia_gpu() and os.environ.get("JAX_PLATFORMS", "") != "cpu"
     platform, threads = "gpu" if gpu else "cpu", arguments.threads or len(os.sched_getaffinity(0))
     processes = measure(arguments, platform, threads)
     rows, remarks = evaluate(processes, arguments.settings), notes(arguments, processes, platform, threads)

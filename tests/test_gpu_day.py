@@ -76,7 +76,7 @@ def test_different_losses_are_named_by_step(tmp_path):
 
 
 def test_day_without_gpu_is_rejected(monkeypatch, capsys):
-    monkeypatch.setattr(gpu.launch, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(gpu, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", "x"])
     assert gpu.main() == 2
     assert "there is no NVIDIA GPU here; add --tiny to try the command on a CPU" in capsys.readouterr().err

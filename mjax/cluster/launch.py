@@ -15,7 +15,6 @@ from typing import Annotated
 
 from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.huge_pages import SET_BY_MJAX
-from mjax.cluster.huge_pages import has_nvidia_gpu as has_nvidia_gpu
 from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home

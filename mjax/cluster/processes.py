@@ -33,7 +33,8 @@ import numpy as np
 import pynvml
 from jax.experimental import multihost_utils
 
-from mjax.cluster.launch import Distributed, has_nvidia_gpu, launched_by
+from mjax.cluster.huge_pages import has_nvidia_gpu
+from mjax.cluster.launch import Distributed, launched_by
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 
