@@ -21,7 +21,8 @@ from mjax.config import MeshConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.generate import Generator, Sampling, _decoder
+from mjax.generation.decoding import decoder, inference_weights
+from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
@@ -95,11 +96,13 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
 
     def logits_of_both(model, tokens):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
-        _, decode = _decoder(config, lay_out(config, mesh).plan, model)
-        row, cached = model.prefill(prompts, jnp.asarray(lengths), 16, decode, config.across)
+        layout = lay_out(config, mesh)
+        weights = inference_weights(config, layout, model)
+        decode = decoder(config, layout, weights)
+        row, cached = weights.prefill(prompts, jnp.asarray(lengths), 16, decode, config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
-            row, cached = model.decode(tokens[jnp.arange(3), read], cached, read, decode)
+            row, cached = weights.decode(tokens[jnp.arange(3), read], cached, read, decode)
             rows, read = [*rows, row], read + 1
         return jnp.stack(rows, 1), model(tokens)
 
@@ -160,12 +163,16 @@ def test_continuation_depends_on_seed_and_own_prompt():
     assert tokens_of(generate(replace(HOT, seed=1), [[1, 2]] * 3))[0] != first
 
 
+def programs(generator):
+    return [program._cache_size() for program in (generator._weights, generator._read, generator._write)]
+
+
 def test_similar_request_compiles_nothing():
     generator, _ = generator_and_model()
     generate(HOT)
-    compiled = generator._program._cache_size()
+    compiled = programs(generator)
     generate(Sampling(tokens=7, temperature=0, top_k=3, top_p=0.5, seed=9), [[1], [2], [3, 4, 5]], eod=[3])
-    assert generator._program._cache_size() == compiled
+    assert programs(generator) == compiled
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 Attention reads the keys and values of every earlier position. They do not change once computed, so they are cached, and
 a new token costs one position of work instead of a whole sequence:
 
-    prefill   all prompts in one forward pass      → logits after each prompt, cache [l, b, S, n / p, d]
-    loop      draw a token from the logits; read it → logits after it, cache with one more slot
+    weights   master weights of stacked layers      → those to compute with, each layer by itself
+    read      all prompts in one forward pass       → logits after each prompt, of each layer a cache [b, n / p, S, d]
+    write     draw a token from the logits; read it → logits after it, cache with one more slot
 
-The loop is a `while_loop` inside the same `shard_map` as everything else: no token passes through Python, and it ends
-as soon as every sequence has ended. The weights are split over `model` as in training, and positions over `context`:
-each of its ranks reads a part of the prompts and keeps a part of the cache. Replicas along `data` do the same work, so
-every process of a cluster has the result. A callback receives each token as the text grows.
+Each is one program, a `shard_map`. The last is a `while_loop`, which ends as soon as every sequence has ended: no token
+passes through Python, unless a listener hears each as the text grows. The cache is written in place. The weights are
+split over `model` as in training, and positions over `context`: each of its ranks reads a part of the prompts and keeps
+a part of the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
@@ -33,16 +34,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
+from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
 from mjax.config.kernels import position_unit
 from mjax.errors import UsageError
+from mjax.generation.decoding import decoder, inference_weights, weight_specs
 from mjax.generation.sampling import Sampling
-from mjax.models.block import decode_layers, layers_of, map_layers
-from mjax.models.causal import Cache, CausalModel, DecodeLayers
-from mjax.parallel.pipeline import pipeline_decode
-from mjax.parallel.zero import gather_for_inference, layer_gather
-from mjax.step.layout import lay_out
-from mjax.step.precision import COMPUTE_TYPES
+from mjax.models.causal import Cache, CausalModel
+from mjax.step.layout import Layout, lay_out
 
 # --- Sampling: the next token from a row of logits --------------------------------------------------------------------
 #
@@ -101,7 +100,7 @@ def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
 
 
 class _State(NamedTuple):
-    """The loop's carry.
+    """What the loop carries from token to token.
 
     Attributes:
       tokens: int32 [b, S], prompts and their continuations.
@@ -120,52 +119,51 @@ class _State(NamedTuple):
     cached: Cache
 
 
-def _decoder(config: Config, plan, model: CausalModel) -> tuple[CausalModel, DecodeLayers]:
-    """Inside `shard_map`: the weights to compute with, and what runs their layers, also over stages of a pipeline."""
-    mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
-    gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), plan.blocks)
-    weights = gather_for_inference(model, plan, dtype)  # once, outside the loop
-    if mesh.pipe == 1:
-        return weights, partial(decode_layers, layers_of(weights.blocks, gathered))
+class _Step(NamedTuple):
+    """What the last step of the loop has drawn: int32 [b] and bool [b], and whether all sequences have ended."""
 
-    def decode(x, context, cached, lengths):
-        stage = lambda chunk, x, cached: decode_layers(layers_of(chunk, gathered), x, context, cached, lengths)  # noqa: E731
-        return pipeline_decode(mesh.pipe, mesh.chunks, stage, weights.blocks, x, cached)
-
-    return weights, decode
+    positions: Array
+    drawn: Array
+    at_eod: Array
+    grew: Array
+    all_ended: Array
 
 
-def _generate(
-    config: Config, plan, slots: int, model: CausalModel, request: dict[str, Array], hear: Callable | None = None
-) -> tuple[Array, Array, Array]:
-    """Inside `shard_map`: tokens int32 [b, slots], lengths int32 [b], and whether each ended at eod, bool [b].
+def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, request: dict[str, Array]) -> _State:
+    """Inside `shard_map`: read the prompts."""
+    prompts, lengths = request["prompts"], request["lengths"]
+    decode = decoder(config, layout, weights)
+    logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
+    tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
+    none_ended = jnp.zeros(lengths.shape, bool)
+    return _State(tokens, lengths, none_ended, none_ended, logits, cached)
 
-    `hear` is called on the host by each device, with every step's positions, tokens, and whether they count: [b] each.
-    """
-    weights, decode = _decoder(config, plan, model)
-    prompts, lengths, eod = request["prompts"], request["lengths"], request["eod"]
-    sequences = jnp.arange(prompts.shape[0])
 
-    def step(state: _State) -> _State:
+def _write(
+    config: Config, layout: Layout, weights: CausalModel, request: dict[str, Array], state: _State, steps: Array
+) -> tuple[_State, _Step]:
+    """Inside `shard_map`: take up to `steps` steps, until all sequences have ended."""
+    decode, sequences = decoder(config, layout, weights), jnp.arange(state.lengths.shape[0])
+
+    def step(carry: tuple[_State, _Step, Array]) -> tuple[_State, _Step, Array]:
+        state, _, left = carry
         settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed")}
         drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
-        at_eod = state.at_eod | (~state.ended & (drawn[:, None] == eod).any(-1))
+        at_eod = state.at_eod | (~state.ended & (drawn[:, None] == request["eod"]).any(-1))
         grows = ~state.ended & ~at_eod
-        if hear is not None:
-            jax.debug.callback(hear, state.lengths, drawn, grows)
-        here = jnp.arange(slots) == state.lengths[:, None]
+        here = jnp.arange(state.tokens.shape[1]) == state.lengths[:, None]
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, decode)
-        return _State(tokens, lengths, at_eod | (lengths >= request["limits"]), at_eod, logits, cached)
+        ended = at_eod | (lengths >= request["limits"])
+        new = _Step(state.lengths, drawn, at_eod & ~state.ended, grows, ended.all())
+        return _State(tokens, lengths, ended, at_eod, logits, cached), new, left - 1
 
-    logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
-    tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
-    none_ended = jnp.zeros(lengths.shape, bool)
-    state = _State(tokens, lengths, none_ended, none_ended, logits, cached)
-    state = jax.lax.while_loop(lambda state: ~state.ended.all(), step, state)
-    return state.tokens, state.lengths, state.at_eod
+    nothing = jnp.zeros(state.lengths.shape, bool)
+    none = _Step(state.lengths, jnp.zeros_like(state.lengths), nothing, nothing, state.ended.all())
+    state, last, _ = jax.lax.while_loop(lambda carry: ~carry[1].all_ended & (carry[2] > 0), step, (state, none, steps))
+    return state, last
 
 
 @dataclass(frozen=True)
@@ -203,19 +201,27 @@ class Generator:
         layout = lay_out(config, mesh)
         self.abstract_model = layout.abstract_model
 
-        on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=(layout.specs, P()), out_specs=P(), check_vma=True)
+        on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
+        weights = weight_specs(config, layout)
+        of_layer = P(*[PIPE] * (config.mesh.pipe > 1), None, MODEL, CONTEXT if config.across else None)
+        state = _State(P(), P(), P(), P(), P(), Cache(of_layer, P(CONTEXT) if config.across else P()))
 
-        def program(slots: int, model: CausalModel, request: dict[str, Array], listens: bool):
-            hear = self._hear if listens else None
-            return on_mesh(partial(_generate, config, layout.plan, slots, hear=hear))(model, request)
+        def read(slots: int, weights_of_model: CausalModel, request: dict[str, Array]) -> _State:
+            work = partial(_read, config, layout, slots)
+            return on_mesh(work, in_specs=(weights, P()), out_specs=state)(weights_of_model, request)
 
-        def all_logits(model: CausalModel, ids: Array):
-            weights, decode = _decoder(config, layout.plan, model)
-            return weights.all_logits(ids, decode, config.across)
+        def all_logits(weights: CausalModel, ids: Array):
+            return weights.all_logits(ids, decoder(config, layout, weights), config.across)
 
-        self._program = jax.jit(program, static_argnums=(0, 3))
-        self._all_logits = jax.jit(on_mesh(all_logits))
-        self._listener: Listener | None = None
+        self._weights = jax.jit(
+            on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)
+        )
+        self._read = jax.jit(read, static_argnums=0)
+        written = partial(_write, config, layout)
+        self._write = jax.jit(
+            on_mesh(written, in_specs=(weights, P(), state, P()), out_specs=(state, P())), donate_argnums=2
+        )
+        self._all_logits = jax.jit(on_mesh(all_logits, in_specs=(weights, P()), out_specs=P()))
 
     def generate(
         self,
@@ -233,7 +239,7 @@ class Generator:
           sampling: how to choose tokens.
           eod: the end-of-document id, or several ids that end a text.
           listener: called with the index of a prompt, a position and the token drawn for it, or None if the text ends
-            before it; in any order, by each device, and again for a text that has ended.
+            before it.
 
         Raises:
           UsageError: a setting is out of range; or there is no prompt, or one is empty, contains an invalid id, or
@@ -254,10 +260,13 @@ class Generator:
             "top_p": np.float32(sampling.top_p),
             "seed": np.uint32(sampling.seed),
         }
-        self._listener = listener
-        texts = self._program(self._width(limits.max()), model, request, listener is not None)
-        if listener is not None:
-            jax.effects_barrier()
+        weights = self._weights(model)
+        state = self._read(self._width(limits.max()), weights, request)
+        if listener is None:
+            state, _ = self._write(weights, request, state, np.int32(positions))
+        else:
+            state = self._write_aloud(weights, request, state, listener)
+        texts = state.tokens, state.lengths, state.at_eod
         continuations = []
         for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, texts), strict=True):
             written = tokens[start:length].tolist()
@@ -276,12 +285,24 @@ class Generator:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        logits = np.asarray(self._all_logits(model, self._padded(texts)))[..., : self.config.model.vocabulary]
+        logits = np.asarray(self._all_logits(self._weights(model), self._padded(texts)))[
+            ..., : self.config.model.vocabulary
+        ]
         return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
 
-    def _hear(self, positions: Array, tokens: Array, grows: Array) -> None:
-        for index, (position, token, more) in enumerate(zip(positions, tokens, grows, strict=True)):
-            self._listener(index, int(position), int(token) if more else None)
+    def _write_aloud(self, weights: CausalModel, request: dict, state: _State, listener: Listener) -> _State:
+        """Take one step after the other, and tell of each while the devices work on the next."""
+        last = None
+        while True:
+            state, step = self._write(weights, request, state, np.int32(1))
+            if last is not None:
+                rows = map(np.ndarray.tolist, map(np.asarray, last[:4]))
+                for index, (position, token, at_eod, grew) in enumerate(zip(*rows, strict=True)):
+                    if grew or at_eod:
+                        listener(index, position, token if grew else None)
+                if last.all_ended:
+                    return state
+            last = step
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Texts in rows of one width, with zeros behind them, which no token sees."""

@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -212,7 +211,7 @@ def run_blocks(
       The stream after the layers, and the sums of the layers by name, in float32.
     """
     sums: Sums = {}
-    for group, gathers, count in _with_weights(blocks, weights_of):
+    for group, gathers, count in groups_with_weights(blocks, weights_of):
         layers = [_layer(context, recompute, gather, unroll) for gather in gathers]
         body, parts = _by_group(group, layers, first_layer + jnp.arange(count))
         x, layer_sums = jax.lax.scan(body, x, parts, unroll=unroll)
@@ -242,12 +241,12 @@ def _added(sums: Sums, others: Sums) -> Sums:
     return {name: sums.get(name, 0) + others.get(name, 0) for name in {**sums, **others}}
 
 
-def _with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
+def groups_with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | None) -> Iterator[tuple]:
     """For each stack its group, their entries of `weights_of` and the number of its layers on this device."""
     weights_of = weights_of or map_layers(lambda _: None, blocks)
     for stack, gathers in zip(stacks_of(blocks), weights_of, strict=True):
         group = group_of(stack)
-        yield group, gathers, len(jax.tree.leaves(group[0])[0]) * len(group)
+        yield group, gathers, jax.tree.leaves(group[0])[0].shape[0] * len(group)
 
 
 def _with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
@@ -269,7 +268,7 @@ def _policy(recompute: str) -> Callable:
     return policies.save_only_these_names(*saved)
 
 
-def _period(group: Sequence) -> int:
+def period_of(group: Sequence) -> int:
     """After how many layers all that is static repeats."""
     return math.lcm(len(group), *(getattr(layer, "period", 1) for layer in group))
 
@@ -282,7 +281,7 @@ def _by_group(group: Sequence, layers: Sequence[Callable], aux) -> tuple[Callabl
       layers: for each of them (layer in its group, x, (its weights, its part of `aux`)) → (x, its sums).
       aux: arrays with a leading dim of all layers.
     """
-    size = _period(group)
+    size = period_of(group)
     if size == 1:
         return partial(layers[0], 0), (group[0], aux)
     each = size // len(group)  # repetitions of each layer in a group
@@ -302,38 +301,3 @@ def _by_group(group: Sequence, layers: Sequence[Callable], aux) -> tuple[Callabl
     # A dim of one would cost memory: XLA copies the stack of gradients where it leaves the loop.
     stacks = list(group) if each == 1 else [cut(stack, each) for stack in group]
     return body, (stacks, cut(aux, size))
-
-
-def layers_of(blocks, weights_of: Sequence[Sequence[Callable | None]] | None = None) -> list[Callable]:
-    """`decode` of each layer, in order, whose weights are cut out of their stack here, and not for every token.
-
-    `weights_of` is as in `run_blocks`.
-    """
-    layers = []
-    for group, gathers, count in _with_weights(blocks, weights_of):
-        for number in range(count):
-            repetition, which = divmod(number, len(group))
-            weights = jax.tree.map(itemgetter(repetition), group[which])
-            layers.append(partial(_decode, weights, gathers[which], number % _period(group)))
-    return layers
-
-
-def _decode(block, gather: Callable | None, layer_in_group: int, x, context, cached, lengths) -> tuple:
-    block = block if gather is None else gather(block)
-    return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
-
-
-def decode_layers(
-    layers: Sequence[Callable],
-    x: Float[Array, "t h"],
-    context: Context,
-    cached: Sequence[KeyValues] | None,
-    lengths: Int[Array, " b"],
-) -> tuple[Float[Array, "t h"], list[KeyValues]]:
-    """`Block.decode` of `layers_of` a model, with a cache for each. Not a loop: that would copy what it cuts out of
-    stacks, the weights and the whole cache, for every token."""
-    new = []
-    for layer, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
-        x, of_layer = layer(x, context, of_layer, lengths)
-        new.append(of_layer)
-    return x, new
