@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from mjax.parallel.float8 import BACKWARD
-from mjax.trace.program import Operation, Program, axes_of, is_float8
+from mjax.trace.program import Operation, Program, is_float8
 
 JOINS = ("broadcast_in_dim", "pad", "add")
 """Operations of `products._joined`."""
@@ -112,7 +112,7 @@ def agreed(program: Program, depends: set[int]) -> tuple[tuple[str, ...], ...]:
     Args:
       program, depends: as for `transposed`.
     """
-    axes = {op.inputs[0]: axes_of(op.equation) for op in program.operations if op.name == "pmax"}
+    axes = {op.inputs[0]: op.axes for op in program.operations if op.name == "pmax"}
     largest = [op for op in roundings(program) if op.largest is not None]
     of_tokens = [op for op in largest if depends.intersection(op.sources)]
     gradients = [op for op in of_tokens if program.values[op.value].dtype == BACKWARD]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
-from mjax.trace.program import Product, Program, axes_of, bytes_of, inner_jaxprs
+from mjax.trace.program import Product, Program, Value, bytes_of, inner_jaxprs
 from mjax.trace.scaling import Part, Parts
 from mjax.utils.names import leaf_name
 
@@ -258,8 +258,9 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
 def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
     # With `offload` the program is that of `full`; only where the layer's input is kept differs.
     part = _part(of, _backward, kernel, "full" if recompute == "offload" else recompute)
-    (layer, program), (first, stacked, constants, carried, weights) = part.programs, part.same
+    (layer, program), (first, kept, constants, carried, weights) = part.programs, part.same
     x = layer.inputs[first]
+    stacked = [value for value in layer.outputs[kept:] if value is not None]
     here = [value for value in stacked if recompute != "offload" or value != x]
     return Backward(
         program=program,
@@ -292,24 +293,25 @@ def _head_of(of: Traced) -> Head:
     )
 
 
-PARTS = Parts()
-"""All that was traced."""
-
-
 def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
     """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
     how = part, kernel, recompute
-    others = replace(of, ranks=1, context=1, expert=1, samples=1)
-    numbers = of.ranks, of.context, of.expert, of.samples
-    return PARTS.on(numbers, (others, how), partial(_tiles, of.model), lambda: _trace(of, of.config(*how[1:]), part))
+    others = replace(of, ranks=1, context=1, expert=1, samples=1), how
+    return PARTS.on(
+        (of.ranks, of.context, of.expert, of.samples), others, lambda: _trace(of, of.config(*how[1:]), part)
+    )
 
 
-def _tiles(model: ModelConfig, ranks: int, context: int, expert: int, samples: int) -> int:
+def _tiles(others: tuple[Traced, Any], ranks: int, context: int, expert: int, samples: int) -> int:
     """The tiles of experts' rows, as many as `models/experts.py` makes; 1 without experts."""
-    if not (experts := model.parted_experts()):
+    if not (experts := (model := others[0].model).parted_experts()):
         return 1
     tokens = expert * samples * model.sequence // context
     return tiles_at_most(model.taken_experts() * tokens, experts // expert, ROWS["pallas"], tokens)
+
+
+PARTS = Parts(_tiles)
+"""All that was traced."""
 
 
 def _trace(of: Traced, config: Config, part: Callable) -> Part:
@@ -358,7 +360,7 @@ def layer_collectives(of: Traced, axis: str) -> tuple[tuple[str, int], ...]:
     """The collectives over this axis alone in a layer's forward pass, in order: their names, and bytes of the larger of
     their input and output."""
     program = layer_program(of)[0]
-    collectives = [op for op in program.operations if op.is_collective and axes_of(op.equation) == (axis,)]
+    collectives = [op for op in program.operations if op.is_collective and op.axes == (axis,)]
     return tuple((op.name, max(program.bytes(value) for value in (op.inputs[0], op.outputs[0]))) for op in collectives)
 
 
@@ -426,9 +428,8 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     first, backward = _scans(jaxpr)
     (begin, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
     layer, stacks = Program(first.params["jaxpr"]), set(jaxpr.invars[:-2])
-    stacked = tuple(value for value in layer.outputs[kept:] if value is not None)
     inputs = frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks)
-    return Part((layer, Program(backward.params["jaxpr"])), (), (begin, stacked, constants, carried, inputs))
+    return Part((layer, Program(backward.params["jaxpr"])), (), (begin, kept, constants, carried, inputs))
 
 
 def _head(forward: Forward, weights, micro_batch, x: Array) -> Part:
@@ -446,6 +447,7 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Part:
     trained = any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own))
     both = jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)
     values = jax.typeof(micro_batch["tokens"]), *(variable.aval for variable in kept)
+    values = tuple(Value(value.shape, value.dtype) for value in values)
     return Part((Program(jaxpr), Program(both)), values, trained)
 
 

@@ -7,12 +7,11 @@ removed, so that products, bytes and collectives can be counted on one list.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import Literal
 
@@ -28,18 +27,33 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
+# These give all of their input, where that has no more and no fewer elements: a broadcast of a dim of 1 to 1.
+RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
 # With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
 RESTORING = {"bitcast_convert_type", "convert_element_type", "mul"}
 
 
+class Value(NamedTuple):
+    """An array of a program."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
 class Operation(NamedTuple):
-    """One equation: its name, its inputs and outputs as numbers of values (None is a constant), and its product, if it
-    is one. Sizes in `equation` are those of the trace (`scaling.py`)."""
+    """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
+    names, the dims that it reduces, and its product, if it is one."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
-    equation: Any
+    axes: tuple[str, ...] = ()
+    dims: tuple[int, ...] = ()
     product: Product | None = None
 
     @property
@@ -50,14 +64,14 @@ class Operation(NamedTuple):
     @property
     def is_collective(self) -> bool:
         """Whether it communicates over a mesh axis."""
-        return self.name not in SILENT and bool(axes_of(self.equation))
+        return self.name not in SILENT and bool(self.axes)
 
 
 class Program:
     """A jaxpr as one list of operations: calls inlined, views resolved, dead code removed.
 
     Attributes:
-      values: abstract value by number.
+      values: by number.
       inputs: numbers of the arguments.
       outputs: numbers of the results; None is a constant.
       operations: in the order of the program.
@@ -65,19 +79,13 @@ class Program:
 
     def __init__(self, jaxpr):
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        self.values: list = []
+        self.values: list[Value] = []
         self._views: dict[int, int] = {}
         self.inputs = [self._new(v) for v in jaxpr.invars]
         every: list[Operation] = []
         outputs = self._inline(jaxpr, self.inputs, every)
         self.outputs = [self._viewed(value) for value in outputs]
-        used = {value for value in self.outputs if value is not None}
-        kept = []
-        for operation in reversed(every):
-            if used.intersection(operation.outputs):
-                kept.append(operation)
-                used.update(value for value in operation.inputs if value is not None)
-        self.operations = kept[::-1]
+        self.operations, self._views = _used(every, self.outputs), {}
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -87,17 +95,30 @@ class Program:
     def resized(self, shapes: Iterator[tuple[int, ...]]) -> Program:
         """The same operations on arrays of other sizes: the next of `shapes`, as `sizes` has them."""
         other = copy(self)
-        other.values = [jax.ShapeDtypeStruct(next(shapes), value.dtype) for value in self.values]
+        other.values = [Value(next(shapes), value.dtype) for value in self.values]
         other.operations = [
             op if op.product is None else op._replace(product=Product(*next(shapes), *op.product[4:]))
             for op in self.operations
         ]
+        views = {
+            op.outputs[0]: op.inputs[0]
+            for op in self.operations
+            if other._is_whole(op.name, op.inputs, op.outputs) and not self._is_whole(op.name, op.inputs, op.outputs)
+        }
+        if views:
+            other._views = views
+            operations = [op._replace(inputs=tuple(map(other._viewed, op.inputs))) for op in other.operations]
+            other.outputs = [other._viewed(value) for value in self.outputs]
+            other.operations = _used([op for op in operations if op.outputs[0] not in views], other.outputs)
         return other
 
     def sizes(self) -> Iterator[tuple[int, ...]]:
         """The shapes of all values, then the sizes of the products."""
         yield from (value.shape for value in self.values)
         yield from (product[:4] for product in self.products)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_made"}
 
     def source(self, value: int | None) -> int | None:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
@@ -122,7 +143,7 @@ class Program:
         return self.values[value].shape
 
     def _new(self, variable) -> int:
-        self.values.append(variable.aval)
+        self.values.append(Value(variable.aval.shape, variable.aval.dtype))
         return len(self.values) - 1
 
     def _viewed(self, value: int | None) -> int | None:
@@ -149,12 +170,22 @@ class Program:
                 continue
             outputs = tuple(self._new(variable) for variable in equation.outvars)
             numbers |= dict(zip(equation.outvars, outputs, strict=True))
-            if (name in VIEWS and inputs[0] is not None) or self._restores(name, inputs):
+            view = (name in VIEWS and inputs[0] is not None) or self._restores(name, inputs)
+            moves = name == "pad" and any(map(any, equation.params["padding_config"]))
+            if view or (self._is_whole(name, inputs, outputs) and not moves):
                 self._views[outputs[0]] = inputs[0]
-            else:
-                product = product_of(equation) if name == "dot_general" else None
-                operations.append(Operation(name, tuple(map(self._viewed, inputs)), outputs, equation, product))
+                continue
+            product = product_of(equation) if name == "dot_general" else None
+            dims = tuple(equation.params["axes"]) if name in REDUCTIONS else ()
+            inputs = tuple(map(self._viewed, inputs))
+            operations.append(Operation(name, inputs, outputs, axes_of(equation), dims, product))
         return [number(variable) for variable in jaxpr.outvars]
+
+    def _is_whole(self, name: str, inputs: Sequence[int | None], outputs: Sequence[int]) -> bool:
+        """Whether an operation gives all of its first input and nothing else."""
+        if name not in RESIZING or inputs[0] is None:
+            return False
+        return self.values[inputs[0]].size == self.values[outputs[0]].size
 
     def _restores(self, name: str, inputs: Sequence[int | None]) -> bool:
         """Whether an operation on float8 values, or on their bits, gives what they stand for."""
@@ -162,6 +193,16 @@ class Program:
             return False
         value = self.values[self._viewed(inputs[0])]
         return value.dtype == np.uint8 or is_float8(value)
+
+
+def _used(operations: Sequence[Operation], outputs: Iterable[int | None]) -> list[Operation]:
+    """The operations on whose results these values depend."""
+    used, kept = set(outputs) - {None}, []
+    for operation in reversed(operations):
+        if used.intersection(operation.outputs):
+            kept.append(operation)
+            used.update(value for value in operation.inputs if value is not None)
+    return kept[::-1]
 
 
 def is_float8(value) -> bool:

@@ -142,7 +142,7 @@ class Regions:
             for op in operations
             if op.name in REDUCTIONS
             and 2 * size(op.inputs[0]) >= largest
-            and values[op.inputs[0]].ndim - 1 in op.equation.params["axes"]
+            and len(values[op.inputs[0]].shape) - 1 in op.dims
         }
         waiting = set(sums)
         for op in operations:

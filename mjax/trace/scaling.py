@@ -2,9 +2,10 @@
 
 On 8 ranks of `model` a layer has the operations that it has on 2, and each dim of its arrays is the same, or it goes
 with a power of the number of ranks. Two traces tell which, so a search computes those on more ranks. The same holds for
-ranks of `context` and `expert`, and for samples, with which rows of experts go as their tiles do. Some are traced
-nevertheless: where a dim would not be whole, where one would become 1 (a broadcast is another operation), and where the
-operations of two traces differ. `tests/trace/test_scaling.py` compares what is computed with what is traced.
+ranks of `context` and `expert`, and for samples, with which rows of experts go as their tiles do. Where a dim becomes
+1, operations such as its broadcast do nothing and are left out (`program.RESIZING`). Some are traced nevertheless:
+where a dim would not be whole, and where the operations of two traces differ. `tests/trace/test_scaling.py` compares
+what is computed with what is traced.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-import jax
-
-from mjax.trace.program import Program, axes_of
+from mjax.trace.program import Program, Value
 
 Numbers = tuple[int, ...]
 POWERS = (0, -1, 1, -2, 2)
@@ -39,6 +38,9 @@ class Part:
     values: tuple[Any, ...]
     same: Hashable
 
+    def __reduce__(self):
+        return Part, (self.programs, self.values, self.same)  # without `operations`
+
     def sizes(self) -> Iterator[tuple[int, ...]]:
         """The sizes of all arrays and products."""
         for program in self.programs:
@@ -48,9 +50,7 @@ class Part:
     def resized(self, shapes: Iterator[tuple[int, ...]]) -> Part:
         """The same with other sizes."""
         programs = tuple(program.resized(shapes) for program in self.programs)
-        return Part(
-            programs, tuple(jax.ShapeDtypeStruct(next(shapes), value.dtype) for value in self.values), self.same
-        )
+        return Part(programs, tuple(Value(next(shapes), value.dtype) for value in self.values), self.same)
 
     @cached_property
     def operations(self) -> tuple:
@@ -60,7 +60,7 @@ class Part:
                 *map(tuple, (program.inputs, program.outputs)),
                 tuple((value.dtype, len(value.shape)) for value in program.values),
                 tuple(
-                    (op.name, op.inputs, op.outputs, axes_of(op.equation), op.product and op.product[4:])
+                    (op.name, op.inputs, op.outputs, op.axes, op.product and op.product[4:])
                     for op in program.operations
                 ),
             )
@@ -113,53 +113,64 @@ class Step:
 
 
 class Parts:
-    """Traced parts, and what two of them tell of others."""
+    """Traced parts, and what two of them tell of others.
 
-    def __init__(self):
+    Attributes:
+      tiles: of experts' rows, with all else that a part depends on and some numbers.
+      made: what was traced, as arguments of `add`, in order.
+    """
+
+    def __init__(self, tiles: Callable[..., int]):
+        self.tiles = tiles
+        self.made: list[tuple[Numbers, Hashable, Part]] = []
         self._traced: dict[Hashable, list[tuple[Numbers, Part]]] = defaultdict(list)
         self._forms: dict[Hashable, list[tuple[Form, ...]]] = {}
 
-    def on(self, numbers: Numbers, others: Hashable, tiles: Callable[..., int], trace: Callable[[], Part]) -> Part:
+    def on(self, numbers: Numbers, others: Hashable, trace: Callable[[], Part]) -> Part:
         """A part.
 
         Args:
           numbers: that its sizes go with: of ranks of each axis that splits it, and of samples.
           others: everything else that it depends on.
-          tiles: of experts' rows, with some numbers.
           trace: it.
         """
-        bases = self._traced[others]
-        for before, part in bases:
-            if (scaled := self._scaled(before, part, numbers, others, tiles)) is not None:
+        for before, part in self._traced[others]:
+            if (scaled := self._scaled(before, part, numbers, others)) is not None:
                 return scaled
         part = trace()
+        self.add(numbers, others, part)
+        return part
+
+    def add(self, numbers: Numbers, others: Hashable, part: Part) -> None:
+        """Learn from what was traced, here or in another process; arguments as for `on`."""
+        bases = self._traced[others]
+        if numbers in dict(bases):
+            return
         for before, other in bases:
             axis, *more = (axis for axis in range(len(numbers)) if before[axis] != numbers[axis])
             if not more and part.operations == other.operations:
-                step = Step((before[axis], numbers[axis]), (tiles(*before), tiles(*numbers)))
+                step = Step((before[axis], numbers[axis]), (self.tiles(others, *before), self.tiles(others, *numbers)))
                 forms = [tuple(map(step.form, *sizes)) for sizes in zip(other.sizes(), part.sizes(), strict=True)]
                 if not any(None in of for of in forms):
                     self._forms.setdefault((others, axis, step.tiles, part.operations), forms)
         bases.append((numbers, part))
-        return part
+        self.made.append((numbers, others, part))
 
-    def _scaled(
-        self, now: Numbers, part: Part, numbers: Numbers, others: Hashable, tiles: Callable[..., int]
-    ) -> Part | None:
+    def _scaled(self, now: Numbers, part: Part, numbers: Numbers, others: Hashable) -> Part | None:
         """`part`, which was traced with the numbers `now`, with `numbers`; None if it has to be traced."""
         shapes = list(part.sizes())
         for axis, many in enumerate(numbers):
             if now[axis] == many:
                 continue
             before, now = now, (*now[:axis], many, *now[axis + 1 :])
-            step = Step((before[axis], many), (tiles(*before), tiles(*now)))
+            step = Step((before[axis], many), (self.tiles(others, *before), self.tiles(others, *now)))
             forms = self._forms.get((others, axis, step.tiles, part.operations))
             if forms is None or not step.grows:
                 return None
             for number, (sizes, of) in enumerate(zip(shapes, forms, strict=True)):
                 if any(of_dim != FORMS[0] for of_dim in of):
                     scaled = tuple(map(step.of, sizes, of))
-                    if any(new is None or (new == 1 < old) for new, old in zip(scaled, sizes, strict=True)):
+                    if None in scaled:
                         return None
                     shapes[number] = scaled
         return part.resized(iter(shapes))

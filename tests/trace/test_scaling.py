@@ -32,7 +32,7 @@ def traces(monkeypatch):
     def forget():
         for cache in CACHES:
             cache.cache_clear()
-        monkeypatch.setattr(layers, "PARTS", Parts())
+        monkeypatch.setattr(layers, "PARTS", Parts(layers._tiles))
         made.clear()
         return made
 
@@ -78,8 +78,9 @@ def test_ranks_follow_from_traces_of_two(traces, name, mesh, ranks, kernel, reco
 
 @pytest.mark.ci
 def test_experts_and_samples_follow_from_traces_of_two(traces):
-    """Rows fill tiles, whose number goes with no power of ranks of `expert` or of samples."""
-    of = Traced.of(replace(load_config("olmoe_1b_7b"), mesh=MeshConfig(data=2, expert=2)))
+    """Rows fill tiles, whose number goes with no power of ranks of `expert` or of samples. On 8 a rank has one expert,
+    which nothing cuts out."""
+    of = Traced.of(replace(load_config("mixtral_8x7b"), mesh=MeshConfig(data=2, expert=2)))
     made = traces()
     *_, scaled = (sizes_of(replace(of, expert=each, samples=samples)) for each in (2, 4, 8) for samples in (1, 2))
     assert {each.expert for each in made} == {2, 4}
@@ -142,4 +143,4 @@ def test_search_traces_few_layers(traces, monkeypatch):
     found = find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ["mesh.schedule", "mesh.pipe", "mesh.zero"])
     assert found.slower
     assert len(needed) == len(set(needed))
-    assert (len(made), len(needed)) == (14, 19)
+    assert (len(made), len(needed)) == (13, 19)
