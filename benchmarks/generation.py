@@ -51,7 +51,7 @@ def by_mjax(run: Path, compute: str) -> Contender:
 
     opened = open_run(run)
     generator = Generator(inference_config(opened.config, opened.shape, compute=compute), opened.mesh)
-    weights = opened.weights_for(generator.abstract_model)
+    weights = generator.prepare(opened.weights_for(generator.abstract_model))
 
     def contend(prompts: np.ndarray, tokens: int) -> np.ndarray:
         sampling = Sampling(tokens=tokens, temperature=0)

@@ -18,6 +18,7 @@ from mjax.commands import cli
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.generate import generate as run_generate
 from mjax.config import MeshConfig, save_config
+from mjax.config.kernels import padded_width
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
@@ -178,15 +179,17 @@ def test_similar_request_compiles_nothing():
 @pytest.mark.parametrize(
     ("mesh", "attention", "needed", "width"),
     [
-        ({}, "xla", 17, 32),
+        ({}, "xla", 17, 24),
+        ({}, "xla", 500, 512),
+        ({"context": 3, "context_attention": "gather"}, "xla", 17, 24),
         ({}, "flash", 5, 64),  # a block of 64 positions is the least the kernel takes
         ({"context": 2, "context_attention": "gather"}, "flash", 5, 256),  # every half of a rank's queries
     ],
 )
-def test_widths_are_powers_that_kernel_and_mesh_divide(mesh, attention, needed, width):
+def test_widths_are_few_and_kernel_and_mesh_divide_them(mesh, attention, needed, width):
     model = replace(small_config(sequence=512, heads=4).model, attention=attention)
     config = replace(small_config(), model=model, mesh=MeshConfig(**mesh))
-    assert Generator(config, make_mesh(config.mesh))._width(needed) == width
+    assert padded_width(config, needed, 16) == width
 
 
 # --- Where a continuation ends ----------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ class Writer:
         self.ends = ends_of_text(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
-        self._step, self._model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
+        self._step, model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
+        self._model = self._generator.prepare(model)
 
     def write(
         self,

@@ -76,6 +76,19 @@ def position_unit(config: Config) -> int:
     return math.lcm(block * config.sequence_chunks, config.mesh.context)
 
 
+WIDTHS = [width << octave for octave in range(3, 40) for width in (2, 3)]
+"""16, 24, 32, 48, 64, …: a text has few other widths, so few programs serve all, and at most a third is padding."""
+
+
+def padded_width(config: Config, needed: int, narrowest: int, rows: int = 1) -> int:
+    """`needed` positions rounded up to one of `WIDTHS` from `narrowest` on, and to what the mesh and the kernel of
+    attention divide, for `rows` sequences; limited by the number of positions."""
+    ranks = config.mesh.context * config.mesh.model if config.mesh.sequence_parallel else 1
+    unit = math.lcm(position_unit(config), ranks // math.gcd(ranks, rows))
+    width = next(width for width in WIDTHS if width >= max(needed, narrowest))
+    return min(-(-width // unit) * unit, config.model.sequence)
+
+
 def ways_across(config: Config) -> list[str]:
     """Choose how attention sees the positions of other ranks of `context` (`--mesh.context-attention`): by heads where
     their number allows it, by gathered keys unless `model.attention` is cuDNN's, which takes as many queries as keys;

@@ -15,7 +15,7 @@ a part of the cache. Replicas along `data` do the same work, so every process of
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
 sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
 
-**Compilation.** Widths of prompts and of the cache are rounded up to powers of two, and everything else about a request
+**Compilation.** Widths of prompts and of the cache are rounded up (`padded_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
 """
 
@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
-from mjax.config.kernels import position_unit
+from mjax.config.kernels import padded_width
 from mjax.errors import UsageError
 from mjax.generation.decoding import decoder, inference_weights, weight_specs
 from mjax.generation.sampling import Sampling
@@ -180,7 +180,14 @@ class Continuation:
     ended: Literal["eod", "tokens", "positions"]
 
 
+class Prepared(NamedTuple):
+    """The weights that a `Generator` computes with; the master weights are not needed any more."""
+
+    weights: CausalModel
+
+
 Listener = Callable[[int, int, int | None], None]
+NARROWEST = 16  # positions
 
 
 class Generator:
@@ -223,9 +230,16 @@ class Generator:
         )
         self._all_logits = jax.jit(on_mesh(all_logits, in_specs=(weights, P()), out_specs=P()))
 
+    def prepare(self, model: CausalModel) -> Prepared:
+        """Master weights, as in `TrainState.model`, in the form of several calls."""
+        return Prepared(self._weights(model))
+
+    def _prepared(self, model: CausalModel | Prepared) -> CausalModel:
+        return model.weights if isinstance(model, Prepared) else self._weights(model)
+
     def generate(
         self,
-        model: CausalModel,
+        model: CausalModel | Prepared,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         eod: int | Sequence[int],
@@ -234,7 +248,7 @@ class Generator:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
 
         Args:
-          model: master weights, as in `TrainState.model`.
+          model: master weights, as in `TrainState.model`, or what `prepare` made of them.
           prompts: token ids; lengths may differ.
           sampling: how to choose tokens.
           eod: the end-of-document id, or several ids that end a text.
@@ -260,8 +274,8 @@ class Generator:
             "top_p": np.float32(sampling.top_p),
             "seed": np.uint32(sampling.seed),
         }
-        weights = self._weights(model)
-        state = self._read(self._width(limits.max()), weights, request)
+        weights = self._prepared(model)
+        state = self._read(padded_width(self.config, limits.max(), NARROWEST), weights, request)
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
@@ -274,18 +288,18 @@ class Generator:
             continuations.append(Continuation(written, "eod" if at_eod else complete))
         return continuations
 
-    def logits(self, model: CausalModel, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def logits(self, model: CausalModel | Prepared, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The logits of the next token after every position of each of `texts`, float32 [tokens, vocabulary].
 
         Args:
-          model: master weights, as in `TrainState.model`.
+          model: as for `generate`.
           texts: token ids; lengths may differ.
 
         Raises:
           UsageError: there is no text, or one is empty, too long, or has an invalid id.
         """
         self._check_prompts(texts, most=self.config.model.sequence)
-        logits = np.asarray(self._all_logits(self._weights(model), self._padded(texts)))[
+        logits = np.asarray(self._all_logits(self._prepared(model), self._padded(texts)))[
             ..., : self.config.model.vocabulary
         ]
         return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
@@ -306,17 +320,10 @@ class Generator:
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Texts in rows of one width, with zeros behind them, which no token sees."""
-        rows = np.zeros((len(texts), self._width(max(map(len, texts)))), np.int32)
+        rows = np.zeros((len(texts), padded_width(self.config, max(map(len, texts)), NARROWEST)), np.int32)
         for row, text in zip(rows, texts, strict=True):
             row[: len(text)] = text
         return rows
-
-    def _width(self, needed: int) -> int:
-        """`needed` rounded up to a power of two from 16 on, and to what the mesh and the kernel of attention divide;
-        limited by the number of positions."""
-        unit = position_unit(self.config)
-        power = 1 << (max(int(needed), 16) - 1).bit_length()
-        return min(-(-power // unit) * unit, self.config.model.sequence)
 
     def _check_prompts(self, prompts: Sequence[Sequence[int]], most: int | None = None) -> None:
         model = self.config.model

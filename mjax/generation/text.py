@@ -14,7 +14,7 @@ from rich.console import Console
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import ends_of_text
 from mjax.errors import UsageError, in_python
-from mjax.generation.generate import Continuation, Generator, Sampling
+from mjax.generation.generate import Continuation, Generator, Prepared, Sampling
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 
@@ -113,7 +113,7 @@ class Sample:
 
 def continue_ids(
     generator: Generator,
-    model: CausalModel,
+    model: CausalModel | Prepared,
     decode: Decode,
     prompts: Sequence[str],
     encoded: Sequence[list[int]],

@@ -182,14 +182,14 @@ class HarnessModel(TemplateLM):
         # lengths.
         arguments = [request.args for request in requests]
         collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
-        texts, size = [], self.config.train.global_batch
+        texts, size, weights = [], self.config.train.global_batch, self.generator.prepare(self.weights)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
             for batch in collator.get_batched(n=size):
                 sampling, until = self._settings(batch[0][1])
                 room = self.max_length - sampling.tokens
                 prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text, _ in batch]
                 filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
-                written = self.generator.generate(self.weights, filled, sampling, self.ends)
+                written = self.generator.generate(weights, filled, sampling, self.ends)
                 for args, prompt, continuation in zip(batch, prompts, written, strict=False):
                     text = written_after(self.text.decode, prompt, continuation.tokens)
                     texts.append(postprocess_generated_text(text, until, None))

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.config.kernels import position_unit
+from mjax.config.kernels import padded_width
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.heads import TaskBERT
@@ -41,8 +41,7 @@ from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
-WIDTHS = [width << octave for octave in range(5, 40) for width in (2, 3)]
-"""64, 96, 128, 192, 256, …: narrower windows would save less than another compilation costs."""
+NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
 
 
 class RowScorer:
@@ -160,16 +159,7 @@ class Scorer(RowScorer):
         longest_first = sorted(range(len(windows)), key=lambda index: -lengths[index])
         for first in range(0, len(windows), size):
             indices = longest_first[first : first + size]
-            yield self._width(lengths[indices[0]]), indices
-
-    def _width(self, needed: int) -> int:
-        """Return the first of `WIDTHS` from `needed` on that the mesh and the kernel of attention can divide, limited
-        by the number of positions."""
-        config, mesh, unit = self.config, self.config.mesh, position_unit(self.config)
-        ranks = mesh.context * mesh.model if mesh.sequence_parallel else 1
-        fit = (width for width in WIDTHS if width * config.train.micro_batch % ranks == width % unit == 0)
-        positions = config.model.sequence
-        return min(next((width for width in fit if width >= needed), positions), positions)
+            yield padded_width(self.config, lengths[indices[0]], NARROWEST, self.config.train.micro_batch), indices
 
 
 class LossScorer(Scorer):
