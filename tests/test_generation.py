@@ -254,21 +254,18 @@ def test_impossible_request_is_rejected(prompts, setting, words):
 
 @pytest.mark.parametrize("mesh", [ONE, ci(MeshConfig(model=2))], ids=str)
 def test_listener_hears_every_token_and_end(mesh):
-    """And the loop ends with the last text."""
-    plain, heard = generate(HOT), {}
+    """Once and in order, by the programs that run without a listener."""
+    plain, heard = generate(HOT), [[], [], []]
     eod = [plain[0].tokens[2], plain[1].tokens[2]]
-
-    def listen(index, position, token):
-        heard.setdefault((index, position), set()).add(token)
-
-    found = generate(HOT, eod=eod, mesh=mesh, listener=listen)
+    alone = generate(HOT, eod=eod, mesh=mesh)
+    compiled = programs(generator_and_model(mesh)[0])
+    found = generate(HOT, eod=eod, mesh=mesh, listener=lambda index, *told: heard[index].append(told))
+    assert found == alone
+    assert programs(generator_and_model(mesh)[0]) == compiled
     assert found[0].ended == "eod"
-    for index, (prompt, continuation) in enumerate(zip(PROMPTS, found, strict=True)):
-        at = len(prompt)
-        assert [heard[index, at + number] for number in range(len(continuation.tokens))] == [
-            {token} for token in continuation.tokens
-        ]
-        assert (heard[index, at + len(continuation.tokens)] == {None}) if continuation.ended == "eod" else True
+    for prompt, continuation, told in zip(PROMPTS, found, heard, strict=True):
+        tokens = [*continuation.tokens, *[None] * (continuation.ended == "eod")]
+        assert told == [(len(prompt) + number, token) for number, token in enumerate(tokens)]
 
 
 def test_error_while_showing_ends_command():

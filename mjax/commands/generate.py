@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from mjax.checkpoint.base import restore_weights
@@ -73,7 +74,13 @@ class Writer:
         self._generator = Generator(config, make_mesh(config.mesh))
         say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
         self._step, model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
+        self._compiling = 0.0  # seconds of the call
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._model = self._generator.prepare(model)
+
+    def _listen(self, event: str, seconds: float, **_) -> None:
+        if event.endswith("/backend_compile_duration"):
+            self._compiling += seconds
 
     def write(
         self,
@@ -98,6 +105,9 @@ class Writer:
 
             callback = None if as_json else watch
             samples = continue_ids(self._generator, self._model, decode, prompts, encoded, sampling, ends, callback)
+        if self.notices.is_terminal and self._compiling >= 1:
+            self.notices.print(f"compiling took {self._compiling:.1f} s", style="dim")
+        self._compiling = 0.0
         for number, sample in enumerate(samples, start=1):
             if as_json:
                 print(json.dumps({"step": self._step, **dataclasses.asdict(sample)}))

@@ -100,7 +100,7 @@ def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
 
 
 class _State(NamedTuple):
-    """What the loop carries from token to token.
+    """State of the loop from token to token.
 
     Attributes:
       tokens: int32 [b, S], prompts and their continuations.
@@ -120,7 +120,15 @@ class _State(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the last step of the loop has drawn: int32 [b] and bool [b], and whether all sequences have ended."""
+    """The last step of the loop.
+
+    Attributes:
+      positions: int32 [b], of the tokens drawn.
+      drawn: int32 [b].
+      at_eod: bool [b], the token ends the text, and is not part of it.
+      grew: bool [b], the token is part of the text.
+      all_ended: bool [], after this step.
+    """
 
     positions: Array
     drawn: Array
