@@ -137,9 +137,8 @@ class _Step(NamedTuple):
     all_ended: Array
 
 
-def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, request: dict[str, Array]) -> _State:
+def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
     """Inside `shard_map`: read the prompts."""
-    prompts, lengths = request["prompts"], request["lengths"]
     decode = decoder(config, layout, weights)
     logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
@@ -221,9 +220,9 @@ class Generator:
         of_layer = P(*[PIPE] * (config.mesh.pipe > 1), None, MODEL, CONTEXT if config.across else None)
         state = _State(P(), P(), P(), P(), P(), Cache(of_layer, P(CONTEXT) if config.across else P()))
 
-        def read(slots: int, weights_of_model: CausalModel, request: dict[str, Array]) -> _State:
+        def read(slots: int, *arguments) -> _State:
             work = partial(_read, config, layout, slots)
-            return on_mesh(work, in_specs=(weights, P()), out_specs=state)(weights_of_model, request)
+            return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
             return weights.all_logits(ids, decoder(config, layout, weights), config.across)
@@ -273,8 +272,6 @@ class Generator:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         limits = np.minimum(lengths + min(sampling.tokens, positions), positions).astype(np.int32)
         request = {
-            "prompts": self._padded(prompts),
-            "lengths": lengths,
             "limits": limits,
             "eod": np.atleast_1d(np.asarray(eod, np.int32)),
             "temperature": np.float32(sampling.temperature),
@@ -283,7 +280,8 @@ class Generator:
             "seed": np.uint32(sampling.seed),
         }
         weights = self._prepared(model)
-        state = self._read(padded_width(self.config, limits.max(), NARROWEST), weights, request)
+        slots = padded_width(self.config, limits.max(), NARROWEST)
+        state = self._read(slots, weights, self._padded(prompts), lengths)
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
