@@ -117,9 +117,6 @@ class Program:
         yield from (value.shape for value in self.values)
         yield from (product[:4] for product in self.products)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_made"}
-
     def source(self, value: int | None) -> int | None:
         """The input of the program that a value is all or a part of, scaled or cast; None if it depends on several."""
         while (made := self._made.get(value)) is not None:

@@ -38,9 +38,6 @@ class Part:
     values: tuple[Any, ...]
     same: Hashable
 
-    def __reduce__(self):
-        return Part, (self.programs, self.values, self.same)  # without `operations`
-
     def sizes(self) -> Iterator[tuple[int, ...]]:
         """The sizes of all arrays and products."""
         for program in self.programs:
@@ -117,12 +114,10 @@ class Parts:
 
     Attributes:
       tiles: of experts' rows, with all else that a part depends on and some numbers.
-      made: what was traced, as arguments of `add`, in order.
     """
 
     def __init__(self, tiles: Callable[..., int]):
         self.tiles = tiles
-        self.made: list[tuple[Numbers, Hashable, Part]] = []
         self._traced: dict[Hashable, list[tuple[Numbers, Part]]] = defaultdict(list)
         self._forms: dict[Hashable, list[tuple[Form, ...]]] = {}
 
@@ -134,18 +129,11 @@ class Parts:
           others: everything else that it depends on.
           trace: it.
         """
-        for before, part in self._traced[others]:
+        bases = self._traced[others]
+        for before, part in bases:
             if (scaled := self._scaled(before, part, numbers, others)) is not None:
                 return scaled
         part = trace()
-        self.add(numbers, others, part)
-        return part
-
-    def add(self, numbers: Numbers, others: Hashable, part: Part) -> None:
-        """Learn from what was traced, here or in another process; arguments as for `on`."""
-        bases = self._traced[others]
-        if numbers in dict(bases):
-            return
         for before, other in bases:
             axis, *more = (axis for axis in range(len(numbers)) if before[axis] != numbers[axis])
             if not more and part.operations == other.operations:
@@ -154,7 +142,7 @@ class Parts:
                 if not any(None in of for of in forms):
                     self._forms.setdefault((others, axis, step.tiles, part.operations), forms)
         bases.append((numbers, part))
-        self.made.append((numbers, others, part))
+        return part
 
     def _scaled(self, now: Numbers, part: Part, numbers: Numbers, others: Hashable) -> Part | None:
         """`part`, which was traced with the numbers `now`, with `numbers`; None if it has to be traced."""
