@@ -114,14 +114,18 @@ def read_run(run: Path, causal: bool, reason: str) -> Config:
 
 
 def inference_config(
-    config: Config, mesh: MeshConfig, attention: str = "xla", micro_batch: int | None = None, compute: str | None = None
+    config: Config,
+    mesh: MeshConfig,
+    attention: str | None = None,
+    micro_batch: int | None = None,
+    compute: str | None = None,
 ) -> Config:
     """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
     Args:
       config: as saved by the run.
       mesh: may differ from the mesh of training.
-      attention: the kernel, or `auto`; that of the run may need a device that is not available.
+      attention: the kernel, or `auto`; by default one that needs no trial, `xla` on a GPU and `xla_blocks` on a CPU.
       micro_batch: sequences per forward pass of a data-parallel replica; by default as in training. A step runs one
         micro-batch per replica, or four times as many as there are stages.
       compute: dtype of activations and matmuls; by default as in training.
@@ -132,6 +136,8 @@ def inference_config(
     micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
     if micro_batch < 1:
         raise UsageError(f"--train.micro-batch is {micro_batch}; it must be at least 1")
+    if attention is None:
+        attention = "xla" if jax.default_backend() == "gpu" else "xla_blocks"
     precision = config.precision
     if compute is not None:
         precision = replace(precision, compute=compute, loss_scale=None)

@@ -7,7 +7,8 @@ under any parallelism, including a pipeline, every device ends up with all of th
 
 A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
 attention never sees the padding after a token. Short windows are padded to a few widths only, so there is one compiled
-program per width in use; each reads the first positions of the same weights.
+program per width in use; each reads the first positions of the same weights. Where the last `FEW` positions of every
+window hold all labels that count, as in a question's answers, the vocabulary is scored at these alone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
 NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
+FEW = 32  # positions at the end of a window; at least half of a batch's positions are then left out
 
 
 class RowScorer:
@@ -100,8 +102,13 @@ class Scorer(RowScorer):
 
     @staticmethod
     def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
-        """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part."""
+        """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part. Of a
+        batch with `first` only of the `FEW` positions from there on, [b, FEW, 2]."""
         tokens, labels = context.tokens, batch["labels"]
+        if "first" in batch:
+            chosen = batch["first"][:, None] + jnp.arange(FEW)
+            x = jnp.take_along_axis(tokens.by_sequence(x), chosen[..., None], axis=1).reshape(-1, x.shape[-1])
+            tokens, labels = replace(tokens, positions=FEW), jnp.take_along_axis(labels, chosen, axis=1)
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
@@ -142,12 +149,14 @@ class Scorer(RowScorer):
         scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
         batches = (
-            (chosen, width, _padded([windows[index] for index in chosen], width, size))
+            (chosen, width, self._padded([windows[index] for index in chosen], width, size))
             for width, chosen in self._batches(windows)
         )
         for chosen, rows in self.rows(model, batches):
+            few = rows.shape[1] == FEW
             for index, numbers in zip(chosen, rows, strict=False):  # the rest is padding
-                last = len(windows[index].tokens) - 1
+                end = len(windows[index].tokens) - 1
+                last = end - _first(windows[index]) if few else end
                 scores[index] = numbers[last - windows[index].counted : last]
             on_progress(len(chosen))
         return scores
@@ -161,6 +170,22 @@ class Scorer(RowScorer):
             indices = longest_first[first : first + size]
             yield padded_width(self.config, lengths[indices[0]], NARROWEST, self.config.train.micro_batch), indices
 
+    def _padded(self, windows: Sequence[Window], width: int, size: int) -> Batch:
+        """A batch [size, width] of windows, padded with zeros on the right."""
+        tokens, labels = np.zeros((2, size, width), np.int32)
+        for row, (ids, _) in enumerate(windows):
+            tokens[row, : len(ids) - 1], labels[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        batch = {"tokens": tokens, "labels": labels}
+        mesh = self.config.mesh
+        if (
+            width >= 2 * FEW
+            and max(counted for _, counted in windows) <= FEW
+            and not (mesh.splits_tokens or self.config.across)
+        ):
+            batch["first"] = np.zeros(size, np.int32)
+            batch["first"][: len(windows)] = [*map(_first, windows)]
+        return batch
+
 
 class LossScorer(Scorer):
     """Gives every list of windows, with equally many labels that count, their losses, [windows, counted]."""
@@ -172,12 +197,9 @@ class LossScorer(Scorer):
         return [np.stack(self.score_labels(model, windows, on_progress))[..., 0] for windows in passes]
 
 
-def _padded(windows: Sequence[Window], width: int, size: int) -> Batch:
-    """A batch [size, width] of windows, padded with zeros on the right."""
-    tokens, labels = np.zeros((2, size, width), np.int32)
-    for row, (ids, _) in enumerate(windows):
-        tokens[row, : len(ids) - 1], labels[row, : len(ids) - 1] = ids[:-1], ids[1:]
-    return {"tokens": tokens, "labels": labels}
+def _first(window: Window) -> int:
+    """The first of the last `FEW` positions of a window, or of all if it has fewer."""
+    return max(len(window.tokens) - 1 - FEW, 0)
 
 
 # --- Labelled examples ------------------------------------------------------------------------------------------------
