@@ -192,6 +192,17 @@ def test_widths_are_few_and_kernel_and_mesh_divide_them(mesh, attention, needed,
     assert padded_width(config, needed, 16) == width
 
 
+def test_cache_holds_prompts_that_are_padded_beyond_the_end():
+    """33 tokens are read in 48 positions; they and two more fit into 40 slots."""
+    config = small_config(sequence=64, heads=4)
+    generator = Generator(config, make_mesh(ONE))
+    model = generator.prepare(placed(generator, lambda: lively(config)))
+    prompt = list(range(1, 34))
+    (found,) = tokens_of(generator.generate(model, [prompt], replace(GREEDY, tokens=2), eod=-1))
+    (logits,) = generator.logits(model, [prompt + found[:1]])
+    assert found == logits[32:].argmax(-1).tolist()
+
+
 # --- Where a continuation ends ----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ Training asks for the local GPU, the planner for one that may be elsewhere.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -80,12 +81,16 @@ WIDTHS = [width << octave for octave in range(3, 40) for width in (2, 3)]
 """16, 24, 32, 48, 64, …: a text has few other widths, so few programs serve all, and at most a third is padding."""
 
 
-def padded_width(config: Config, needed: int, narrowest: int, rows: int = 1) -> int:
-    """`needed` positions rounded up to one of `WIDTHS` from `narrowest` on, and to what the mesh and the kernel of
+SLOTS = [width << octave for octave in range(2, 40) for width in (4, 5, 6, 7)]
+"""16, 20, 24, 28, 32, 40, …: every token reads a whole cache, so at most a fifth of it is padding."""
+
+
+def padded_width(config: Config, needed: int, narrowest: int, rows: int = 1, widths: Sequence[int] = WIDTHS) -> int:
+    """`needed` positions rounded up to one of `widths` from `narrowest` on, and to what the mesh and the kernel of
     attention divide, for `rows` sequences; limited by the number of positions."""
     ranks = config.mesh.context * config.mesh.model if config.mesh.sequence_parallel else 1
     unit = math.lcm(position_unit(config), ranks // math.gcd(ranks, rows))
-    width = next(width for width in WIDTHS if width >= max(needed, narrowest))
+    width = next(width for width in widths if width >= max(needed, narrowest))
     return min(-(-width // unit) * unit, config.model.sequence)
 
 

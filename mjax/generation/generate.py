@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
-from mjax.config.kernels import padded_width
+from mjax.config.kernels import SLOTS, padded_width
 from mjax.errors import UsageError
 from mjax.generation.decoding import decoder, inference_weights, weight_specs
 from mjax.generation.sampling import Sampling
@@ -280,8 +280,9 @@ class Generator:
             "seed": np.uint32(sampling.seed),
         }
         weights = self._prepared(model)
-        slots = padded_width(self.config, limits.max(), NARROWEST)
-        state = self._read(slots, weights, self._padded(prompts), lengths)
+        rows = self._padded(prompts)
+        slots = max(padded_width(self.config, limits.max(), NARROWEST, widths=SLOTS), rows.shape[1])
+        state = self._read(slots, weights, rows, lengths)
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
