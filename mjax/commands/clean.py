@@ -20,49 +20,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import ftfy
 import numpy as np
-import tyro
 
-from mjax.config.bounds import Count, CountOrZero
+from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, decontaminate, find_files, outputs, parse, tasks
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
-from mjax.data.corpus.outputs import FilterArguments, FilterJob, Tally, check_outputs
+from mjax.data.corpus.outputs import FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import RunError, UsageError
 
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
 NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
 AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanArguments(FilterArguments):
-    """Repair broken Unicode, cut out evaluation text, and remove documents that are short or unwanted."""
-
-    repair: bool = True
-    """Repair broken Unicode with ftfy, which also straightens quotes and expands ligatures."""
-    decontaminate: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILES …")] = ()
-    """Evaluation sets, as text files: where a document shares 13 words in a row with one, they are cut out of it with
-    200 characters on either side."""
-    decontaminate_key: str = "text"
-    """Field of the evaluation sets that holds the text."""
-    common: Count = 10
-    """Runs of words that occur at least this often in the input are common phrases and are not cut out."""
-    minimum_tokens: CountOrZero = 128
-    """Remove documents of fewer tokens; 0: none."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """Tokenizer that counts tokens, as in `mjax prepare`; by default, words between white space are counted."""
-    keep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION …")] = ()
-    """Your functions that take a document's text and return True to keep it or False; also MODULE:FUNCTION."""
-
-    @property
-    def short(self) -> str:
-        """Reason for removing a short document."""
-        return f"fewer than {self.minimum_tokens} {'tokens' if self.tokenizer else 'words'}"
 
 
 def clean(arguments: CleanArguments) -> dict[str, Any] | None:

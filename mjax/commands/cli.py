@@ -30,7 +30,7 @@ class Command(NamedTuple):
         fields are the flags, or `argv`; it returns the exit code, or anything else for success.
       about: one line.
       on_cpu: whether JAX must see the CPU only.
-      flags: MODULE:CLASS of the flags, if it takes seconds to import `run`, for which --help does not wait.
+      flags: MODULE:CLASS of the flags, if `run` imports more than its flags need, for which --help does not wait.
     """
 
     run: str | Commands
@@ -42,8 +42,10 @@ class Command(NamedTuple):
 Commands = dict[str, Command]
 
 DATA_COMMANDS: Commands = {
-    "inspect": Command("data:inspect", "show a dataset: documents, tokens, lengths, a sample"),
-    "merge": Command("data:merge", "merge several datasets into one"),
+    "inspect": Command(
+        "data:inspect", "show a dataset: documents, tokens, lengths, a sample", flags="arguments:InspectArguments"
+    ),
+    "merge": Command("data:merge", "merge several datasets into one", flags="arguments:MergeArguments"),
 }
 
 CONVERT_COMMANDS: Commands = {
@@ -73,15 +75,23 @@ RUNS_COMMANDS: Commands = {
 COMMANDS: Commands = {
     "train": Command("train:train", "train a model"),
     "sft": Command("sft:sft", "fine-tune a model on conversations, so that it answers"),
-    "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset"),
-    "dedup": Command("dedup:dedup", "remove exact and near-duplicate documents from text"),
-    "clean": Command("clean:clean", "fix broken Unicode, remove evaluation sets, short and unwanted documents"),
+    "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset", flags="arguments:PrepareArguments"),
+    "dedup": Command(
+        "dedup:dedup", "remove exact and near-duplicate documents from text", flags="arguments:DedupArguments"
+    ),
+    "clean": Command(
+        "clean:clean",
+        "fix broken Unicode, remove evaluation sets, short and unwanted documents",
+        flags="arguments:CleanArguments",
+    ),
     "data": Command(DATA_COMMANDS, "inspect or merge datasets"),
     "runs": Command(RUNS_COMMANDS, "list, compare or remove runs"),
     "evaluate": Command(
-        "evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for"
+        "evaluate:evaluate",
+        "evaluate a model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for",
+        flags="arguments:EvaluateArguments",
     ),
-    "lm-eval": Command("evaluate:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
+    "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
     "generate": Command("generate:generate", "generate text with a trained model", flags="arguments:GenerateArguments"),

@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import tyro
 from rich.console import Console
 
+from mjax.commands.arguments import ConversationArguments
 from mjax.config import read_settings
-from mjax.config.bounds import Count, CountOrZero
-from mjax.data.corpus import Corpus, TextArguments, TextFiles, parse_rows
+from mjax.data.corpus import Corpus, TextFiles, parse_rows
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationArguments(TextArguments):
-    """Flags of `mjax prepare` for conversations."""
-
-    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Files hold conversations, for `mjax sft`: JSON lines or Parquet rows with "messages" and perhaps "tools", or with
-    "prompt" and "completion". Needs --tokenizer run:RUN, whose chat template renders them."""
-    template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
-    """With --chat: another chat template, in Jinja; plain: User: … Assistant: …, for a model without one."""
-    turns: Literal["all", "last"] = "all"
-    """With --chat: train on all turns of the assistant, or the last."""
-    reasoning: bool = True
-    """With --chat: train on the assistant's reasoning, too."""
-    longest: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
-    """With --chat: most tokens of a conversation; by default one more than the model.sequence of RUN."""
-    too_long: Literal["drop", "cut"] = "drop"
-    """With --chat: leave out a conversation that is longer, or its end."""
-    preview: Annotated[CountOrZero, tyro.conf.arg(metavar="N")] = 0
-    """With --chat: show the first N conversations with what is trained in green."""
 
 
 class Encoded(NamedTuple):

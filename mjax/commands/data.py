@@ -16,16 +16,15 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.commands.arguments import InspectArguments, MergeArguments
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
 from mjax.data.corpus import EXAMPLES
@@ -41,20 +40,6 @@ ADDED = ("documents", "tokens", "text_bytes", "malformed")
 
 
 # --- Inspect ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class InspectArguments:
-    """Show the contents of a dataset: documents, sequences, tokens, lengths and a sample."""
-
-    prefix: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PREFIX")]
-    """The dataset: data/corpus for data/corpus.bin and data/corpus.idx."""
-    document: int = 0
-    """Index of the document to show as a sample, from 0."""
-    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Draw a histogram of the documents' lengths into this .png, .pdf or .svg file."""
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object."""
 
 
 def inspect(arguments: InspectArguments) -> dict[str, Any]:
@@ -147,18 +132,6 @@ def _facts(summary: dict[str, Any], metadata: DatasetMetadata | None) -> Iterato
 
 
 # --- Merge ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MergeArguments:
-    """Concatenate several datasets into one."""
-
-    output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Prefix of the new dataset."""
-    parts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IN …")]
-    """Prefixes of the datasets to merge, in this order."""
-    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Replace an existing dataset of that name."""
 
 
 def merge(arguments: MergeArguments) -> None:

@@ -22,39 +22,22 @@ Values of all documents are files that are mapped into memory. A task holds its 
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
-from mjax.config.bounds import Count
+from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
 from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins
-from mjax.data.corpus.outputs import EXAMPLES, FilterArguments, FilterJob, Tally, check_outputs, where_they_differ
-from mjax.data.corpus.shingles import Unit, shingle_hashes, shingle_set
+from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
+from mjax.data.corpus.shingles import shingle_hashes, shingle_set
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
 KEPT, NAMED, SHOWN = 1, 2, 4  # what is needed of a document: its line for the output, its source, its text
 PART = 2**22  # documents, pairs or values that a task holds at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class DedupArguments(FilterArguments):
-    """Remove exact and near-duplicate documents; the first of each group of similar ones in the input is kept."""
-
-    exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Remove only documents whose text is the same, byte for byte."""
-    threshold: float = 0.7
-    """Jaccard similarity of shingles at which documents are near-duplicates, 0.3 to 1."""
-    shingles: Unit = "words"
-    """Unit of a shingle: words in lower case without punctuation, or characters as they are (for languages that put no
-    spaces between words)."""
-    shingle_size: Count = 5
-    """Words or characters in a shingle. Megatron's tools took 5 characters."""
 
 
 def dedup(arguments: DedupArguments) -> dict[str, Any] | None:

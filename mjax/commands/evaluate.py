@@ -1,4 +1,4 @@
-"""`mjax evaluate`: evaluate a run on a task and a file; `mjax lm-eval`: the harness's tasks.
+"""`mjax evaluate`: evaluate a run on a task and a file.
 
     config and tokenizer of the run → windows of the file → weights, on the requested mesh → scores → metrics
 
@@ -8,29 +8,24 @@ devices have to be simulated before that.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.cluster import launch
-from mjax.cluster.launch import Distributed, keep_programs
-from mjax.commands.flags import RunArguments
-from mjax.config import Config, MeshConfig, load_own_model, read_settings
-from mjax.config.bounds import Count, check_bounds
+from mjax.cluster.launch import keep_programs
+from mjax.commands.arguments import EvaluateArguments
+from mjax.config import Config, load_own_model, read_settings
+from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
-from mjax.tasks.long_contexts import Needle, NeedleOptions, Positions, PositionsOptions
+from mjax.tasks.long_contexts import Needle, Positions
 from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.progress import facts, progress
 
@@ -39,42 +34,6 @@ SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lamb
 # name → (data, tokenizer, config of the model, the task's options) → task
 LONG_TASKS: dict[str, Callable[..., DrawnTask]] = {"positions": Positions, "needle": Needle}
 TEXT_TASKS = (*SHORT_TASKS, *LONG_TASKS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateArguments(RunArguments):
-    """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
-    what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
-
-    task: str
-    """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
-    squad2.0."""
-    data: str
-    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
-    .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    overlap: int | None = None
-    """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
-    the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
-    positions: PositionsOptions = field(default_factory=PositionsOptions)
-    needle: NeedleOptions = field(default_factory=NeedleOptions)
-    figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Picture of the results of positions or needle, .png, .pdf or .svg."""
-    predictions: Path | None = None
-    """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
-    """Sequences per forward pass of a data-parallel replica; by default as in training."""
-    compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
-    """Dtype of activations and matrix products; by default as in training."""
-    attention: Annotated[
-        Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
-    ] = "auto"
-    """Attention kernel, as in training."""
-    simulate: int | None = None
-    """Number of CPU devices to simulate, in each process."""
-    distributed: Distributed = field(default_factory=Distributed)
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object."""
 
 
 def evaluate(arguments: EvaluateArguments) -> int:
@@ -237,80 +196,3 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
         if metric not in lines:
             console.print()
             console.print(metric.shown)
-
-
-# --- The harness ------------------------------------------------------------------------------------------------------
-
-NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
-
-HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [flags of lm-eval run]
-       mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
-
-  --run RUN         run folder to evaluate; short for: run --model mjax --model_args run=RUN
-  --config FILE.py  with --run: the file that defines a model of your own; any other --config is the harness's
-  --simulate N      number of CPU devices to simulate
-
-Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
-are run, config, step, pipe, data, context, model, compute, attention and tokenizer.
-"""
-
-
-def lm_eval(argv: Sequence[str]) -> int:
-    """Run the harness's own command line, with the model `mjax` registered. Returns the exit code.
-
-        mjax lm-eval --run runs/x --tasks hellaswag
-        mjax lm-eval run --model mjax --model_args run=runs/x --tasks hellaswag     the same
-
-    The harness finds models only in a registry of its process, so it has to run in a process that has registered ours.
-    Everything after `lm-eval` belongs to the harness: `run`, `ls`, `validate` and all their flags.
-
-    Raises:
-      UsageError: the package lm-eval is missing, or an argument of ours is invalid.
-      RunError: the checkpoint is damaged.
-    """
-    parser = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
-    parser.add_argument("--simulate", type=int)
-    parser.add_argument("--run", "--checkpoint")
-    arguments, rest = parser.parse_known_args(argv)
-    if argv[:1] in (["-h"], ["--help"]):
-        print(HELP)
-        if importlib.util.find_spec("lm_eval") is None:
-            return 0
-    if arguments.run is not None:
-        rest = _with_run(arguments.run, rest)
-        if "--apply_chat_template" in rest:  # before weights are read
-            from mjax.generation.chat import Chat
-
-            Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
-    keep_programs()
-    try:
-        from lm_eval.__main__ import cli_evaluate
-        from lm_eval.api.registry import model_registry
-    except ImportError as error:
-        raise UsageError(
-            f"mjax lm-eval needs the package lm-eval ({error}): pip install lm-eval, or use mjax evaluate, which needs "
-            "nothing"
-        ) from None
-    model_registry.register(NAME, target=TARGET)  # imported on use, and JAX with it
-    before, sys.argv = sys.argv, ["lm-eval", *rest]
-    try:
-        cli_evaluate()
-    finally:
-        sys.argv = before
-    return 0
-
-
-def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
-    """The harness's arguments for the run in `folder`, keeping other --model_args."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model_args", "-a", nargs="+", default=[])
-    parser.add_argument("--config")
-    given, rest = parser.parse_known_args([word for word in rest if word != "run"])
-    ours = [f"run={folder}", *given.model_args]
-    if given.config is not None and given.config.endswith(".py"):
-        ours.append(f"config={given.config}")
-    elif given.config is not None:
-        rest += ["--config", given.config]
-    return ["run", "--model", NAME, "--model_args", ",".join(ours), *rest]

@@ -16,8 +16,6 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mjax.checkpoint.folders import check_run_folder
 from mjax.cluster import launch
 from mjax.cluster.launch import keep_programs
@@ -25,11 +23,11 @@ from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
-from mjax.tasks.labelled import LabelledTask, open_task
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
     from mjax.cluster.watchdog import Watchdog
     from mjax.run.agreement import Facts
+    from mjax.tasks.labelled import LabelledTask
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -59,6 +57,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.run.agreement import agree, check_shared, facts_of
     from mjax.run.display import lasting_console
     from mjax.step.kernel_trial import with_kernel
+    from mjax.tasks.labelled import open_task
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------
     console = lasting_console(sys.stderr, processes.is_first())
@@ -103,6 +102,8 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
 
 def _task_facts(arguments: FinetuneArguments, task: LabelledTask) -> Facts:
     """Facts that the processes compare besides the config: the examples and the initial weights."""
+    import numpy as np
+
     from mjax.run.agreement import newest_checkpoint
 
     digest = hashlib.sha256()

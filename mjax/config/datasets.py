@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import numpy as np
-
 from mjax.config.plain_values import build
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
@@ -80,6 +78,8 @@ def _number(value: str) -> float | None:
 
 def normalize(weights: Sequence[float]) -> list[float]:
     """Weights divided by their sum, added in NumPy's order as in Megatron: the last bit decides between equals."""
+    import numpy as np
+
     weights = np.asarray(weights, np.float64)
     return (weights / weights.sum()).tolist()
 
@@ -106,6 +106,8 @@ def split_sequences(split: str, sequences: int) -> tuple[range, range, range]:
             f"--data.split {split!r} is not proportions of training, validation and test; "
             "give up to three numbers, one of them above 0, such as 949,50,1"
         )
+    import numpy as np
+
     total = float(np.sum(parts))  # Python's sum rounds differently from 3.12 on
     bounds = accumulate((part / total for part in parts + [0.0] * (3 - len(parts))), initial=0.0)
     training, validation, test = (range(*pair) for pair in pairwise(round(bound * sequences) for bound in bounds))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -26,8 +26,10 @@ from mjax.config import (
 )
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.errors import UsageError
-from mjax.tasks.labelled import DEFAULTS, LabelledTask, Recipe, check_name
 from mjax.utils.files import read_json
+
+if TYPE_CHECKING:
+    from mjax.tasks.labelled import LabelledTask, Recipe
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def check(arguments: FinetuneArguments) -> None:
     Raises:
       UsageError: a sentence with the flag and what is allowed.
     """
+    from mjax.tasks.labelled import check_name
+
     check_name(arguments.task)
     check_bounds(arguments)
     if arguments.seed + arguments.seeds > 2**32:
@@ -105,6 +109,8 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
     Raises:
       UsageError: rows are longer than the model's sequence, or the batch does not divide.
     """
+    from mjax.tasks.labelled import DEFAULTS, Recipe
+
     positions = saved.model.sequence
     if arguments.sequence is not None and arguments.sequence > positions:
         raise UsageError(

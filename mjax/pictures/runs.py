@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mjax.config.model import Metric
 from mjax.pictures.figures import add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
+    import numpy as np
     from matplotlib.axes import Axes
 
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
@@ -66,6 +65,7 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
       file: the picture.
       title: name of the run.
     """
+    import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter

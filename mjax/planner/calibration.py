@@ -16,8 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-
 from mjax.cluster.hardware import GPUS, Gpu
 from mjax.config import Config
 from mjax.config.bounds import Bounds, check_bounds
@@ -352,5 +350,7 @@ def flash_share(rows: tuple[tuple[int, int, float, float], ...], head: int, posi
     padded, sizes = HEADS * math.ceil(head / HEADS), {row[0] for row in rows}
     nearest = head if head in sizes else min(sizes, key=lambda size: abs(size - padded))
     lengths = sorted((math.log(row[1]), row[3 if backward else 2]) for row in rows if row[0] == nearest)
+    import numpy as np
+
     share = float(np.interp(math.log(positions), *zip(*lengths, strict=True)))
     return share * (1.0 if nearest == head else head / padded)

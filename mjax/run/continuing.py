@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import (
     CheckpointConfig,
@@ -44,7 +42,6 @@ from mjax.config.datasets import parse_blend
 from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import build
-from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import read_json, write_whole
@@ -228,10 +225,12 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
 
 def _rates_are_kept(before: Config, config: Config, step: int) -> bool:
     """True if both schedules have the same learning rate at each of the first `step` steps."""
+    import numpy as np
+
     sizes = BatchSizes.of(before)
     taken = np.unique(np.linspace(0, max(step - 1, 0), 2000).astype(int))
     samples = np.array([sizes.samples_before(int(number)) for number in taken])
-    return np.array_equal(learning_rate(before, samples), learning_rate(config, samples))
+    return np.array_equal(*(learning_rate(schedule, samples, np) for schedule in (before, config)))
 
 
 def _note_on_decay(before: Config, config: Config, steps: list[int], step: int | None) -> list[str]:
@@ -251,6 +250,8 @@ def _note_on_decay(before: Config, config: Config, steps: list[int], step: int |
 
 def _digests(data: DataConfig) -> dict[str, list[str]]:
     """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
+    from mjax.data.indexed import IndexedDataset
+
     blends = {} if data.mock else {name: getattr(data, name) for name in PATHS if getattr(data, name)}
     return {
         name: [IndexedDataset(prefix).digest for prefix in parse_blend(values, f"--data.{name}").prefixes]

@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from mjax.config.model import Metric
 from mjax.errors import UsageError
 from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.utils.files import free_name, make_folder, to_disk, write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
@@ -284,6 +285,8 @@ class _Scalars:
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the scalars of a step; they are in the file within `FLUSH` seconds."""
+        import numpy as np
+
         with np.errstate(over="ignore"):
             values = np.array([*scalars.values()]).astype("<f4").tobytes()
         summary = (_before_value(name) + values[4 * place : 4 * place + 4] for place, name in enumerate(scalars))

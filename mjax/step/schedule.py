@@ -12,13 +12,11 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes
 
 
-def learning_rate(config: Config, samples: Any, xp: ModuleType = np) -> Any:
+def learning_rate(config: Config, samples: Any, xp: ModuleType) -> Any:
     """Learning rate after `samples` samples have trained the model: float32 of the shape of `samples`.
 
     Megatron counts samples rather than steps (core/optimizer_param_scheduler.py), and samples of skipped steps do not

@@ -23,29 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise, product
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 from rich.table import Column, Table
 
-from mjax.config.bounds import Bounds, Count, Seed
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, Score, Window, overlapping_windows, perplexity
+from mjax.tasks.options import NeedleOptions, PositionsOptions
 from mjax.tasks.zero_shot import open_text
-
-
-@dataclass(frozen=True)
-class PositionsOptions:
-    """Flags of the task."""
-
-    length: Count | None = None
-    """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
-    bins: Count = 16
-    """Bins of positions, fewer where there are not as many positions."""
-    spacing: Literal["log", "equal"] = "log"
-    """Bins whose width grows with the position, or bins of equal width."""
 
 
 class Positions:
@@ -206,20 +193,6 @@ NUMBERS = 1000, 10_000
 SENTENCE_ENDS = (".", "!", "?", "\n")
 ENOUGH = 100
 """Times the longest text; what a larger file has beyond that is not read."""
-
-
-@dataclass(frozen=True)
-class NeedleOptions:
-    """Flags of the task."""
-
-    lengths: tuple[int, ...] = ()
-    """Tokens of the whole text; by default an eighth, a quarter, a half and all of the model's sequence."""
-    depths: Annotated[int, Bounds(ge=2)] = 11
-    """Places of the fact, from the beginning of the text to its end."""
-    samples: Count = 4
-    """Cities and numbers asked for at each length and depth."""
-    seed: Seed = 1234
-    """Draws the cities, the numbers and the stretches of filler text."""
 
 
 @dataclass(frozen=True)

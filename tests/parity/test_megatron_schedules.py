@@ -68,7 +68,7 @@ def test_schedule_equals_megatron(style, warmup):
     ours, theirs = [], []
     for step in range(50):
         theirs.append(optimizer.param_groups[0]["lr"])
-        ours.append(float(learning_rate(config, jnp.int32(step * BATCH))))
+        ours.append(float(learning_rate(config, jnp.int32(step * BATCH), jnp)))
         scheduler.step(increment=BATCH)
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-10)
 

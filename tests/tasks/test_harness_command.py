@@ -3,7 +3,7 @@
 import sys
 
 from mjax.commands import cli
-from mjax.commands.evaluate import _with_run
+from mjax.commands.lm_eval import _with_run
 
 
 def test_missing_harness_is_named(monkeypatch, capsys):

@@ -35,7 +35,7 @@ def _config(**optimizer):
 
 
 def _rates(config, samples):
-    return [float(learning_rate(config, jnp.int32(n))) for n in samples]
+    return [float(learning_rate(config, jnp.int32(n), jnp)) for n in samples]
 
 
 def by_hand(config, sizes):

@@ -35,7 +35,7 @@ def test_schedule_passes_its_landmarks(schedule, samples, expected):
     config = small_config(global_batch=1)
     rates = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup_steps": 10}
     optimizer = OptimizerConfig(schedule=schedule, **rates)
-    found = learning_rate(replace(config, optimizer=optimizer), jnp.int32(samples))
+    found = learning_rate(replace(config, optimizer=optimizer), jnp.int32(samples), jnp)
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 

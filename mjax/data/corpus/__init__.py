@@ -44,6 +44,8 @@ from mjax.utils.remote import RemoteFile, located
 
 EXAMPLES = 5  # malformed lines that are shown
 BLANK_LINE = "blank-line"
+Unit = Literal["words", "characters"]
+"""Of shingles."""
 
 
 class Document(NamedTuple):
@@ -237,6 +239,15 @@ class TextArguments:
             raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
         check_bounds(self)
         return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterArguments(TextArguments):
+    """Flags of the commands that remove documents."""
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
+    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
+    s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:

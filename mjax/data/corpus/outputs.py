@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import filesize
 from rich.console import Console
 from rich.progress import TextColumn
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, Document, MalformedLines, TextArguments
+from mjax.data.corpus import Corpus, Document, FilterArguments, MalformedLines
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
 from mjax.utils.progress import facts, progress
@@ -57,15 +56,6 @@ class Tally:
         self.documents += later.documents
         self.bytes += later.bytes
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilterArguments(TextArguments):
-    """Flags of the commands that remove documents."""
-
-    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
-    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
-    s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
 def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:

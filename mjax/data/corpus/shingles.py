@@ -20,11 +20,10 @@ import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
-Unit = Literal["words", "characters"]
+from mjax.data.corpus import Unit
 
 BASE = 0x9E3779B97F4A7C15  # β: odd, so that it has an inverse modulo 2⁶⁴
 BLOCK = 2**14  # characters hashed at once: the arrays stay in the cache
