@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
@@ -45,7 +46,7 @@ from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.trace.program import Product, Program, Value, bytes_of, inner_jaxprs
-from mjax.trace.scaling import Part, Parts
+from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Part, Parts, without_factors
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
@@ -296,21 +297,52 @@ def _head_of(of: Traced) -> Head:
 def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
     """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
     how = part, kernel, recompute
-    others = replace(of, ranks=1, context=1, expert=1, samples=1), how
-    return PARTS.on(
-        (of.ranks, of.context, of.expert, of.samples), others, lambda: _trace(of, of.config(*how[1:]), part)
-    )
+
+    def on_ranks(of: Traced) -> Part:
+        return PARTS.on(
+            (of.ranks, of.context),
+            (replace(of, ranks=1, context=1), how),
+            lambda: _trace(of, of.config(*how[1:]), part),
+        )
+
+    for tagged, *factors in _tagged(of):
+        if (untagged := on_ranks(tagged).with_factors(*factors)) is not None:
+            return untagged
+    return on_ranks(of)
 
 
-def _tiles(others: tuple[Traced, Any], ranks: int, context: int, expert: int, samples: int) -> int:
+def _tagged(of: Traced) -> Iterator[tuple[Traced, dict[int, Fraction | int], int]]:
+    """What to trace instead of a layer with experts, so that its sizes show the numbers of samples, experts and ranks
+    of `expert`; and the arguments of `Part.with_factors`. Nothing if other sizes may have their factors too."""
+    if not isinstance(model := of.model, MixtureConfig):
+        return
+    ranks, local = TAGS if of.expert > 1 else (1, 1)
+    others = 6 * math.prod(n for n in vars(model).values() if isinstance(n, int) and n > 0)
+    for samples in SAMPLE_TAGS:
+        tagged = replace(of, samples=samples, expert=ranks, model=replace(model, experts=model.experts * ranks * local))
+        rows, tiles, sums = ranks * samples * model.taken_experts() * model.sequence, _tiles(tagged), 2 * samples + 1
+        alone = math.gcd(samples * ranks * local * sums, others) == 1 and without_factors(tiles, others) > 1
+        if alone and rows < 2**31:  # numbered with 32 bits
+            factors = {tiles: _tiles(of), sums: 2 * of.samples + 1, samples: of.samples}  # a router has such sums
+            if of.expert > 1:
+                factors |= {ranks: of.expert, local: Fraction(1, of.expert)}
+            yield tagged, factors, others
+            return
+
+
+def _tiles(of: Traced) -> int:
     """The tiles of experts' rows, as many as `models/experts.py` makes; 1 without experts."""
-    if not (experts := (model := others[0].model).parted_experts()):
+    if not (experts := of.model.parted_experts()):
         return 1
-    tokens = expert * samples * model.sequence // context
-    return tiles_at_most(model.taken_experts() * tokens, experts // expert, ROWS["pallas"], tokens)
+    tokens = of.expert * of.samples * of.model.sequence // of.context
+    return tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
 
 
-PARTS = Parts(_tiles)
+def _tiles_of(others: tuple[Traced, Any], ranks: int, context: int) -> int:
+    return _tiles(replace(others[0], ranks=ranks, context=context))
+
+
+PARTS = Parts(_tiles_of)
 """All that was traced."""
 
 

@@ -2,24 +2,31 @@
 
 On 8 ranks of `model` a layer has the operations that it has on 2, and each dim of its arrays is the same, or it goes
 with a power of the number of ranks. Two traces tell which, so a search computes those on more ranks. The same holds for
-ranks of `context` and `expert`, and for samples, with which rows of experts go as their tiles do. Where a dim becomes
-1, operations such as its broadcast do nothing and are left out (`program.RESIZING`). Some are traced nevertheless:
-where a dim would not be whole, and where the operations of two traces differ. `tests/trace/test_scaling.py` compares
-what is computed with what is traced.
+ranks of `context`, with which rows of experts go as their tiles do. A layer with experts is traced for numbers of
+samples, experts and ranks of `expert` whose prime factors no other size has (`TAGS`): one trace then tells the sizes
+for all. Where a dim becomes 1, operations such as its broadcast do nothing and are left out (`program.RESIZING`). Some
+are traced nevertheless: where a dim would not be whole, and where the operations of two traces differ.
+`tests/trace/test_scaling.py` compares what is computed with what is traced.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
+from functools import cache, cached_property
 from itertools import product
+from math import gcd
 from typing import Any, NamedTuple
 
 from mjax.trace.program import Program, Value
 
 Numbers = tuple[int, ...]
+TAGS = 59, 61
+"""Primes: ranks of `expert`, and experts of such a rank as multiples of what a model has."""
+SAMPLE_TAGS = 53, 83, 89, 113, 131
+"""Primes that the number of samples is chosen from; 2 s + 1 is prime too."""
 POWERS = (0, -1, 1, -2, 2)
 """Of a number, that a size may go with."""
 
@@ -44,6 +51,31 @@ class Part:
             yield from program.sizes()
         yield from (value.shape for value in self.values)
 
+    def with_factors(self, factors: Mapping[int, Fraction | int], others: int) -> Part | None:
+        """The same with other numbers for factors of sizes, or of sizes but for 1 or 2; None if a size has further
+        factors, or would not be whole.
+
+        Args:
+          factors: what takes their place; the first go before the others.
+          others: a number with all prime factors of sizes that stay.
+        """
+
+        @cache
+        def changed(size: int) -> Fraction:
+            for beyond in (0, 1, 2):
+                rest, ratio = size - beyond, Fraction(1)
+                for factor, number in factors.items():
+                    while rest and rest % factor == 0:
+                        rest, ratio = rest // factor, ratio * number
+                if rest == 0 or without_factors(rest, others) == 1:
+                    return rest * ratio + beyond
+            return Fraction(1, 2)
+
+        shapes = [tuple(map(changed, shape)) for shape in self.sizes()]
+        if any(size.denominator > 1 for shape in shapes for size in shape):
+            return None
+        return self.resized(iter([tuple(map(int, shape)) for shape in shapes]))
+
     def resized(self, shapes: Iterator[tuple[int, ...]]) -> Part:
         """The same with other sizes."""
         programs = tuple(program.resized(shapes) for program in self.programs)
@@ -63,6 +95,13 @@ class Part:
             )
             for program in self.programs
         )
+
+
+def without_factors(number: int, others: int) -> int:
+    """`number` without all prime factors of `others`."""
+    while (common := gcd(number, others)) > 1:
+        number //= common
+    return number
 
 
 class Form(NamedTuple):
@@ -125,7 +164,7 @@ class Parts:
         """A part.
 
         Args:
-          numbers: that its sizes go with: of ranks of each axis that splits it, and of samples.
+          numbers: that its sizes go with, of ranks of each axis that splits it.
           others: everything else that it depends on.
           trace: it.
         """

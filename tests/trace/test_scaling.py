@@ -11,7 +11,7 @@ from mjax.planner import memory
 from mjax.planner.search_command import bounds_on, find, predictions
 from mjax.trace import kernel_bytes, layers
 from mjax.trace.layers import Traced, kinds_of
-from mjax.trace.scaling import Parts
+from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Parts
 
 CACHES = (
     layers._layer_forward, layers._layer_backward, layers._head_of, layers.layer_program, layers.layer_collectives,
@@ -32,7 +32,7 @@ def traces(monkeypatch):
     def forget():
         for cache in CACHES:
             cache.cache_clear()
-        monkeypatch.setattr(layers, "PARTS", Parts(layers._tiles))
+        monkeypatch.setattr(layers, "PARTS", Parts(layers._tiles_of))
         made.clear()
         return made
 
@@ -77,20 +77,24 @@ def test_ranks_follow_from_traces_of_two(traces, name, mesh, ranks, kernel, reco
 
 
 @pytest.mark.ci
-def test_experts_and_samples_follow_from_traces_of_two(traces):
+def test_experts_and_samples_follow_from_one_trace(traces, monkeypatch):
     """Rows fill tiles, whose number goes with no power of ranks of `expert` or of samples. On 8 a rank has one expert,
-    which nothing cuts out."""
+    which nothing cuts out. Only a layer on one rank of `expert` has other operations."""
     of = Traced.of(replace(load_config("mixtral_8x7b"), mesh=MeshConfig(data=2, expert=2)))
     made = traces()
-    *_, scaled = (sizes_of(replace(of, expert=each, samples=samples)) for each in (2, 4, 8) for samples in (1, 2))
-    assert {each.expert for each in made} == {2, 4}
-    traces()
-    assert sizes_of(replace(of, expert=8, samples=2)) == scaled
+    cases = [replace(of, expert=each, samples=samples) for each in (1, 2, 8) for samples in (1, 2)]
+    scaled = [sizes_of(case) for case in cases]
+    assert {(each.expert, each.samples) for each in made} == {(each, SAMPLE_TAGS[0]) for each in (1, TAGS[0])}
+    monkeypatch.setattr(layers, "SAMPLE_TAGS", ())
+    for case, sizes in zip(cases, scaled, strict=True):
+        made = traces()
+        assert sizes_of(case) == sizes
+        assert {(each.expert, each.samples) for each in made} == {(case.expert, case.samples)}
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("name", available_configs())
-def test_traces_of_every_config_are_those_scaled(traces, name):
+def test_traces_of_every_config_are_those_scaled(traces, monkeypatch, name):
     """Each kind of layers, on every number of ranks that a search tries, with all else that it varies."""
     config = load_config(name)
     context = [(1, None), *((n, across) for n in (2, 4) for across in ("heads", "gather"))]
@@ -109,10 +113,12 @@ def test_traces_of_every_config_are_those_scaled(traces, name):
     for recompute in ("none", "full"):
         scaled = {of: sizes_of(of, "cudnn", recompute) for of in kinds}
         few = len(made)
-        for of, sizes in scaled.items():
-            traces()
-            assert sizes_of(of, "cudnn", recompute) == sizes, of
-            few -= len(made)
+        with monkeypatch.context() as plainly:
+            plainly.setattr(layers, "SAMPLE_TAGS", ())
+            for of, sizes in scaled.items():
+                traces()
+                assert sizes_of(of, "cudnn", recompute) == sizes, of
+                few -= len(made)
         assert few < 0
         traces()
 
