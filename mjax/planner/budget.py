@@ -27,7 +27,7 @@ from mjax.errors import UsageError, either
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration
 from mjax.planner.search import SEARCHED, Candidate, SearchResult, candidates, rank, search, value_of, with_values
-from mjax.planner.search_command import check_searchable, find, predictions, with_batch
+from mjax.planner.search_command import check_searchable, find_all, predictions, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to
 from mjax.trace.flops import model_flops
@@ -153,7 +153,7 @@ def run_budget(
     possible = [rung for rung in rungs if _is_possible(rung.config, devices, keep)]
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
 
-    best, tried = largest(possible, arguments, gpu, _RepeatedSearch(devices, gpu, calibration, keep), say)
+    best, tried = largest(possible, arguments, gpu, _RepeatedSearch(arguments, gpu, calibration), say)
     base = base if arguments.family is None else load_config(best.rung.base)
     title = f"{best.rung.base} at {in_units(best.parameters)} parameters"
     return title, best.config, budget_section(best, tried, base, arguments, gpu)
@@ -162,8 +162,9 @@ def run_budget(
 class _RepeatedSearch:
     """A search for one rung after the other, among the settings that were the fastest for the first."""
 
-    def __init__(self, devices: int, gpu: Gpu, calibration: Calibration, keep: Collection[str]):
-        self.devices, self.gpu, self.calibration, self.keep = devices, gpu, calibration, keep
+    def __init__(self, arguments: SearchArguments, gpu: Gpu, calibration: Calibration):
+        self.devices, self.keep, self.top = arguments.devices, arguments.keep, max(arguments.top, 10)
+        self.gpu, self.calibration = gpu, calibration
         self.fastest: list[dict[str, Any]] = []
 
     def __call__(self, config: Config) -> SearchResult:
@@ -175,7 +176,7 @@ class _RepeatedSearch:
             roomy += search(known, self.devices, *machine, SEARCHED, host=self.gpu.host_bytes).roomy
         if roomy:
             return SearchResult(self.devices, self.gpu.usable_bytes, sorted(roomy, key=rank), [], [])
-        result = find(config, self.devices, self.gpu, self.calibration, self.keep, within=1.0)
+        result = find_all(config, self.devices, self.gpu, self.calibration, self.keep, self.top)  # as the plan of it
         self.fastest = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result
 

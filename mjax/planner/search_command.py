@@ -113,7 +113,7 @@ def run_search(
     memory_of, time_of = predictions(gpu, calibration)
 
     began = time.perf_counter()
-    result = find(config, devices, gpu, calibration, keep, top=arguments.top)
+    result = find_all(config, devices, gpu, calibration, keep, arguments.top)
     refuse_too_big(result, config, name, gpu.name, memory_of, gpu.gpus_per_node, keep)
     result = with_alternatives(result, config, gpu, calibration, keep)
     seconds = time.perf_counter() - began
@@ -122,6 +122,14 @@ def run_search(
     excluded = excluded_by_rampup(result, config, memory_of, time_of, keep)
     section = report(result, question, seconds, arguments.write and str(arguments.write), excluded)
     return result.ranked[0].config, section, _about(result, question)
+
+
+@lru_cache(maxsize=2)
+def find_all(
+    config: Config, devices: int, gpu: Gpu, calibration: Calibration | None, keep: tuple[str, ...], top: int
+) -> SearchResult:
+    """`find` among all candidates, once for a config that is searched again."""
+    return find(config, devices, gpu, calibration, keep, top=top)
 
 
 def find(
