@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -41,7 +40,7 @@ from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.planner.calibration import WIDTHS
-from mjax.planner.weights import DeviceWeights, muon_width, muon_workspace, of_layers, weights_of_device
+from mjax.planner.weights import DeviceWeights, all_and_trained, muon_width, muon_workspace, of_layers
 from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
 from mjax.trace.regions import backward_work
@@ -55,8 +54,7 @@ STREAMS_IN_HAND = 6
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes at the peak of a training step, on the device that needs most.
 
     Attributes:
@@ -162,7 +160,7 @@ class _Sizes:
     def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
-        self.weights, self.trained = (weights_of_device(model, mesh, trained=own) for own in (False, True))
+        self.weights, self.trained = own = all_and_trained(model, mesh)
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         alone = of_layers(mesh)
@@ -170,10 +168,8 @@ class _Sizes:
         kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch, of_sample)
         self.layers = []
         for count, kind, sample in kinds:
-            own = (self.weights, self.trained)
-            if kind is not None:
-                own = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
-            self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *own, sample))
+            of_kind = own if kind is None else all_and_trained(model, mesh, kind)
+            self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
         samples = train.micro_batch
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts

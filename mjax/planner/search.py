@@ -94,6 +94,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
     portions: dict[tuple, TrainConfig] = {}
+    mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
 
     def or_fixed(name: str, possible: Sequence) -> Sequence:
         """The fixed value, even if the field has no effect on this mesh, or the possible ones."""
@@ -147,7 +148,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 if (portion := portions.get((micro_batch, recompute, chunks))) is None:
                     portion = replace(train, micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
                     portions[micro_batch, recompute, chunks] = portion
-                made = MeshConfig(*mesh)
+                made = mesh_of(*mesh)
                 groups, inside = made.replica, data // made.expert
                 if groups > 1 and (made.zero not in zeros or inside % groups or shards(made) == 1):
                     continue

@@ -9,7 +9,7 @@ import math
 import textwrap
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -641,7 +641,7 @@ def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:
         "parts": time.parts,
         "model_tflops": time.model_tflops,
         "mfu": time.mfu,
-        "memory": {**asdict(memory), "total": memory.total},
+        "memory": {**memory._asdict(), "total": memory.total},
         **spent._asdict(),
     }
 

@@ -180,7 +180,8 @@ class TimePredictor:
         train, compute = config.train, config.precision.compute
         unroll = "on" if is_unrolled(config, on_gpu=True) else "off"
         portion = train.micro_batch, train.recompute, unroll, train.loss_chunks
-        work = self._work(config.model, config.data, compute, self._shared(config), *portion)
+        shared = self._shared(config.mesh, in_float8(config.precision))
+        work = self._work(config.model, config.data, compute, shared, *portion)
         flops, parameters = self._model(config.model, config.data, compute, train.global_batch)
         step = _Step(config, work)
         seconds = step.seconds(config.micro_batches)
@@ -200,10 +201,10 @@ class TimePredictor:
         return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
 
     @staticmethod
-    def _shared(config: Config) -> MeshConfig:
+    @lru_cache(maxsize=16384)
+    def _shared(mesh: MeshConfig, float8: bool) -> MeshConfig:
         """The mesh as far as the work of a micro-batch depends on it."""
-        mesh = config.mesh
-        of_replicas = mesh.zero == 3 or in_float8(config.precision)  # gathers in every layer, or agrees on scales
+        of_replicas = mesh.zero == 3 or float8  # gathers in every layer, or agrees on scales
         return MeshConfig(
             pipe=mesh.pipe,
             data=mesh.data if of_replicas else mesh.expert,

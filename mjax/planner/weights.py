@@ -65,7 +65,14 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    return _device_weights(model, _sizes(mesh), kind)[trained]
+    return all_and_trained(model, mesh, kind)[trained]
+
+
+def all_and_trained(
+    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None
+) -> tuple[DeviceWeights, DeviceWeights]:
+    """`weights_of_device` of all weights, and of those that are trained."""
+    return _device_weights(model, _sizes(mesh), kind)
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -73,6 +80,7 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     return _matrices(model, _sizes(mesh))
 
 
+@lru_cache(maxsize=16384)
 def of_layers(mesh: MeshConfig) -> MeshConfig:
     """The mesh as far as the work of layers depends on it, without a pipeline and gathers of weights."""
     return MeshConfig(

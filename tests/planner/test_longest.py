@@ -60,7 +60,7 @@ def test_longest_sequence_fits_and_next_does_not():
 
 def test_host_memory_limits_longest_sequence():
     def with_host(config):
-        return replace(memory_of(config), host=100_000.0 * config.model.sequence / config.mesh.devices)
+        return memory_of(config)._replace(host=100_000.0 * config.model.sequence / config.mesh.devices)
 
     best = longest(small(), 4, WAYS[0], 8, with_host, time_of, 3 * GIB, 1 * GIB)
     assert best.config.train.recompute == "offload"

@@ -129,4 +129,4 @@ def test_chunks_are_proposed_where_logits_are_peak():
     changes = changes_that_fit(config, smaller / 0.94)
     assert f"--train.loss-chunks {CHUNKS}" in {change.flags for change in changes}
     assert with_loss_chunks(chunked, memory) == []
-    assert with_loss_chunks(config, replace(memory, moment="backward")) == []
+    assert with_loss_chunks(config, memory._replace(moment="backward")) == []
