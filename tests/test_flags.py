@@ -1,6 +1,7 @@
 """Flags: names from elsewhere lead to ours, and the run is one argument everywhere."""
 
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -108,6 +109,18 @@ def test_command_has_help(command, capsys, monkeypatch):
         assert "default: " not in said
         assert "{None}" not in said
         assert "required:" not in said or said.index("required:") < said.index("flags:")
+
+
+def test_helps_import_no_large_package():
+    """All in one process, because each takes a quarter of a second."""
+    words = [[command, *name.split(), "--help"] for command in cli.COMMANDS for name in GROUPS.get(command, [""])]
+    code = (
+        "import contextlib, sys; from mjax.commands import cli\n"
+        f"for words in {words}:\n    with contextlib.suppress(SystemExit):\n        cli.main(words)\n"
+        "sys.exit(' '.join({'jax', 'numpy', 'tokenizers', 'ftfy', 'requests'} & set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert not ended.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])

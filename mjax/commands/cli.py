@@ -8,6 +8,7 @@ plan | head`) · 1 any other error.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import sys
@@ -102,6 +103,7 @@ COMMANDS: Commands = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed as one sentence."""
+    gc.set_threshold(50_000)  # imports and tracing make many objects and few cycles
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one

@@ -6,7 +6,6 @@ pipeline) or if it was not requested.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -93,7 +92,6 @@ class PlanArguments:
 
 def plan(argv: Sequence[str]) -> int:
     """`mjax plan`; returns the exit code."""
-    gc.set_threshold(50_000)  # tracing makes many objects and few cycles
     chosen = choose_config(_with_default(argv))
     config = chosen.config if chosen.resume is None else str(chosen.resume)
     default = PlanArguments(config=config, run=chosen.resume, settings=chosen.settings)

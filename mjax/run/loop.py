@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
@@ -155,7 +155,6 @@ class Run:
         self.sizes = BatchSizes.of(config)
         self.replicas = Replicas(program.abstract_state.model, mesh)
         self.programs: dict[int, TrainProgram] = {}  # by batch size, added when first needed
-        self.flops = model_flops(config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
         self.clock = 0.0
         self.blocked: float | None = None  # seconds that the save before the next record took of the loop
@@ -166,6 +165,11 @@ class Run:
         self.nonfinite = False  # True if the last finished step had values that are not finite
         self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
         self.entropy: float | None = None  # of the labels of an evaluation, the same every time
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of a step. The model is traced for them, which takes half a second."""
+        return model_flops(self.config)
 
     def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
         """Take the steps from `start` on, until all are done or the run is stopped.
@@ -358,13 +362,14 @@ class Run:
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
         """Wait for the metrics of `step` and combine them with its duration."""
+        flops = self.flops  # counted once, while the devices work
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         blocked, self.blocked = self.blocked, None
         config, size = self.config, self.sizes.size(step - 1)
         sample = config.model.sequences * config.model.sequence  # tokens
-        tflops = self.flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
+        tflops = flops * (size / config.train.global_batch) / seconds / config.mesh.devices / 1e12
         return Record(
             step=step,
             loss=finite_or_none(float(metrics.loss)),

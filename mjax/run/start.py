@@ -101,7 +101,7 @@ def write_folder(
 ) -> None:
     """Write the files of a run folder, except checkpoints, metrics and `write_origin`'s."""
     save_config(config, folder / "config.json")
-    save_model_file(folder, config.model, count_parameters(config.model))
+    save_model_file(folder, config.model, count_parameters(resolved.model))
     save_digests(folder, config.data)
     write_environment(resolved, folder, say)
     if data.tokenizer is not None:
