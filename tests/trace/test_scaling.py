@@ -104,7 +104,7 @@ def test_traces_of_every_config_are_those_scaled(traces, monkeypatch, name):
     for ranks, tokens, (parts, across), expert, samples in meshes:
         if not config.model.splits(ranks) or (tokens and ranks == 1) or ranks * expert > 16:
             continue
-        if (across == "heads" and config.model.heads // ranks % parts) or config.model.sequence // parts < 512:
+        if (across == "heads" and config.model.heads // ranks % parts) or config.model.sequence < 512 * parts > 512:
             continue
         mesh = MeshConfig(model=ranks, expert=expert, data=expert, context=parts, sequence_parallel=tokens)
         mesh = replace(mesh, context_attention=across or "auto")
