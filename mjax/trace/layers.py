@@ -317,7 +317,8 @@ def _tagged(of: Traced) -> Iterator[tuple[Traced, dict[int, Fraction | int], int
     if not isinstance(model := of.model, MixtureConfig):
         return
     ranks, local = TAGS if of.expert > 1 else (1, 1)
-    others = 6 * math.prod(n for n in vars(model).values() if isinstance(n, int) and n > 0)
+    derived = (6, model.padded_vocabulary, model.mlp_width, model.width_of_expert)
+    others = math.prod(n for n in (*derived, *vars(model).values()) if isinstance(n, int) and n > 0)
     for samples in SAMPLE_TAGS:
         tagged = replace(of, samples=samples, expert=ranks, model=replace(model, experts=model.experts * ranks * local))
         rows, tiles, sums = ranks * samples * model.taken_experts() * model.sequence, _tiles(tagged), 2 * samples + 1
