@@ -40,10 +40,11 @@ Search = Callable[[Config], SearchResult]
 
 @dataclass(frozen=True)
 class Rung:
-    """A model of the ladder: the config it comes from, by name, and its own config, of any length."""
+    """A model of the ladder: the config it comes from, by name, its own config, of any length, and its parameters."""
 
     base: str
     config: Config
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def ladder(name: str, config: Config) -> list[Rung]:
         first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
         for n in range(least, max(7 * least // 4, least + 1)):
             sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
-    return [Rung(name, replace(config, model=scaled)) for scaled in sorted(sizes, key=sizes.__getitem__)]
+    return [Rung(name, replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
 def _is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
@@ -119,7 +120,8 @@ def family_ladder(family: str) -> list[Rung]:
     rungs = defaultdict(list)
     for name in chosen:
         config = load_config(name)
-        rungs[count_parameters(config.model)].append(Rung(name, config))
+        size = count_parameters(config.model)
+        rungs[size].append(Rung(name, config, size))
     lengths = {size: min(rung.config.model.sequence for rung in rungs[size]) for size in sorted(rungs)}
     return [rung for size in lengths for rung in rungs[size] if rung.config.model.sequence == lengths[size]]
 
@@ -211,7 +213,7 @@ def largest(
     fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
     low, high = -1, len(rungs)  # the largest known to be within, and the smallest known not to be
     while high - low > 1:
-        nearest = bisect_right(rungs, fitting, key=lambda rung: count_parameters(rung.config.model)) - 1
+        nearest = bisect_right(rungs, fitting, key=lambda rung: rung.parameters) - 1
         middle = (low + high) // 2 if len(tried) > STRAIGHT else min(max(nearest, low + 1), high - 1)
         low, high = (middle, high) if within(middle) else (low, middle)
         days = tried[middle].days if tried[middle].best is not None else 2 * tried[middle].days_at_peak
@@ -237,15 +239,14 @@ def duration(trial: Trial, arguments: SearchArguments) -> str:
 
 def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) -> Trial:
     """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
-    parameters = count_parameters(rung.config.model)
-    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * parameters))
+    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * rung.parameters))
     sample = config.model.sequences * config.model.sequence
     samples = BatchSizes.of(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
     peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
     days_at_peak = flops / (arguments.devices * peak) / 86_400
     ranked = search(config).ranked if days_at_peak <= arguments.days else []
-    return Trial(rung, config, parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
+    return Trial(rung, config, rung.parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
 
 
 def with_tokens(config: Config, tokens: int) -> Config:

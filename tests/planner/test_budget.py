@@ -85,7 +85,9 @@ def test_schedule_ends_with_tokens():
 
 def test_trial_counts_tokens_of_a_ramp_up():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
-    trial = attempt(Rung("gpt_175b", config), SearchArguments(devices=64, days=1e-9), H100, None)
+    trial = attempt(
+        Rung("gpt_175b", config, count_parameters(config.model)), SearchArguments(devices=64, days=1e-9), H100, None
+    )
     assert 0 <= trial.tokens - 20 * trial.parameters < 1536 * 2048
     assert (trial.best, trial.days) == (None, math.inf)
 
