@@ -197,7 +197,7 @@ def test_two_processes_meet(name, tmp_path):
 
 def test_interrupted_ssh_waits_for_save(tmp_path):
     """SIGTERM reaches process 0, whose exit code the script returns."""
-    saving = 'trap "sleep 0.2; exit 75" TERM; touch started; for i in $(seq 400); do sleep 0.05; done'
+    saving = 'trap "sleep 0.2; exit 75" TERM; touch started; for i in $(seq 2000); do sleep 0.05; done'
     command = ["bash", DEPLOY / "ssh.sh", "bash", "-c", saving]
     with subprocess.Popen(command, env=_on_this_host(tmp_path, "node0"), cwd=tmp_path) as script:
         try:
@@ -205,7 +205,7 @@ def test_interrupted_ssh_waits_for_save(tmp_path):
                 assert script.poll() is None
                 time.sleep(0.02)
             script.send_signal(signal.SIGINT)
-            assert script.wait(10) == 75
+            assert script.wait(60) == 75
         finally:
             script.kill()
     assert {file.name for file in tmp_path.iterdir()} == {"ssh", "started"}

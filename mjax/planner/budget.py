@@ -178,7 +178,8 @@ class _RepeatedSearch:
             roomy += search(known, self.devices, *machine, SEARCHED, host=self.gpu.host_bytes).roomy
         if roomy:
             return SearchResult(self.devices, self.gpu.usable_bytes, sorted(roomy, key=rank), [], [])
-        result = find_all(config, self.devices, self.gpu, self.calibration, self.keep, self.top)  # as the plan of it
+        gpu = self.gpu, self.calibration
+        result, _ = find_all(config, self.devices, *gpu, self.keep, self.top)  # as the plan of it does
         self.fastest = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result
 

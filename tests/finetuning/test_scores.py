@@ -35,7 +35,7 @@ def test_scores_and_loss_equal_serial_reference(head, data, model, mesh, micro_b
     examples = Examples(batch["tokens"], batch["token_types"], batch["documents"] == 0, labels)
     with jax.enable_x64(True):
         weights = gradient_program(config)[1]()
-        config = inference_config(config, config.mesh, micro_batch=micro_batch)
+        config = inference_config(config, config.mesh, config.model.attention, micro_batch)
         scores = TaskScorer(config, make_mesh(config.mesh))(weights, examples)
         whole = {name: jnp.asarray(value) for name, value in named(weights).items()}
         expected = np.asarray(reference.task_scores(whole, config.model, batch))
