@@ -185,6 +185,8 @@ def smoothed(values: Sequence[float]) -> Sequence[float]:
     half = min(50, len(values) // 30) // 2
     if not half:
         return values
+    import numpy as np
+
     width = 2 * half + 1  # SciPy's savgol_filter does the same, and takes a second to import
     inner = np.convolve(values, np.full(width, 1 / width), "valid")
     ends = values[:width], values[-width:]

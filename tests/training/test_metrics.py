@@ -15,7 +15,7 @@ from mjax.config import BERTConfig, load_config
 from mjax.config.model import Metric
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
-from mjax.pictures.runs import draw_experts, draw_loss
+from mjax.pictures.runs import draw_experts, draw_loss, smoothed
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record, read_metrics
 from mjax.trace.flops import hardware_flops, model_flops, peak_tflops
@@ -141,6 +141,16 @@ def test_tensorboard_reads_scalars_of_both_starts(tmp_path):
     alone = event_accumulator.EventAccumulator(str(first)).Reload()
     assert [(event.step, event.value) for event in alone.Scalars("loss")][2:] == [(huge, float("inf"))]
     assert time.time() - alone.Scalars("loss")[0].wall_time < 60
+
+
+@pytest.mark.parametrize("count", [59, 60, 299, 1500])
+def test_smoothed_curve_is_that_of_savitzky_and_golay(count):
+    from scipy.signal import savgol_filter  # takes a second
+
+    values = np.random.default_rng(count).normal(8, 1, count).tolist()
+    half = {59: 0, 60: 1, 299: 4, 1500: 25}[count]
+    expected = savgol_filter(values, 2 * half + 1, polyorder=1) if half else values
+    np.testing.assert_allclose(smoothed(values), expected, rtol=0, atol=1e-12)
 
 
 # --- Pictures ---------------------------------------------------------------------------------------------------------
