@@ -12,6 +12,7 @@ from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero
+from mjax.config.model import Attention
 from mjax.data.corpus import FilterArguments, TextArguments, Unit
 from mjax.generation.sampling import Sampling
 from mjax.tasks.options import NeedleOptions, PositionsOptions
@@ -257,9 +258,7 @@ class EvaluateArguments(RunArguments):
     """Sequences per forward pass of a data-parallel replica; by default as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matrix products; by default as in training."""
-    attention: Annotated[
-        Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
-    ] = "auto"
+    attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""

@@ -46,6 +46,7 @@ def lora_flag(name: str):
 Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
+Attention = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ModelConfig:
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Tuned = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Literal["auto", "cudnn", "flash", "xla", "xla_blocks"] = "auto"
+    attention: Attention = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0

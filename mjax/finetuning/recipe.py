@@ -25,6 +25,7 @@ from mjax.config import (
     TrainConfig,
 )
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
+from mjax.config.model import Attention
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
 
@@ -74,9 +75,7 @@ class FinetuneArguments:
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matmuls; by default as in pre-training."""
-    attention: Annotated[
-        Literal["auto", "cudnn", "flash", "xla", "xla_blocks"], tyro.conf.arg(name="model.attention")
-    ] = "auto"
+    attention: Annotated[Attention, tyro.conf.arg(name="model.attention")] = "auto"
     """Attention kernel, as in training."""
     simulate: int | None = None
     """Number of CPU devices to simulate, in each process."""

@@ -305,17 +305,18 @@ def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "non
             lambda: _trace(of, of.config(*how[1:]), part),
         )
 
-    for tagged, *factors in _tagged(of):
+    if (found := _tagged(of)) is not None:
+        tagged, *factors = found
         if (untagged := on_ranks(tagged).with_factors(*factors)) is not None:
             return untagged
     return on_ranks(of)
 
 
-def _tagged(of: Traced) -> Iterator[tuple[Traced, dict[int, Fraction | int], int]]:
+def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
     """What to trace instead of a layer with experts, so that its sizes show the numbers of samples, experts and ranks
-    of `expert`; and the arguments of `Part.with_factors`. Nothing if other sizes may have their factors too."""
+    of `expert`; and the arguments of `Part.with_factors`. None if other sizes may have their factors too."""
     if not isinstance(model := of.model, MixtureConfig):
-        return
+        return None
     ranks, local = TAGS if of.expert > 1 else (1, 1)
     derived = (6, model.padded_vocabulary, model.mlp_width, model.width_of_expert)
     others = math.prod(n for n in (*derived, *vars(model).values()) if isinstance(n, int) and n > 0)
@@ -327,8 +328,8 @@ def _tagged(of: Traced) -> Iterator[tuple[Traced, dict[int, Fraction | int], int
             factors = {tiles: _tiles(of), sums: 2 * of.samples + 1, samples: of.samples}  # a router has such sums
             if of.expert > 1:
                 factors |= {ranks: of.expert, local: Fraction(1, of.expert)}
-            yield tagged, factors, others
-            return
+            return tagged, factors, others
+    return None
 
 
 def _tiles(of: Traced) -> int:
