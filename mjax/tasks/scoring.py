@@ -6,9 +6,10 @@ its rows into an array of zeros at the indices of its samples, and one sum over 
 under any parallelism, including a pipeline, every device ends up with all of them.
 
 A batch of windows is padded on the right to one width, and only the labels that count are read from the result. Causal
-attention never sees the padding after a token. Short windows are padded to a few widths only, so there is one compiled
-program per width in use; each reads the first positions of the same weights. Where the last `FEW` positions of every
-window hold all labels that count, as in a question's answers, the vocabulary is scored at these alone.
+attention never sees the padding after a token. There is one compiled program per width in use, which reads the first
+positions of the same weights; batches share widths where another program would cost more than the padding. Where the
+last positions of all windows of a width hold the labels that count, as in a question's answers, the vocabulary is
+scored at these alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -42,8 +44,9 @@ from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
-NARROWEST = 64  # positions; narrower windows would save less than another compilation costs
-FEW = 32  # positions at the end of a window; at least half of a batch's positions are then left out
+WIDTHS = range(16, 2**30, 16)
+FEW = 32  # positions; where not all are scored, a multiple of it is
+PROGRAM = 1  # batches that take as long as it costs to have one more program: about three to compile, 0.3 s if kept
 
 
 class RowScorer:
@@ -103,12 +106,12 @@ class Scorer(RowScorer):
     @staticmethod
     def head(weights: CausalModel, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """Loss of each label and whether it is the most likely one, [b, s, 2]; a rank of `context` has its part. Of a
-        batch with `first` only of the `FEW` positions from there on, [b, FEW, 2]."""
+        batch with `scored`, positions [b, n], only of these, [b, n, 2]."""
         tokens, labels = context.tokens, batch["labels"]
-        if "first" in batch:
-            chosen = batch["first"][:, None] + jnp.arange(FEW)
-            x = jnp.take_along_axis(tokens.by_sequence(x), chosen[..., None], axis=1).reshape(-1, x.shape[-1])
-            tokens, labels = replace(tokens, positions=FEW), jnp.take_along_axis(labels, chosen, axis=1)
+        if "scored" in batch:
+            scored = batch["scored"]
+            x = jnp.take_along_axis(tokens.by_sequence(x), scored[..., None], axis=1).reshape(-1, x.shape[-1])
+            tokens, labels = replace(tokens, positions=scored.shape[1]), jnp.take_along_axis(labels, scored, axis=1)
         logits = weights.logits(x, tokens)  # [b s, v / p]
         losses = vocab_parallel_cross_entropy(logits, labels.reshape(-1))
         correct = vocab_parallel_argmax(logits) == labels.reshape(-1)
@@ -149,42 +152,58 @@ class Scorer(RowScorer):
         scores: list[Any] = [None] * len(windows)
         size = self.config.train.global_batch
         batches = (
-            (chosen, width, self._padded([windows[index] for index in chosen], width, size))
-            for width, chosen in self._batches(windows)
+            (chosen, width, self._padded([windows[index] for index in chosen], width, scored, size))
+            for width, scored, chosen in self._batches(windows)
         )
         for chosen, rows in self.rows(model, batches):
-            few = rows.shape[1] == FEW
             for index, numbers in zip(chosen, rows, strict=False):  # the rest is padding
-                end = len(windows[index].tokens) - 1
-                last = end - _first(windows[index]) if few else end
-                scores[index] = numbers[last - windows[index].counted : last]
+                end = min(len(windows[index].tokens) - 1, len(numbers))
+                scores[index] = numbers[end - windows[index].counted : end]
             on_progress(len(chosen))
         return scores
 
-    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, list[int]]]:
-        """Yield the width and the windows of each batch, the longest first: if memory is short, that shows
-        immediately."""
-        lengths, size = [len(window.tokens) - 1 for window in windows], self.config.train.global_batch
-        longest_first = sorted(range(len(windows)), key=lambda index: -lengths[index])
-        for first in range(0, len(windows), size):
-            indices = longest_first[first : first + size]
-            yield padded_width(self.config, lengths[indices[0]], NARROWEST, self.config.train.micro_batch), indices
+    def _batches(self, windows: Sequence[Window]) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield the width of each batch, at how many positions the vocabulary is scored, and the windows, the longest
+        first: if memory is short, that shows immediately."""
+        size, mesh = self.config.train.global_batch, self.config.mesh
+        longest_first = sorted(range(len(windows)), key=lambda index: -len(windows[index].tokens))
+        batches = [longest_first[first : first + size] for first in range(0, len(windows), size)]
+        needed = [
+            padded_width(self.config, len(windows[first].tokens) - 1, 1, self.config.train.micro_batch, WIDTHS)
+            for first, *_ in batches
+        ]
+        for width, of_width in groupby(zip(shared_widths(needed), batches, strict=True), itemgetter(0)):
+            sharing = [indices for _, indices in of_width]
+            scored = -(-max(windows[index].counted for index in chain(*sharing)) // FEW) * FEW
+            if 2 * scored > width or mesh.splits_tokens or self.config.across:
+                scored = width
+            yield from ((width, scored, indices) for indices in sharing)
 
-    def _padded(self, windows: Sequence[Window], width: int, size: int) -> Batch:
+    @staticmethod
+    def _padded(windows: Sequence[Window], width: int, scored: int, size: int) -> Batch:
         """A batch [size, width] of windows, padded with zeros on the right."""
         tokens, labels = np.zeros((2, size, width), np.int32)
+        last = np.zeros((size, scored), np.int32)
         for row, (ids, _) in enumerate(windows):
             tokens[row, : len(ids) - 1], labels[row, : len(ids) - 1] = ids[:-1], ids[1:]
+            last[row] = max(len(ids) - 1 - scored, 0) + np.arange(scored)
         batch = {"tokens": tokens, "labels": labels}
-        mesh = self.config.mesh
-        if (
-            width >= 2 * FEW
-            and max(counted for _, counted in windows) <= FEW
-            and not (mesh.splits_tokens or self.config.across)
-        ):
-            batch["first"] = np.zeros(size, np.int32)
-            batch["first"][: len(windows)] = [*map(_first, windows)]
-        return batch
+        return batch if scored == width else batch | {"scored": last}
+
+
+def shared_widths(needed: Sequence[int]) -> list[int]:
+    """Widths for batches that need these, the widest first: positions and programs cost least in sum."""
+    price, cheapest = PROGRAM * sum(needed) / max(len(needed), 1), {0: (0.0, 0)}  # up to a batch: cost, last program
+    for end in range(1, len(needed) + 1):
+        if end == len(needed) or needed[end] < needed[end - 1]:
+            cheapest[end] = min(
+                (cost + price + needed[begin] * (end - begin), begin) for begin, (cost, _) in cheapest.items()
+            )
+    widths, end = [], len(needed)
+    while end:
+        begin = cheapest[end][1]
+        widths[:0], end = [needed[begin]] * (end - begin), begin
+    return widths
 
 
 class LossScorer(Scorer):
@@ -195,11 +214,6 @@ class LossScorer(Scorer):
     ) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""
         return [np.stack(self.score_labels(model, windows, on_progress))[..., 0] for windows in passes]
-
-
-def _first(window: Window) -> int:
-    """The first of the last `FEW` positions of a window, or of all if it has fewer."""
-    return max(len(window.tokens) - 1 - FEW, 0)
 
 
 # --- Labelled examples ------------------------------------------------------------------------------------------------

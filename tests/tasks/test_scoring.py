@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.tasks.interface import Score, Window, overlapping_windows
-from mjax.tasks.scoring import LossScorer, Scorer
+from mjax.tasks.scoring import PROGRAM, LossScorer, Scorer, shared_widths
 from tests.small import QUICKLY, small_config
 
 POSITIONS = 128
@@ -124,18 +125,38 @@ def test_loss_scorer_equals_numpy_at_each_label():
 def test_batches_are_as_wide_as_their_longest_window():
     scorer, _ = scorer_and_model()
     batches = list(scorer._batches(windows()))
-    assert sorted(index for _, indices in batches for index in indices) == list(range(33))
-    longest = [max(len(windows()[index].tokens) - 1 for index in indices) for _, indices in batches]
+    assert sorted(index for *_, indices in batches for index in indices) == list(range(33))
+    longest = [max(len(windows()[index].tokens) - 1 for index in indices) for *_, indices in batches]
     assert longest == sorted(longest, reverse=True)
-    assert [width for width, _ in batches] == [64 if n <= 64 else 96 if n <= 96 else 128 for n in longest]
-    assert {width for width, _ in batches} == {64, 96, 128}
+    assert all(width >= needed for (width, *_), needed in zip(batches, longest, strict=True))
     config = inference_config(
         small_config(layers=4, sequence=96, heads=3, hidden=48, vocabulary_multiple=96, feed_forward=96),
         MeshConfig(model=3, sequence_parallel=True),
         micro_batch=1,
     )
     uneven = Scorer(config, make_mesh(config.mesh))
-    assert [width for width, _ in uneven._batches([Window(np.arange(5), 1)])] == [66]
+    assert [width for width, *_ in uneven._batches([Window(np.arange(5), 1)])] == [18]
+
+
+def test_programs_and_positions_cost_least():
+    """Against every choice of batches at which a program begins."""
+    random = np.random.default_rng(2)
+    for count in (0, 1, 2, 9, 10):
+        needed = sorted(16 * random.integers(1, 12, count), reverse=True)
+        mean = sum(needed) / max(count, 1)
+
+        def cost(widths, mean=mean):
+            return sum(widths) + PROGRAM * mean * len(set(widths))
+
+        found = shared_widths(needed)
+        assert all(width >= least for width, least in zip(found, needed, strict=True))
+        ways = []
+        for begins in product((False, True), repeat=max(count - 1, 0)):
+            widths = needed[:1]
+            for width, begin in zip(needed[1:], begins, strict=True):
+                widths.append(width if begin else widths[-1])
+            ways.append(cost(widths))
+        assert cost(found) == pytest.approx(min(ways))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
