@@ -27,6 +27,7 @@ EMBEDDING, ATTENTION, ATTENTION_OUTPUT, MLP_OUTPUT, HEAD = 0, 1, 2, 3, 4
 LORA_QKV, LORA_OUT, LORA_UP, LORA_DOWN = 5, 6, 7, 8
 
 
+@jax.jit  # traced once for each shape
 def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     """A bijection of uint32 in which every input bit reaches every output bit (C. Wellons' lowbias32)."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
