@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,8 @@ HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [fla
   --config FILE.py  with --run: the file that defines a model of your own; any other --config is the harness's
   --simulate N      number of CPU devices to simulate
 
-Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); --model_args of mjax
-are run, config, step, pipe, data, context, model, compute, attention and tokenizer.
-"""
+Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); mjax lm-eval run --help lists
+its flags. --model_args of mjax are run, config, step, pipe, data, context, model, compute, attention and tokenizer."""
 
 
 def lm_eval(argv: Sequence[str]) -> int:
@@ -45,12 +43,7 @@ def lm_eval(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     if argv[:1] in (["-h"], ["--help"]):
         print(HELP)
-        if importlib.util.find_spec("lm_eval") is None:
-            return 0
-        from lm_eval._cli import HarnessCLI  # lm_eval.__main__ takes half a second
-
-        sys.argv = ["lm-eval", "--help"]
-        HarnessCLI().parse_args()
+        return 0
     if arguments.run is not None:
         rest = _with_run(arguments.run, rest)
         if "--apply_chat_template" in rest:  # before weights are read
