@@ -29,6 +29,7 @@ from mjax.errors import RunError
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, POSITIONS, CHOICES = 8192, 512, 4
+END = "<|endoftext|>"
 LLAMA = generation.LLAMA | {"vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS}
 
 
@@ -39,8 +40,8 @@ def write_peer(folder: Path, texts: list[str]) -> None:
     import transformers
 
     library = tokenizers.ByteLevelBPETokenizer()
-    library.train_from_iterator(texts, VOCABULARY, special_tokens=["<|endoftext|>"])
-    settings = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "add_bos_token": False}
+    library.train_from_iterator(texts, VOCABULARY, special_tokens=[END])
+    settings = {"eos_token": END, "bos_token": END, "add_bos_token": False}
     transformers.PreTrainedTokenizerFast(tokenizer_object=library._tokenizer, **settings).save_pretrained(folder)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
@@ -84,7 +85,9 @@ def main() -> int:
     from mjax.commands import cli
     from mjax.tasks.harness import HarnessModel
 
-    texts = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").rglob("*.md"))]
+    # hf reads the end of a document where a text spells it; mjax reads text.
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    texts = [page.read_text(encoding="utf-8").replace(END, "") for page in pages]
     with tempfile.TemporaryDirectory() as place:
         folder, run = Path(place) / "hf", Path(place) / "run"
         write_peer(folder, texts)
