@@ -8,7 +8,7 @@ machine. The first ledger of a process also imports what it traces with, which i
     python benchmarks/planning.py --commands
 
 The commands of `COMMANDS` as a user waits for them: wall time of the whole process, next to its goal on two idle cores.
-`--compile` is left out where JAX's CUDA wheels are missing.
+`--compile` needs JAX's CUDA wheels, here or in `.venv-cuda` (`make .venv-cuda/installed`), and is left out otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ COMMANDS = {
     "--compile --config llama3_8b": 60,
 }
 """Flags of `mjax plan --gpu h100`, and the seconds that each may take."""
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = ROOT / ".venv-cuda" / "bin" / "python"
 
 
 def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
@@ -58,15 +60,16 @@ def seconds(work: Callable[[], object], rounds: int, calls: int = 1) -> float:
 
 def time_commands(rounds: int) -> int:
     """Print the seconds of each command, in the fastest round, and its goal."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     for flags, goal in COMMANDS.items():
-        if "--compile" in flags and cuda_build() is None:
-            print(f"mjax plan --gpu h100 {flags:<35} left out: no JAX for CUDA here")
+        elsewhere = "--compile" in flags and cuda_build() is None
+        if elsewhere and not COMPILER.exists():
+            print(f"mjax plan --gpu h100 {flags:<35} left out: no JAX for CUDA here; make .venv-cuda/installed")
             continue
-        found = []
+        python, found = str(COMPILER) if elsewhere else sys.executable, []
         for _ in range(rounds):
             begun = time.perf_counter()
-            command = [sys.executable, "-m", "mjax", "plan", "--gpu", "h100", *flags.split()]
+            command = [python, "-m", "mjax", "plan", "--gpu", "h100", *flags.split()]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 raise RunError(f"mjax plan --gpu h100 {flags} failed: {done.stderr.strip().splitlines()[-1]}")
