@@ -24,6 +24,7 @@ from mjax.errors import UsageError
 from mjax.generation import text as generation
 from mjax.generation.decoding import decoder, inference_weights
 from mjax.generation.generate import Generator, Sampling
+from mjax.models.attention import KeyValues, attend_cached
 from mjax.models.build import build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.mesh import make_mesh
@@ -57,6 +58,26 @@ def generator_and_model(mesh=ONE):
     config = replace(small_config(layers=4, heads=4), mesh=mesh)
     generator = Generator(config, make_mesh(mesh))
     return generator, placed(generator, lambda: cut_into_chunks(lively(config), mesh))
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_loop_over_tokens_writes_the_cache_in_place(sequences):
+    def step(_, carry):
+        x, cached, lengths = carry
+        x, cached = attend_cached(x, x, x, cached, lengths, jnp.arange(16))
+        return x, cached, lengths + 1
+
+    cache = jax.ShapeDtypeStruct((sequences, 2, 16, 4), jnp.float32)
+    carry = (
+        jax.ShapeDtypeStruct((sequences, 1, 2, 4), jnp.float32),
+        KeyValues(cache, cache),
+        jax.ShapeDtypeStruct((sequences,), jnp.int32),
+    )
+    compiled = jax.jit(lambda carry: jax.lax.fori_loop(0, 8, step, carry), donate_argnums=0).lower(carry).compile()
+    loop = compiled.as_text().partition("\nENTRY")[0]
+    written = f"f32[{sequences},2,16,4]"
+    assert written in loop
+    assert not [line for line in loop.splitlines() if f"= {written}" in line and " copy(" in line]
 
 
 def ends(*ids):

@@ -130,9 +130,10 @@ def attend_cached(
 ) -> tuple[Float[Array, "b 1 n d"], KeyValues]:
     """Write one new position of each sequence to the cache, and attend to it and those before it.
 
-    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Where
-    the slots are split over `context`, every rank attends to its own, and two sums and a maximum of one number per head
-    and sequence join the parts (flash-decoding).
+    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
+    are written one by one, since XLA makes of a scatter of a single row a slice that it copies. Where the slots are
+    split over `context`, every rank attends to its own, and two sums and a maximum of one number per head and sequence
+    join the parts (flash-decoding).
 
     Args:
       q, k, v: of the new positions.
@@ -152,7 +153,8 @@ def attend_cached(
 
     def written(slots: Array, one: Array) -> Array:
         one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
-        return slots.at[jnp.arange(len(one)), :, at].set(one, mode="drop")
+        sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
+        return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
 
     cached = KeyValues(*map(written, cached, (k, v)))
     groups = (q / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
