@@ -1,14 +1,19 @@
-"""A real S3 server on the loopback, moto's, that can be told to fail, to be slow, or to kill who asks."""
+"""A real S3 server on the loopback, moto's, that can be told to fail, to be slow, to lag, or to kill who asks."""
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import threading
 import time
+from urllib.parse import unquote_to_bytes
+from urllib.request import Request, urlopen
 
 from mjax.utils import stores
 
-BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+BUSY = 503, "SlowDown", "Please reduce your request rate."
+CONTENTS = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 
 
 class Server:
@@ -16,8 +21,11 @@ class Server:
 
     Attributes:
       requests: method, path and Range header of each request.
-      rule: takes a WSGI environment before a request is answered; True: it is answered with 503.
+      rule: takes a WSGI environment before a request is answered; True: it is answered with 503; status, code and
+        message: with these; "reset": the connection is closed.
       delay: seconds before a PUT is answered.
+      lag: seconds until a listing has an object.
+      conditions: whether conditional writes are obeyed.
     """
 
     def __init__(self):
@@ -31,7 +39,8 @@ class Server:
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self.requests, self.rule, self.delay = [], None, 0.0
+        self.requests, self.rule, self.delay, self.lag, self.conditions = [], None, 0.0, 0.0, True
+        self._written = {}
         self._kill, self._writes, self._lock = None, 0, threading.Lock()
 
     def __enter__(self):
@@ -61,10 +70,16 @@ class Server:
     def _answer(self, environ, start_response):
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         self.requests.append((method, path, environ.get("HTTP_RANGE")))
-        if self.rule is not None and self.rule(environ):
+        if self.rule is not None and (refusal := self.rule(environ)):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(BUSY)))])
-            return [BUSY]
+            if refusal == "reset":
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                raise ConnectionResetError
+            return _refuse(start_response, *(BUSY if refusal is True else refusal))
+        if not self.conditions:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if method == "PUT":
+            self._written[path.encode("latin-1").split(b"/", 2)[-1]] = time.monotonic()
         if method == "PUT" and self.delay:
             time.sleep(self.delay)
         kills = False
@@ -75,12 +90,35 @@ class Server:
                 kills = self._writes == write and (part in path)
         if kills and not after:
             _kill(process)
-            start_response("503 Killed", [])
-            return [BUSY]
+            return _refuse(start_response, *BUSY)
+        if self.lag and method == "GET" and "list-type" in environ["QUERY_STRING"]:
+            return self._lagging(environ, start_response)
         answer = list(self._app(environ, start_response))
         if kills:
             _kill(process)
         return answer
+
+    def _lagging(self, environ, start_response):
+        """A listing without what was written in the last `lag` seconds."""
+        started = []
+        content = b"".join(self._app(environ, lambda *arguments: started.append(arguments)))
+
+        def old(match):
+            key = unquote_to_bytes(re.search(rb"<Key>(.*?)</Key>", match[0])[1].replace(b"+", b" "))
+            recent = time.monotonic() - self._written.get(key, -self.lag) < self.lag
+            return b"" if recent else match[0]
+
+        content = CONTENTS.sub(old, content)
+        status, headers, *_ = started[0]
+        headers = [(name, value) for name, value in headers if name.lower() != "content-length"]
+        start_response(status, [*headers, ("Content-Length", str(len(content)))])
+        return [content]
+
+
+def _refuse(start_response, status, code, message):
+    content = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+    start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))])
+    return [content]
 
 
 @contextlib.contextmanager
@@ -95,9 +133,11 @@ def bucket(monkeypatch, caches):
         s3fs.S3FileSystem.clear_instance_cache()
         fs = stores.Store("s3").fs
         fs.mkdir("bucket")
-        yield server
-        server.rule = None
-        fs.rm("bucket", recursive=True)  # the next server of this process has the same objects
+        try:
+            yield server
+        finally:
+            server.rule, server.lag = None, 0.0
+            urlopen(Request(f"{server.url}/moto-api/reset", method="POST")).close()  # the next one of this process
 
 
 def _kill(process):

@@ -1,21 +1,24 @@
-"""A run in an object store: its folder here, copied there in the background, and fetched from there at a start.
+"""A run in an object store: written to a folder here, copied to the store, and fetched from there where it is read.
 
     s3://bucket/runs/one/
-      config.json, tokenizer/, …     whole objects, written again when the local file has changed
-      metrics/00000000.jsonl, …      parts of metrics.jsonl: only the last is written again
+      config.json, metrics.jsonl, …  whole objects, written again when the local file has changed
       checkpoints/200/…              files of a checkpoint, then its manifest.json, and commit_success.txt last
-      .lock                          who trains here, written again every few seconds
+      .lock                          who trains here, and a counter that is written again every few seconds
+
+**While a run trains here, the folder here is the truth.** The store is a copy that is only ever behind. No command
+removes a file that this machine wrote because the store lacks it. What is fetched is kept apart, in a cache
+(`utils/stores.py`); a run that is continued on another machine moves from its cache to the folder that is written.
 
 **A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start and
 `commit_success.txt`, which Orbax writes too, goes last: after all other files, whose sizes the store has listed, after
 the metrics up to there, and after the manifest. Without the mark it is not a checkpoint: the next upload removes it.
 
-**Training does not wait.** A checkpoint is saved to the local disk as without a store, and a thread copies it. While
-the store is slow, the newest checkpoint is copied next, and those that were rotated away meanwhile are not. A store
-that fails is tried again for as long as the run lasts, and for a minute after its end.
+**Training does not wait.** A thread copies what is due, the newest checkpoint first. A checkpoint is due until the
+store lists all of it, whatever the store answers meanwhile; only one that rotation has removed here is left out.
 
-**The store decides.** A start fetches what the store has and drops the rest, unless this machine wrote that and the
-store has nothing newer. Checkpoints are removed there when an upload is complete and they are no longer here.
+**One process trains.** `.lock` is created by a conditional write. It is taken over only after its counter has stood
+still for a minute of the waiting process's own clock, again by a conditional write. The holder reads it back at each
+beat, before a checkpoint is marked and before one is removed; when the lock is another's, it stops.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -32,34 +36,39 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.errors import RunError, UsageError
-from mjax.utils.files import take_lock, write_whole
-from mjax.utils.stores import ADDRESS, Store, address_of, alone, mirror_of, modified, to_stderr, version
+from mjax.utils import stores
+from mjax.utils.files import free_name, path_below, rename, take_lock, write_whole
+from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
 """The mark of a checkpoint that is complete, of Orbax's name."""
-LOCK, INDEX, METRICS = ".lock", ".store.json", "metrics.jsonl"
-EVERY = 10.0  # seconds between two looks for changed files
-ALIVE = 60.0  # seconds for which a run counts as running after its last sign of life
-PART_BYTES = 1 << 20  # of a part of metrics.jsonl
+LOCK, INDEX = ".lock", ".store.json"
+EVERY = 10.0  # seconds between two beats, and between two looks for changed files
+ALIVE = 60.0  # seconds without a beat after which a lock may be taken over
+POLL = 2.0  # seconds between two looks at another's lock
 LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the end only, such as TensorBoard's
-STAYS_THERE = ("tensorboard/", "profile/", "wandb/", "metrics/")  # not fetched
+STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
-RUN_FLAGS = ("--run", "--resume", "--checkpoint", "--init", "--base")
+TO_TRAIN, TO_READ = ("--run", "--resume"), ("--run", "--resume", "--checkpoint", "--init", "--base")
+"""Flags whose value is a run, in commands that train it and in others."""
+NONE = {"size": -1}
+_readable: dict[str, Path] = {}  # local folders of addresses, as they were last fetched
 
 
-def localized(argv: Iterable[str], also: bool = False) -> list[str]:
+def localized(argv: Iterable[str], also: bool = False, trains: bool = False) -> list[str]:
     """A command line with local folders for the addresses of runs, which are fetched; those of --runs are not.
 
     Args:
       argv: of a command.
       also: whether words without a flag are runs too.
+      trains: whether the command trains the run of --run.
 
     Raises:
       UsageError: a bucket is not there or cannot be read, or a package is missing.
@@ -77,110 +86,84 @@ def localized(argv: Iterable[str], also: bool = False) -> list[str]:
             value = f"run:{local_run(rest)}"
         elif ADDRESS.fullmatch(value) and flag == "--runs":
             value = str(mirror_of(value))
-        elif ADDRESS.fullmatch(value) and (flag in RUN_FLAGS or (also and not flag)):
+        elif ADDRESS.fullmatch(value) and trains and flag in TO_TRAIN:
+            value = str(run_to_train(value))
+        elif ADDRESS.fullmatch(value) and (flag in TO_READ or (also and not flag)):
             value = str(local_run(value))
         words.append(f"{flag}={value}" if equals else value)
         before = ""
     return words
 
 
-def local_run(run: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
-    """The local folder of a run: of an address, what is fetched from there; any other path as it is."""
-    folder = mirror_of(run)
-    fetch(folder, say)
-    return folder
-
-
-def fetch_all(runs: Path) -> None:
-    """Fetch every run in a folder of a mirror."""
-    if (address := address_of(runs)) is None:
-        return
-    store = Store.of(address, to_stderr)
-    found = store.files(address)
-    names = {name.partition("/")[0] for name in found if re.fullmatch(r"[^/]+/config\.json", name)}
-    runs.mkdir(parents=True, exist_ok=True)
-    for folder in runs.iterdir():
-        if folder.name not in names and not folder.name.startswith(".") and not is_locked(folder):
-            shutil.rmtree(folder)
-    for name in sorted(names):
-        of_run = {file[len(name) + 1 :]: about for file, about in found.items() if file.startswith(f"{name}/")}
-        fetch(runs / name, to_stderr, of_run)
-
-
-def remove_there(folder: Path, dry: bool = False) -> int:
-    """Remove what the store has of the run in a mirror, so that it is never half a run; returns the bytes of it.
-
-    Args:
-      folder: of the run; nothing happens for one that mirrors no store.
-      dry: remove nothing.
-    """
-    if (address := address_of(folder)) is None:
-        return 0
-    store = Store.of(address, to_stderr)
-    found = store.files(address)
-    if not dry:
-        # First it is not a run any more, then it has no checkpoints.
-        order = sorted(found, key=lambda name: (name != "config.json", not name.endswith(f"/{COMMIT}")))
-        store.remove([f"{address}/{name}" for name in order])
-    return sum(about["size"] for about in found.values())
-
-
 # --- From the store ---------------------------------------------------------------------------------------------------
 
 
-def fetch(folder: Path, say: Callable[[str], None], found: Mapping[str, Any] | None = None) -> None:
-    """Make the local folder of a run what the store has, without the files of checkpoints, which `bring` fetches.
+def local_run(run: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+    """The local folder in which a run can be read: of an address, what is fetched from there; another path as it is."""
+    return fetch(mirror_of(run), say)
 
-    Nothing happens for a folder that mirrors no store, or while a process of this machine trains there.
+
+def read_folder(run: str | Path) -> Path:
+    """`local_run`, without asking the store again for a run that this process has fetched."""
+    return _readable.get(str(run)) or local_run(run)
+
+
+def fetch_all(runs: Path) -> list[Path] | None:
+    """The local folders of all runs in the folder of an address; None for another folder.
+
+    Of each run, all at the same time, only what a list shows is fetched.
+    """
+    if (address := address_of(runs)) is None:
+        return None
+    names = {*Store.of(address, to_stderr).folders(address), *(file.parent.name for file in runs.glob("*/config.json"))}
+    with ThreadPoolExecutor(16) as pool:
+        folders = pool.map(lambda name: fetch(runs / name, to_stderr, to_list=True), sorted(names))
+        return [folder for folder in folders if (folder / "config.json").is_file()]
+
+
+def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False) -> Path:
+    """Return the local folder in which a run is to be read.
+
+    It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
+    cache, which is made what the store has, without the files of checkpoints, which `bring` fetches.
 
     Args:
-      folder: of a run.
+      folder: of a run; one that is no local copy is returned.
       say: takes one line about each problem.
-      found: the files of the run in the store, if they are known.
+      to_list: fetch only what a list of runs shows.
     """
     if (address := address_of(folder)) is None:
-        return
-    with alone(folder):
-        if is_locked(folder):
-            return
-        store, index = Store.of(address, say), _index(folder)
-        found = store.files(address) if found is None else found
-        marked = [step for step in _steps(found) if {COMMIT, MANIFEST} <= _steps(found)[step].keys()]
-        if _is_ahead(folder, address, store, index, marked, found):
-            newest = steps_in(folder / "checkpoints")[-1]
-            say(
-                f"checkpoint {newest} of {address} is on this machine only; it is used, and copied by the next training"
-            )
-            return
-        wanted = {name for name in found if _is_fetched(name) and not STEP.fullmatch(name)}
-        wanted |= {f"checkpoints/{step}/{MANIFEST}" for step in marked}
-        known = index.get("files", {})
-        new = [name for name in sorted(wanted) if known.get(name, [""])[0] != version(found[name])]
-        new += [name for name in sorted(wanted) if name not in new and _size(folder / name) != found[name]["size"]]
-        for name in list(new):
-            if match := STEP.fullmatch(name):
-                if (folder / name).is_file() and (folder / name).read_bytes() == store.read(f"{address}/{name}"):
-                    new.remove(name)  # saved by this machine, with all its files
-                else:
-                    shutil.rmtree(folder / "checkpoints" / match[1], ignore_errors=True)
-        store.get([(f"{address}/{name}", folder / name) for name in new])
-        for name in new:
-            os.utime(folder / name, (modified(found[name]),) * 2)
-        _drop_others(folder, wanted, marked)
-        parts = sorted(name for name in found if name.startswith("metrics/"))
-        versions = [version(found[name]) for name in parts]
-        if found:
-            folder.mkdir(parents=True, exist_ok=True)
-        if versions != index.get("parts") or bool(parts) != (folder / METRICS).exists():
-            content = [store.read(f"{address}/{name}") for name in parts]
-            if parts:
-                write_whole(folder / METRICS, b"".join(content).decode("utf-8", "replace"))
-                os.utime(folder / METRICS, (modified(found[parts[-1]]),) * 2)
-            index["crcs"] = [zlib.crc32(part) for part in content]
-        index["parts"], index["beat"] = versions, modified(found[LOCK]) if LOCK in found else 0.0
-        index["files"] = {name: [version(found[name]), *_stat(folder / name)] for name in sorted(wanted)}
-        if folder.is_dir():
-            write_whole(folder / INDEX, json.dumps(index))
+        return folder
+    readable = written = mirror_of(address)
+    if not is_locked(written):
+        store = Store.of(address, say)
+        objects = store.files(address)
+        if not _is_ahead(written, address, objects, store.say):
+            readable = mirror_of(address, FETCHED)
+            _refresh(readable, address, store, objects, to_list)
+    if not to_list:
+        _readable[address] = readable
+    return readable
+
+
+def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+    """The local folder in which to train a run: of an address, with what the store has, unless this machine is ahead.
+
+    If the store is ahead, what it lacks of this machine's folder is set aside.
+    """
+    if (address := address_of(mirror_of(run))) is None:
+        return Path(run)
+    folder = mirror_of(address)
+    if (cache := fetch(folder, say)) == folder:
+        return folder
+    with alone(folder), alone(cache):
+        # Another process of this run may have been faster.
+        if cache.is_dir() and _index(folder) != _index(cache):
+            _clear(folder, say)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            rename(cache, folder)
+    _readable[address] = folder
+    return folder
 
 
 def bring(
@@ -203,7 +186,8 @@ def bring(
             total = sum(sizes[name][0] for name in missing)
             say(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
             with contextlib.suppress(FileNotFoundError):  # the check that follows says which
-                Store.of(address, say).get([(f"{address}/{name}", checkpoint / name) for name in missing])
+                pairs = [(f"{address}/{name}", path_below(checkpoint, name)) for name in missing]
+                Store.of(address, say).get(pairs)
     return bool(missing)
 
 
@@ -216,48 +200,112 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
+def folders_of(folder: Path) -> list[Path]:
+    """The local folders of the run in `folder`: that alone, or of an address what was written and what was fetched."""
+    address = address_of(folder)
+    both = [] if address is None else [mirror_of(address), mirror_of(address, FETCHED)]
+    return [folder, *(other for other in both if other != folder and other.is_dir())]
+
+
 def is_running_elsewhere(folder: Path) -> bool:
-    """True if the run in a mirror had given a sign of life shortly before it was fetched."""
+    """True if the run in a store had given a sign of life shortly before it was fetched, if the clocks agree."""
     return address_of(folder) is not None and time.time() - _index(folder).get("beat", 0.0) < ALIVE
 
 
-def _is_ahead(folder: Path, address: str, store: Store, index: dict, marked: list[int], found: Mapping) -> bool:
-    """True if this machine has a newer checkpoint of the run than its store, and wrote what is there."""
-    here = steps_in(folder / "checkpoints")
-    if (
-        not here
-        or not (folder / "checkpoints" / str(here[-1]) / MANIFEST).is_file()
-        or here[-1] <= max(marked, default=-1)
-    ):
-        return False
+def remove_there(folder: Path, dry: bool = False) -> int:
+    """Remove what the store has of a run, so that it is never half a run; returns the bytes of it.
+
+    Args:
+      folder: local, of the run; nothing happens for one that is no local copy.
+      dry: remove nothing.
+
+    Raises:
+      UsageError: a process trains there.
+    """
+    if (address := address_of(folder)) is None:
+        return 0
+    store = Store.of(address, to_stderr)
+    objects = store.files(address)
+    if not dry:
+        if LOCK in objects:
+            _watch(store, address, store.read(f"{address}/{LOCK}"))
+        # First it is not a run any more, then it has no checkpoints.
+        order = sorted(objects, key=lambda name: (name != "config.json", not name.endswith(f"/{COMMIT}")))
+        store.remove([f"{address}/{name}" for name in order])
+    return sum(about["size"] for about in objects.values())
+
+
+def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Callable[[str], None]) -> bool:
+    """True if the folder that this machine writes has what the store has, and perhaps more."""
+    here, marked = steps_in(written / "checkpoints"), _marked(objects, address, say)
     if marked:
-        name = f"checkpoints/{max(marked)}/{MANIFEST}"
-        return (folder / name).is_file() and (folder / name).read_bytes() == store.read(f"{address}/{name}")
-    return LOCK in found and json.loads(store.read(f"{address}/{LOCK}")).get("token") == index.get("token")
+        newest = f"checkpoints/{marked[-1]}/{MANIFEST}"
+        if _known(written).get(newest, [None])[0] != version(objects[newest]):
+            return False  # this machine has never had it
+    if here and here[-1] > max(marked, default=-1):
+        say(f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training")
+    return bool(here) or (written / "config.json").is_file()
 
 
-def _drop_others(folder: Path, wanted: set[str], marked: list[int]) -> None:
-    """Remove what another run or an upload that was killed has left in a mirror."""
-    for name in _files_of(folder):
-        if name not in wanted and name != METRICS and not name.startswith(STAYS_THERE):
-            (folder / name).unlink()
-    checkpoints = folder / "checkpoints"
-    for entry in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        if entry.is_dir() and entry.name not in map(str, marked):
-            shutil.rmtree(entry)
+def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
+    """Make the cache of a run what the store has."""
+    with alone(cache):
+        known, marked = _known(cache), _marked(objects, address, store.say)
+        used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not STEP.fullmatch(name)}
+        used |= {f"checkpoints/{step}/{MANIFEST}" for step in marked}
+        listed = {name for name in used if "/" not in name and not name.endswith(".png")}
+        wanted = listed | {f"checkpoints/{step}/{MANIFEST}" for step in marked[-1:]} if to_list else used
+        new = [name for name in sorted(wanted) if not _is_known(cache, name, known, version(objects[name]))]
+        for step in {*steps_in(cache / "checkpoints"), *marked}:
+            if not _is_known(cache, name := f"checkpoints/{step}/{MANIFEST}", known, version(objects.get(name, NONE))):
+                shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
+        for name in list(_files_of(cache)):
+            if name not in used:
+                (cache / name).unlink()
+        store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
+        for name in new:
+            os.utime(cache / name, (modified(objects[name]),) * 2)
+        if wanted:
+            fetched = {name: [version(objects[name]), *_stat(cache / name)] for name in new}
+            files = {name: about for name, about in (known | fetched).items() if name in used}
+            _save(cache, files, beat=modified(objects[LOCK]) if LOCK in objects else 0.0)
+        else:
+            shutil.rmtree(cache, ignore_errors=True)
 
 
-def _is_fetched(name: str) -> bool:
-    return not name.startswith((".", *STAYS_THERE)) and not name.endswith("/")
+def _clear(folder: Path, say: Callable[[str], None]) -> None:
+    """Remove a folder that this machine wrote if all of it is, or was, in the store; else set it aside."""
+    checkpoints, known = folder / "checkpoints", _known(folder)
+    entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
+    names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
+    if all(_is_known(folder, name, known) for name in names):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {_set_aside(folder)}")
 
 
-def _steps(found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _set_aside(folder: Path) -> Path:
+    aside = free_name(folder, "not-copied")
+    rename(folder, aside)
+    return aside
+
+
+def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The files of each checkpoint among those of a run."""
     steps: dict[int, dict[str, Any]] = defaultdict(dict)
-    for name, about in found.items():
+    for name, about in objects.items():
         if match := STEP.fullmatch(name):
             steps[int(match[1])][match[2]] = about
     return dict(sorted(steps.items()))
+
+
+def _marked(objects: Mapping[str, Any], address: str, say: Callable[[str], None]) -> list[int]:
+    """The steps of the complete checkpoints of a run, ascending."""
+    marked = {step: files for step, files in _steps(objects).items() if COMMIT in files}
+    for step in [step for step, files in marked.items() if MANIFEST not in files]:
+        say(f"{address}/checkpoints/{step} is not used: it has a {COMMIT} and no {MANIFEST}")
+        del marked[step]
+    return list(marked)
 
 
 def _files_of(folder: Path) -> Iterator[str]:
@@ -270,12 +318,28 @@ def _files_of(folder: Path) -> Iterator[str]:
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    """Return what was fetched last: the version of each file there, and its size and time here."""
+    """The record of what the store has of a folder, or had."""
     try:
         index = json.loads((folder / INDEX).read_bytes())
     except (OSError, ValueError):
         return {}
     return index if isinstance(index, dict) else {}
+
+
+def _known(folder: Path) -> dict[str, list]:
+    """Version there, and size and time here, of each file that the store has, or had."""
+    files = _index(folder).get("files")
+    return files if isinstance(files, dict) else {}
+
+
+def _is_known(folder: Path, name: str, known: Mapping[str, list], there: str | None = None) -> bool:
+    """True if the store has, or had, a local file as it is now; perhaps in the version `there`."""
+    file, (of_store, *of_file) = folder / name, known.get(name, [None])
+    return file.is_file() and of_file == _stat(file) and there in (None, of_store)
+
+
+def _save(folder: Path, files: Mapping[str, list], **more: Any) -> None:
+    write_whole(folder / INDEX, json.dumps({"files": files, **more}))
 
 
 def _size(file: Path) -> int:
@@ -294,214 +358,339 @@ class Mirror:
     """Copies the folder of a run to its address while it trains; a context.
 
     Args:
-      folder: local, as `fetch` has left it, and locked by this process.
+      folder: local, as `run_to_train` has left it, and locked by this process.
       address: of the run in the store.
       say: takes one line about each upload and each failure; from several threads.
+
+    Attributes:
+      lost: who trains there now, if it is another process; this one is to stop.
+      uploading: the checkpoint that is being copied.
 
     Raises:
       UsageError: another process trains there, or nothing can be written.
     """
 
     def __init__(self, folder: Path, address: str, say: Callable[[str], None]):
-        self.folder, self.address, self.say = folder, address, say
-        self.store, self.uploading = Store.of(address, say), None
+        self.folder, self.address, self.store = folder, address, Store.of(address, say)
+        self.lost: str | None = None
+        self.uploading: int | None = None
+        self._known, self._looked = _known(folder), 0.0
         self._due: set[int] = set()
-        self._ended, self._copying = threading.Event(), threading.Lock()
-        index = _index(folder)
-        self._sent = {name: (size, time) for name, (_, size, time) in index.get("files", {}).items()}
-        self._parts: list[int] = index.get("crcs", [])
-        self._beats, self._token = 0, secrets.token_hex(8)
+        self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
+        self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._beats, self._token, self._beating = 0, secrets.token_hex(8), threading.Lock()
+        self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
         self._claim()
-        self.store.ended = self._ended  # from here on training does not end because the store fails
-        write_whole(folder / INDEX, json.dumps(index | {"token": self._token}))
-        self._uploads = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        self._pending: list[Future] = []
-        self._files = threading.Thread(target=self._copy_now_and_then, name="copies", daemon=True)
+        self.store.patience = 0.0  # from here on a failure is for the next attempt
 
     def __enter__(self) -> Mirror:
-        there = {step for step, files in _steps(self.store.files(self.address)).items() if COMMIT in files}
-        here = steps_in(self.folder / "checkpoints")
-        if max(there, default=-1) > max(here, default=-1):
-            raise UsageError(f"{self.address} has got checkpoint {max(there)} meanwhile; type the same command again")
-        for step in here:
-            if step not in there:  # of a start that ended before it was copied
-                self.saved(step)
-        self._files.start()
+        there, here = _steps(self.store.files(self.address)), steps_in(self.folder / "checkpoints")
+        for step, files in there.items():
+            newer = step > max(here, default=-1) and self._manifest(step) not in self._known
+            if newer and {COMMIT, MANIFEST} <= files.keys():
+                self._release()
+                raise UsageError(f"{self.address} has got checkpoint {step} meanwhile; type the same command again")
+        copied = [step for step in here if _is_known(self.folder, self._manifest(step), self._known)]
+        self._due = {step for step in here if step not in copied or COMMIT not in there.get(step, ())}
+        threading.Thread(target=self._beat_until_released, name="beats", daemon=True).start()
+        self._copies.start()
         return self
 
     def __exit__(self, kind, *_) -> None:
         try:
             self.finish()
-        except (RunError, UsageError, OSError) as error:
+        except RunError as error:
             if kind is None:
                 raise
-            self.say(str(error))
-        finally:
-            self._ended.set()
-            self._uploads.shutdown(wait=False, cancel_futures=True)
+            self.store.say(str(error))
 
     def saved(self, step: int) -> None:
-        """Copy checkpoint `step`, which is complete here, as soon as the one before it is."""
+        """Copy checkpoint `step`, which is complete here, as soon as possible."""
         self._due.add(step)
-        self._pending = [pending for pending in self._pending if not pending.done()]
-        self._pending.append(self._uploads.submit(self._upload_next))
+        self._wake.set()
 
     def finish(self) -> None:
         """Return when everything is copied.
 
         Raises:
-          RunError: the store has failed for too long.
+          RunError: the store has failed for too long, or the run was taken over.
         """
-        if self._ended.is_set():
+        if self._released.is_set():
             return
-        self._ended.set()  # from here on the patience with the store is limited
-        if any(not pending.done() for pending in self._pending):
-            self.say(f"waiting until the run is copied to {self.address}")
+        self._ended.set()
+        self._wake.set()
         try:
-            for pending in self._pending:
-                pending.result()
-            self._files.join()
-            self._copy_files(everything=True)
-            self._rotate()
-            self.store.remove([f"{self.address}/{LOCK}"])
-        except (RunError, UsageError) as error:
+            self._copies.join(1.0)
+            if self._copies.is_alive():
+                self.store.say(f"waiting until the run is copied to {self.address}")
+            self._copies.join()
+            lacking = dict(self._failed)
+            self._attempt("the end of its lock", self._release)
+        finally:
+            self._released.set()
+        if self.lost:
+            aside = _set_aside(self.folder)
             raise RunError(
-                f"{self.address} does not have all of this run: {error}; {self.folder} has, and the same command on "
-                "this machine continues from there"
-            ) from error
+                f"{self.address} is trained by {self.lost} now, so this process has stopped; what it saved is kept on "
+                f"this machine as {aside}, which --run and --init take"
+            )
+        if lacking:
+            raise RunError(
+                f"{self.address} lacks {', '.join(lacking)} ({[*lacking.values()][-1]}); this machine has it, and "
+                f"copies it with: mjax train --run {self.address}"
+            )
+
+    # --- What is due --------------------------------------------------------------------------------------------------
+
+    def _copy_until_ended(self) -> None:
+        """In a thread: copy what is due, again and again, with growing pauses while the store fails."""
+        pause, end = 1.0, None
+        while not self.lost:
+            if self._ended.is_set() and end is None:
+                pause, end = 1.0, time.monotonic() + stores.PATIENCE
+            self._failed = {}
+            for step in sorted(self._due, reverse=True):
+                self._attempt(f"checkpoint {step}", partial(self._upload, step))
+            self._attempt("its metrics and settings", partial(self._copy_files, everything=end is not None))
+            self._attempt("its rotation", self._rotate)
+            if end is not None and (time.monotonic() >= end or not (self._failed or self._due)):
+                return
+            wait = EVERY if end is None else 0.0
+            if self._failed:
+                wait = min(pause * random.uniform(1, 1.25), *([max(end - time.monotonic(), 0.0)] if end else []), 75)
+                pause = min(2 * pause, stores.MAX_PAUSE)
+                self.store.reconnect()
+            else:
+                pause = 1.0
+            self._wake.wait(wait)
+            self._wake.clear()
+
+    def _attempt(self, what: str, call: Callable[[], None]) -> None:
+        if self.lost:
+            return
+        try:
+            call()
+        except Exception as error:  # whatever it is: a run does not end because its store fails
+            self._failed[what] = reason = str(error) or type(error).__name__
+            self.store.say(f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason))
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
-    def _upload_next(self) -> None:
-        """In the uploading thread: copy the newest checkpoint that is due."""
-        if not self._due:
+    @staticmethod
+    def _manifest(step: int) -> str:
+        return f"checkpoints/{step}/{MANIFEST}"
+
+    def _upload(self, step: int, folder: Path | None = None) -> None:
+        """Copy a checkpoint; it is due until the store lists all of it."""
+        folder = folder or self.folder / "checkpoints" / str(step)
+        there, prefix, begun = f"{self.address}/checkpoints/{step}", f"checkpoints/{step}/", time.monotonic()
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
+        described = {} if MANIFEST not in sizes else json.loads((folder / MANIFEST).read_bytes()).get("files", {})
+        missing = [name for name in (MANIFEST, COMMIT) if name not in sizes]
+        missing += [name for name, (size, _) in described.items() if sizes.get(name) != size]
+        if missing:  # rotation was faster, or it was fetched in part and is not in the store any more
+            self._due.discard(step)
+            self.store.say(f"checkpoint {step} was not copied to {self.address}: here it has no {missing[0]} any more")
             return
-        step = max(self._due)
-        self._due.discard(step)
         self.uploading = step
         try:
-            self._upload(step, self.folder / "checkpoints" / str(step))
-            self._rotate()
-        except FileNotFoundError:
-            self.say(f"checkpoint {step} was not copied to {self.address}: it was replaced here before its turn")
+            before, is_there = self.store.files(there), False
+            if self._lacks(before, sizes) is None:
+                is_there = self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
+            if not is_there:
+                # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
+                old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
+                self.store.remove([f"{there}/{name}" for name in old if name in before])
+                data = [name for name in sizes if name not in (MANIFEST, COMMIT)]
+                data.sort(key=lambda name: name != MADE_BY_ORBAX)  # tells it from a folder of the user's
+                for name in data:
+                    if self._lacks(before, {name: sizes[name]}):
+                        self._known.pop(prefix + name, None)
+                for start in (0, *range(1, len(data), stores.TOGETHER)):
+                    self._send([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
+                    if time.monotonic() - self._looked > EVERY:
+                        self._copy_files()
+                self._check_listed(there, {name: sizes[name] for name in data})
+                self._copy_files(everything=True)
+                self._beat()  # the run is still this process's
+                self.store.put([(folder / MANIFEST, f"{there}/{MANIFEST}")])
+                self.store.put([(folder / COMMIT, f"{there}/{COMMIT}")])
+            listed = self._check_listed(there, sizes)
         finally:
             self.uploading = None
+        self._known = {name: about for name, about in self._known.items() if not name.startswith(prefix)}
+        self._known[self._manifest(step)] = [version(listed[MANIFEST]), *_stat(folder / MANIFEST)]
+        _save(self.folder, self._known)
+        self._due.discard(step)
+        if not is_there:
+            size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
+            self.store.say(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
-    def _upload(self, step: int, folder: Path) -> None:
-        begun, there = time.monotonic(), f"{self.address}/checkpoints/{step}"
-        before = self.store.files(there)
-        if COMMIT in before and self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes():
-            return
-        self._remove(there, before)  # of an upload that was killed, or a step that is trained again
-        names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
-        sizes = {name: (folder / name).stat().st_size for name in names}
-        data = [name for name in names if name not in (MANIFEST, COMMIT)]
-        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # tells it from a folder of the user's
-        for part in (data[:1], data[1:]):
-            self.store.put([(folder / name, f"{there}/{name}") for name in part])
-        listed = {name: about["size"] for name, about in self.store.files(there).items()}
-        if wrong := [name for name in data if listed.get(name) != sizes[name]]:
-            raise RunError(f"{there}/{wrong[0]} has {listed.get(wrong[0], 0)} bytes of {sizes[wrong[0]]}")
-        self._copy_files(everything=True)
-        self.store.put([(folder / MANIFEST, f"{there}/{MANIFEST}")])
-        self.store.write(f"{there}/{COMMIT}", (folder / COMMIT).read_bytes())
-        size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
-        self.say(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
+    def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+        end = time.monotonic() + ALIVE
+        while missing := self._lacks(listed := self.store.files(there), sizes):
+            if time.monotonic() > end:
+                raise RunError(f"the store does not list {there}/{missing} with its {sizes[missing]:,} bytes")
+            time.sleep(POLL)  # a listing may lag
+        return listed
+
+    @staticmethod
+    def _lacks(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
+        return next((name for name, size in sizes.items() if listed.get(name, {}).get("size") != size), None)
 
     def _rotate(self) -> None:
-        """Remove or rename the checkpoints in the store that were removed or renamed here."""
-        checkpoints = self.folder / "checkpoints"
+        """Remove or rename the checkpoints in the store that were removed or renamed here, once the newest is there."""
+        checkpoints, beaten = self.folder / "checkpoints", False
         here = steps_in(checkpoints)
+        if here and here[-1] in self._due:
+            return
         for step, files in _steps(self.store.files(self.address)).items():
-            there = f"{self.address}/checkpoints/{step}"
-            if step in here or MADE_BY_ORBAX not in files:
+            there, unknown = f"{self.address}/checkpoints/{step}", self._manifest(step) not in self._known
+            if step in here or MADE_BY_ORBAX not in files or (COMMIT in files and unknown):
                 continue
+            if not beaten:
+                self._beat()  # the run is still this process's
+                beaten = True
             renamed = [entry.name for entry in checkpoints.glob(f"{step}.*") if "writing" not in entry.name]
-            if renamed and COMMIT in files:
-                self.store.remove([f"{there}/{COMMIT}"])
-                for name in files.keys() - {COMMIT}:
+            self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
+            for name in sorted(files.keys() - {COMMIT}, key=lambda name: name != MANIFEST):
+                if renamed:
                     self.store.move(f"{there}/{name}", f"{self.address}/checkpoints/{renamed[-1]}/{name}")
-            else:
-                self._remove(there, files)
-
-    def _remove(self, there: str, files: Iterable[str]) -> None:
-        """Remove a checkpoint, its mark first."""
-        first = [name for name in (COMMIT, MANIFEST) if name in files]
-        self.store.remove([f"{there}/{name}" for name in [*first, *(name for name in files if name not in first)]])
+                else:
+                    self.store.remove([f"{there}/{name}"])
 
     # --- Other files --------------------------------------------------------------------------------------------------
 
-    def _copy_now_and_then(self) -> None:
-        while not self._ended.wait(EVERY):
-            try:
-                self._beat()
-                self._copy_files()
-            except Exception as error:  # recorded and displayed things do not end a run
-                self.say(f"{self.address} is behind: {error}")
+    def _send(self, names: Iterable[str]) -> None:
+        """Copy files of the run that have changed since they were copied."""
+        changed = [name for name in names if not _is_known(self.folder, name, self._known)]
+        now = {name: ["", *_stat(self.folder / name)] for name in changed}
+        self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
+        self._known |= now
 
     def _copy_files(self, everything: bool = False) -> None:
         """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
-        with self._copying:
-            now = {name: tuple(_stat(self.folder / name)) for name in _files_of(self.folder)}
-            changed = [name for name in now if name != METRICS and now[name] != self._sent.get(name)]
-            changed = [name for name in changed if everything or now[name][0] <= LARGE]
-            self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
-            self._sent |= {name: now[name] for name in changed}
-            gone = [name for name in self._sent if name not in now and not STEP.fullmatch(name)]
-            self.store.remove([f"{self.address}/{name}" for name in gone])
-            for name in gone:
-                del self._sent[name]
-            if METRICS in now and now[METRICS] != self._sent.get(METRICS):
-                self._copy_metrics()
-                self._sent[METRICS] = now[METRICS]
-
-    def _copy_metrics(self) -> None:
-        content = (self.folder / METRICS).read_bytes()
-        parts = [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
-        name = partial("{}/metrics/{:08d}.jsonl".format, self.address)
-        # A shorter file first loses its end, so that what is there is always a beginning of what was written.
-        self.store.remove([name(number) for number in reversed(range(len(parts), len(self._parts)))])
-        del self._parts[len(parts) :]
-        for number, part in enumerate(parts):
-            if self._parts[number : number + 1] != [zlib.crc32(part)]:
-                self.store.write(name(number), part)
-                self._parts[number : number + 1] = [zlib.crc32(part)]
+        self._looked, names = time.monotonic(), list(_files_of(self.folder))
+        self._send(name for name in names if everything or _size(self.folder / name) <= LARGE)
+        for name in [name for name in self._known if name not in names and not STEP.fullmatch(name)]:
+            self.store.remove([f"{self.address}/{name}"])
+            del self._known[name]
+        if everything:
+            _save(self.folder, self._known)
 
     # --- One process trains in a run ----------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        """Write who trains here, once nobody else does.
+        """Make the lock this process's, once it is nobody's.
 
         Raises:
-          UsageError: another process does.
+          UsageError: another process trains there.
         """
-        first: dict[str, Any] | None = None
-        while (holder := self._holder()) is not None:
-            first = first or holder
-            who = f"process {holder.get('process')} on {holder.get('host')}"
-            if holder.get("beat") != first.get("beat") or holder.get("token") != first.get("token"):
-                raise UsageError(f"{self.address} is in use by {who}; wait for it, or choose another --name")
-            self.say(
-                f"{self.address} was in use by {who} {holder['age']:.0f} s ago: waiting for {ALIVE:.0f} s without it"
-            )
-            time.sleep(5)
-        self._beat()
+        lock, attempt, mine = f"{self.address}/{LOCK}", 0, False
+        while not mine:
+            held = _read(self.store, lock)
+            if held is None:
+                if self._create(lock) and self._ignores_conditions(lock):
+                    self.store.say(
+                        f"{self.address} is in a store without conditional writes: two processes that start in the "
+                        "same second may both train until one of them reads the lock of the other"
+                    )
+                    time.sleep(2 * POLL)
+            elif not _watch(self.store, self.address, held):
+                # One process may succeed a lock that stands still, and the next one if that does not write it either.
+                attempt += 1
+                if self._create(f"{lock}-{zlib.crc32(held):08x}-{attempt}"):
+                    self.store.write(lock, self._state())
+            mine = _lock_of(_read(self.store, lock)).get("token") == self._token
 
-    def _holder(self) -> dict[str, Any] | None:
-        """Return who trains there, with the 'age' of the last sign of life; None: nobody, or a process that is gone."""
-        about = self.store.files(self.address).get(LOCK)
-        if about is None or (age := time.time() - modified(about)) > ALIVE:
-            return None
+    def _create(self, address: str) -> bool:
+        """Write the state of this process if there is no object; True if there is the one that this process wrote."""
         try:
-            holder = json.loads(self.store.read(f"{self.address}/{LOCK}"))
-        except (FileNotFoundError, ValueError):
-            return None
-        process = holder["process"]  # the lock of the folder shows that it is not this one
-        gone = process == os.getpid() or not Path(f"/proc/{process}").exists()
-        gone = gone and holder["host"] == socket.gethostname()
-        return None if gone else holder | {"age": age}
+            return self.store.create(address, self._state()) or (
+                _lock_of(_read(self.store, address)).get("token") == self._token  # the answer was lost
+            )
+        except NotImplementedError:
+            self.store.write(address, self._state())
+            return True
+
+    def _ignores_conditions(self, lock: str) -> bool:
+        """True if the store writes an object again that is to be written only if it is not there."""
+        try:
+            return self.store.create(lock, self._state())
+        except NotImplementedError:
+            return True
+
+    def _state(self) -> bytes:
+        about = {"host": socket.gethostname(), "process": os.getpid(), "beat": self._beats, "token": self._token}
+        return json.dumps(about).encode()
+
+    def _beat_until_released(self) -> None:
+        """In a thread: show that this process trains, until it has ended or another one trains."""
+        while not self._released.wait(EVERY) and not self.lost:
+            try:
+                self._beat()
+            except Exception as error:
+                self.store.say(f"{self.address} does not show that the run goes on: {error}")
 
     def _beat(self) -> None:
-        self._beats += 1
-        about = {"host": socket.gethostname(), "process": os.getpid(), "beat": self._beats, "token": self._token}
-        self.store.write(f"{self.address}/{LOCK}", json.dumps(about).encode())
+        """Count the lock up.
+
+        Raises:
+          RunError: it is another's.
+        """
+        with self._beating:
+            held = _read(self.store, f"{self.address}/{LOCK}")
+            if held is not None and _lock_of(held).get("token") != self._token:
+                self.lost = _holder(held)
+                self._wake.set()
+                raise RunError(f"it is trained by {self.lost} now")
+            if not self._released.is_set():
+                self._beats += 1
+                self.store.write(f"{self.address}/{LOCK}", self._state())
+
+    def _release(self) -> None:
+        """Remove the lock, and those that it has succeeded, if it is still this process's."""
+        with self._beating:
+            self._released.set()
+            if _lock_of(_read(self.store, f"{self.address}/{LOCK}")).get("token") == self._token:
+                names = [name for name in self.store.files(self.address) if name.startswith(f"{LOCK}-")]
+                self.store.remove([f"{self.address}/{name}" for name in (LOCK, *names)])
+
+
+def _read(store: Store, address: str) -> bytes | None:
+    """The bytes of an object; None if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return store.read(address)
+
+
+def _watch(store: Store, address: str, held: bytes) -> bool:
+    """Return when a lock is released, then True, or has stood still for `ALIVE` seconds of this process's clock.
+
+    Raises:
+      UsageError: it moves: another process trains there.
+    """
+    since = time.monotonic()
+    while (passed := time.monotonic() - since) < ALIVE:
+        line = f"{address} was trained by {_holder(held)}: looking for {ALIVE - passed:.0f} s whether it still is"
+        store.say(line, (held, passed // 10))
+        time.sleep(POLL)
+        now = _read(store, f"{address}/{LOCK}")
+        if now is None:
+            return True
+        if now != held:
+            raise UsageError(f"{address} is in use by {_holder(now)}; wait for it, or choose another --name")
+    return False
+
+
+def _lock_of(content: bytes | None) -> dict[str, Any]:
+    """What a lock says; {} if there is none, or none of ours."""
+    with contextlib.suppress(ValueError, TypeError):
+        if isinstance(lock := json.loads(content), dict):
+            return lock
+    return {}
+
+
+def _holder(content: bytes) -> str:
+    lock = _lock_of(content)
+    return f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"

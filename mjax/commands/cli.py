@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if command.run != "train:train":  # which tells the other processes of a run what is wrong
                 from mjax.checkpoint.mirror import localized
 
-                rest = localized(rest, also=prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf"))
+                also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
+                rest = localized(rest, also, trains=prog == "mjax sft")
             function = _named(command.run)
             parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))

@@ -16,7 +16,7 @@ import operator
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -38,7 +38,15 @@ from mjax.checkpoint.folders import (
     read_base,
     read_manifest,
 )
-from mjax.checkpoint.mirror import INDEX, fetch_all, is_locked, is_running_elsewhere, local_run, remove_there
+from mjax.checkpoint.mirror import (
+    INDEX,
+    fetch_all,
+    folders_of,
+    is_locked,
+    is_running_elsewhere,
+    local_run,
+    remove_there,
+)
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
 from mjax.config.model import is_own, kind_of
@@ -50,7 +58,7 @@ from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.figures import duration
 from mjax.utils.files import rename
-from mjax.utils.stores import mirror_of, with_addresses
+from mjax.utils.stores import address_of, is_address, resolved, with_addresses
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
 TOKENS_OF_A_STEP = (
@@ -137,8 +145,7 @@ def list_runs(arguments: ListArguments) -> int:
     Raises:
       UsageError: there is no such folder.
     """
-    fetch_all(arguments.runs)
-    if not arguments.runs.is_dir():
+    if not arguments.runs.is_dir() and address_of(arguments.runs) is None:
         raise UsageError(
             f"there is no folder {arguments.runs}; train a model first, or give another folder with --runs"
         )
@@ -210,6 +217,8 @@ COLUMNS = (
 
 
 def _run_folders(runs: Path) -> list[Path]:
+    if (fetched := fetch_all(runs)) is not None:
+        return fetched
     return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
 
 
@@ -389,11 +398,11 @@ def remove_runs(arguments: RemoveArguments) -> int:
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
-    for runs in {folder.parent for folder in folders}:
-        fetch_all(runs)
+    removed = {_without_links(folder) for folder in folders}
+    siblings = {_without_links(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
     for folder in folders:
         _check_removable(folder)
-        _check_no_base(folder, folders)
+        _check_no_base(folder, siblings - removed)
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():
@@ -407,10 +416,11 @@ def remove_runs(arguments: RemoveArguments) -> int:
                 continue
         with locked(folder, print):
             remove_there(folder)
-            # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
-            gone = folder.with_name(f".{folder.name}.removed")
-            rename(folder, gone)
-            shutil.rmtree(gone)  # removes a link inside, but not its target
+            for local in folders_of(folder):
+                # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
+                gone = local.with_name(f".{local.name}.removed")
+                rename(local, gone)
+                shutil.rmtree(gone)  # removes a link inside, but not its target
         print(with_addresses(f"removed {folder}"))
     return 0
 
@@ -429,15 +439,19 @@ def _check_removable(folder: Path) -> None:
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 
-def _check_no_base(folder: Path, removed: Sequence[Path]) -> None:
-    """Refuse to remove a run beside which another, that stays, has adapters of its weights."""
-    for file in sorted(folder.resolve().parent.glob(f"*/{BASE}")):
-        base = mirror_of(read_base(file.parent).run)
-        here = base.resolve() == folder.resolve() or (not base.exists() and base.name == folder.resolve().name)
-        if here and file.parent not in [other.resolve() for other in removed]:
+def _without_links(folder: Path) -> Path:
+    return folder.resolve() if address_of(folder) is None else folder
+
+
+def _check_no_base(folder: Path, others: Iterable[Path]) -> None:
+    """Refuse to remove a run if another, that stays, has adapters of its weights."""
+    for other in sorted(other for other in others if (other / BASE).is_file()):
+        base = read_base(other).run
+        moved = not is_address(base) and not Path(base).exists() and Path(base).name == folder.resolve().name
+        if moved or base == resolved(folder):
             raise UsageError(
-                f"{folder} holds the weights that the adapters of {file.parent.name} belong to; remove that run too: "
-                f"mjax runs remove {folder.name} {file.parent.name}"
+                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
+                f"mjax runs remove {folder.name} {other.name}"
             )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from mjax.checkpoint.mirror import fetch, localized
+from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
@@ -22,7 +22,7 @@ from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
-from mjax.utils.stores import to_stderr, with_addresses
+from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
     from mjax.data.sources import TrainingData
@@ -87,7 +87,7 @@ def train(
 ) -> int:
     """`mjax train`; returns the exit code. `choose` gives the defaults of the flags, instead of `choose_config`."""
     try:
-        argv = localized(argv)
+        argv = localized(argv, trains=True)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
     except (UsageError, RunError) as error:
         _tell_the_others(argv, error)
@@ -224,7 +224,7 @@ def _train_arguments(
     from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 
     check_run_folder(folder)
-    fetch(folder, to_stderr)
+    run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin

@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import mjax
 from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
+from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.axes import NAMES, holding
@@ -49,7 +50,6 @@ from mjax.parallel import mappings
 from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed
-from mjax.utils.stores import mirror_of
 
 OWN = {"data.cache", "log.tensorboard", "log.wandb"}
 PACKAGES = re.compile(
@@ -85,7 +85,7 @@ def facts_of(config: Config, data: TrainingData | None = None, origin: Origin | 
     """
     facts = {**config_facts(config), **(data_facts(config, data) if data else {}), **software_facts()}
     if origin is not None:
-        run, step = mirror_of(origin.run), origin.step
+        run, step = read_folder(origin.run), origin.step
         found = newest_checkpoint(run) if step is None else checkpoint_named(run, step)
         facts["--init"] = found, f"{origin.run}, checkpoint {found}"
     return facts

@@ -8,6 +8,8 @@ The host stays one step ahead of the devices: the metrics of a step are fetched 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from dataclasses import replace
 from functools import cached_property, partial
@@ -233,6 +235,11 @@ class Run:
                 waiting = step, metrics
                 if told_to_stop(self.steps_before + step):
                     stop.name = "SIGTERM"
+                if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
+                    if jax.process_count() > 1:  # they agree on a step
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    else:
+                        stop.name = "the loss of its lock"
                 if self.told_to_end:
                     stop.name = "a callback"
                 ends = step == last or stop.requested

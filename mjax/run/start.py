@@ -21,6 +21,7 @@ import mjax
 from mjax.checkpoint.base import as_trained, own_part, read_frozen, restore_weights, with_base
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, read_base, save_base
+from mjax.checkpoint.mirror import read_folder
 from mjax.cluster import launch, xla_flags
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
@@ -34,7 +35,6 @@ from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
 from mjax.utils.files import set_aside, write_whole
-from mjax.utils.stores import mirror_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
@@ -65,7 +65,7 @@ def first_state(
         options = xla_flags.for_one_call(jax.default_backend())
         initialize = program.initialize.lower().compile(options) if options else program.initialize
         return 0, initialize(), None, None
-    run, base = mirror_of(origin.run), None
+    run, base = read_folder(origin.run), None
     saved = read_config(run / "config.json")
     if target.config.lora_rank and not saved.model.lora_rank:
         new, old = split_trained(target)
@@ -120,9 +120,9 @@ def write_origin(
     save_origin(folder, origin)
     if base is not None:
         save_base(folder, base)
-    if origin and (card := mirror_of(origin.run) / "README.md").is_file():  # whose front matter has the license
+    if origin and (card := read_folder(origin.run) / "README.md").is_file():  # whose front matter has the license
         shutil.copy(card, folder)
-    tokenizer = mirror_of(origin.run) / "tokenizer" if origin else None
+    tokenizer = read_folder(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
     if data.tokenizer is None or same_files(data.tokenizer, tokenizer):

@@ -9,7 +9,7 @@ from pathlib import Path
 import optax
 
 from mjax.checkpoint.folders import check_run_folder
-from mjax.checkpoint.mirror import local_run
+from mjax.checkpoint.mirror import local_run, run_to_train
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate
@@ -71,7 +71,7 @@ class Trainer:
         Raises:
           UsageError: with the sentence that `train.py` would print.
         """
-        self.folder, self.callbacks = local_run(folder), tuple(callbacks)
+        self.folder, self.callbacks = run_to_train(folder), tuple(callbacks)
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:

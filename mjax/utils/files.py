@@ -40,7 +40,7 @@ def path_below(folder: Path, name: str, what: str = "name") -> Path:
       UsageError: the name is not text, empty, absolute, not normalized, has `..` or control characters, has a part
         that is too long, or passes through a link that leads out of `folder`.
     """
-    problem = _name_problem(name)
+    problem = name_problem(name)
     if problem is None:
         inside, parent = os.path.realpath(folder), os.path.realpath((folder / name).parent)
         if os.path.commonpath([inside, parent]) != inside:
@@ -56,7 +56,7 @@ def check_run_name(name: str) -> None:
     Raises:
       UsageError: it is not.
     """
-    problem = _name_problem(name) or ("has a /" if "/" in name else None)
+    problem = name_problem(name) or ("has a /" if "/" in name else None)
     if problem is None and len(name) > MAX_RUN_NAME:
         problem = f"has {len(name):,} characters"
     if problem is not None:
@@ -66,7 +66,7 @@ def check_run_name(name: str) -> None:
         )
 
 
-def _name_problem(name: Any) -> str | None:
+def name_problem(name: Any) -> str | None:
     """The reason why `name` is not a relative, normalized path, as the end of a sentence; None if it is one."""
     if not isinstance(name, str):
         return "is not text"

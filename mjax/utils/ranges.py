@@ -27,7 +27,7 @@ from pathlib import Path
 
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import put, to_disk, write_whole
-from mjax.utils.stores import Store, address_of, alone, is_address, mirror_of, mirrors, to_stderr, version
+from mjax.utils.stores import FETCHED, Store, address_of, alone, is_address, local_copies, mirror_of, to_stderr, version
 
 RANGE = 1 << 23  # bytes
 TOGETHER = 8  # ranges of one request, and requests at a time
@@ -49,7 +49,7 @@ def local_prefix(prefix: str) -> str:
     """
     if not is_address(prefix):
         return prefix
-    local, store = mirror_of(prefix), Store.of(prefix, to_stderr)
+    local, store = mirror_of(prefix, FETCHED), Store.of(prefix, to_stderr)
     with alone(local):
         lock = os.open(f"{local}.open", os.O_RDWR | os.O_CREAT, 0o666)
         _open.callback(os.close, lock)
@@ -85,7 +85,7 @@ def make_room(size: int) -> None:
     Raises:
       RunError: there is nothing left to remove.
     """
-    home = mirrors()
+    home = local_copies(FETCHED)
     total, _, free = shutil.disk_usage(home)
     wanted = size + min(total // SHARE_FREE, MOST_FREE)
     unused = sorted(home.rglob("*.ranges"), key=lambda ranges: ranges.stat().st_mtime) if free < wanted else []
@@ -123,6 +123,7 @@ class Ranges:
     def __init__(self, file: Path):
         self.address = address_of(file)
         self._path, self._file = file, os.open(file, os.O_RDWR)
+        self._version = json.loads(file.with_suffix(".store.json").read_bytes())[file.suffix]
         self._size, self._store = os.fstat(self._file).st_size, Store.of(self.address, to_stderr)
         with Path(f"{file}.ranges").open("r+b") as stream:
             self._here = mmap.mmap(stream.fileno(), 0)
@@ -138,7 +139,7 @@ class Ranges:
 
         Raises:
           RunError: the store does not answer.
-          UsageError: the object has another size now.
+          UsageError: the object is another one now; a run reads one version of its data.
         """
         touched = {number for begin, end in spans for number in range(begin // RANGE, -(-end // RANGE))}
         missing = sorted(number for number in touched if not self._here[number])
@@ -158,9 +159,7 @@ class Ranges:
         begin, end = run[0] * RANGE, min((run[-1] + 1) * RANGE, self._size)
         with _making_room:
             make_room(end - begin)
-        content = self._store.read(self.address, begin, end)
-        if len(content) != end - begin:
-            raise UsageError(f"{self.address} was replaced while it was read; start again")
+        content = self._store.read_range(self.address, self._version, begin, end)
         done = 0
         while done < len(content):
             done += os.pwrite(self._file, memoryview(content)[done:], begin + done)

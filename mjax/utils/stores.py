@@ -1,44 +1,61 @@
 """Object stores: the files behind an address such as s3://bucket/runs, and where they are on this machine.
 
-    s3://bucket/runs/one  ⇄  ~/.cache/mjax/stores/s3/bucket/runs/one
+    s3://bucket/runs/one  →  ~/.cache/mjax/stores/s3/bucket/runs/one     what this machine writes: copied to the store
+                          ←  ~/.cache/mjax/fetched/s3/bucket/runs/one    a cache of what the store has
 
-An object can be replaced but not appended to, and has no atomic rename. So programs read and write a local folder, the
-mirror, whose path follows from the address and names it; `checkpoint/mirror.py` and `utils/ranges.py` say what is
-copied when. Nothing else of mjax knows addresses.
+An object can be replaced but not appended to, and has no atomic rename. So programs read and write local folders, whose
+paths follow from the address and name it; `checkpoint/mirror.py` and `utils/ranges.py` say what is copied when. Nothing
+else of mjax knows addresses.
 
 fsspec speaks to the stores, with s3fs or gcsfs; credentials and endpoints come from where these look for them, such as
-AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL.
+AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL. They appear in no message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import importlib.util
+import os
+import random
 import re
+import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mjax.errors import RunError, UsageError, one_sentence
-from mjax.utils.files import cache_home, put
+from mjax.utils.files import cache_home, name_problem, put
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 ADDRESS = re.compile(r"(s3|gs):/+([^/].*?)/*")  # a Path has one slash of the two
-PATIENCE = 60.0  # seconds for which a command repeats what the store did not do
-LONGEST_PAUSE = 30.0  # seconds between two attempts
+WRITTEN, FETCHED = "stores", "fetched"
+"""Folders in the cache home: of what this machine writes, and of what it has fetched."""
+PATIENCE = 120.0  # seconds for which a command repeats what the store did not do
+MAX_PAUSE = 60.0  # seconds between two attempts
+QUIET = 60.0  # seconds before the same line is printed again
 TOGETHER = 8  # files on their way at a time
 SETTINGS = {
     # Slow is not dead: no byte for half a minute is. Attempts that take longer are ours, and reported.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 0}}},
     "gs": {"timeout": 30},
 }
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+REFUSALS = {
+    "RequestTimeTooSkewed": "set the clock of this machine, which is off",
+    "ExpiredToken|InvalidToken|TokenRefresh|RefreshError|SSO": "the login has expired: log in again",
+    "KeyTooLong|File name too long": "choose a shorter name",
+    "Credential|InvalidAccessKeyId|SignatureDoesNotMatch|PermissionError|AccessDenied|Forbidden": (
+        "check the credentials and the bucket"
+    ),
+}
+"""Failures that another attempt does not mend, and what does."""
 
 
 def is_address(path: str | Path) -> bool:
@@ -46,33 +63,38 @@ def is_address(path: str | Path) -> bool:
     return ADDRESS.fullmatch(str(path)) is not None
 
 
-def mirrors() -> Path:
-    """The folder of all mirrors.
+def mirror_of(address: str | Path, kind: str = WRITTEN) -> Path:
+    """The local path of an address, of what is `WRITTEN` or `FETCHED`; any other path as it is.
+
+    Raises:
+      UsageError: the address has a part such as .., or there is no home for local copies.
+    """
+    if (match := ADDRESS.fullmatch(str(address))) is None:
+        return Path(address)
+    if problem := name_problem(match[2]):
+        raise UsageError(f"{match[1]}://{match[2]} {problem}; write the address as {match[1]}://bucket/a/b")
+    return local_copies(kind) / match[1] / match[2]
+
+
+def local_copies(kind: str) -> Path:
+    """The folder of all local copies of one kind.
 
     Raises:
       UsageError: there is no home to have it in.
     """
     if (home := cache_home()) is None:
         raise UsageError("an object store needs a local folder for copies; set XDG_CACHE_HOME to one")
-    return home.absolute() / "stores"
-
-
-def mirror_of(address: str | Path) -> Path:
-    """The local path of an address; any other path as it is."""
-    if (match := ADDRESS.fullmatch(str(address))) is None:
-        return Path(address)
-    if ".." in match[2].split("/"):
-        raise UsageError(f"{address} has .. in it, which a store takes as a name; write the address without")
-    return mirrors() / match[1] / match[2]
+    return home.absolute() / kind
 
 
 def address_of(path: Path) -> str | None:
-    """The address of a path in a mirror; None for another path."""
-    home = cache_home()
-    if home is None or not path.absolute().is_relative_to(home.absolute() / "stores"):
-        return None
-    scheme, _, rest = path.absolute().relative_to(home.absolute() / "stores").as_posix().partition("/")
-    return f"{scheme}://{rest}" if scheme in PACKAGES and rest else None
+    """The address of a local copy; None for another path."""
+    home, path = cache_home(), path.absolute()
+    for folder in () if home is None else (home.absolute() / WRITTEN, home.absolute() / FETCHED):
+        if path.is_relative_to(folder):
+            scheme, _, rest = path.relative_to(folder).as_posix().partition("/")
+            return f"{scheme}://{rest}" if scheme in PACKAGES and rest else None
+    return None
 
 
 def resolved(path: Path) -> str:
@@ -82,17 +104,21 @@ def resolved(path: Path) -> str:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keep other processes of this machine from fetching the same thing into a mirror."""
+    """Keep other processes of this machine from changing the same local copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.fetching").open("wb") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(path.parent / f".{path.name[:200]}.fetching", flags, 0o600)
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def with_addresses(text: str) -> str:
-    """`text` with addresses for the paths of mirrors, and with both slashes of an address that was a `Path`."""
-    home = cache_home()
-    text = text if home is None else re.sub(re.escape(f"{home.absolute()}/stores/") + r"(s3|gs)/", r"\1://", text)
+    """`text` with addresses for the paths of local copies, and with both slashes of an address that was a `Path`."""
+    if (home := cache_home()) is not None:
+        text = re.sub(re.escape(f"{home.absolute()}/") + rf"({WRITTEN}|{FETCHED})/(s3|gs)/", r"\2://", text)
     return re.sub(r"\b(s3|gs):/(?=[^/])", r"\1://", text)
 
 
@@ -109,38 +135,75 @@ class Store:
       say: takes one sentence about each failure.
 
     Attributes:
-      ended: until it is set there is no end of attempts; None: each call is repeated for `PATIENCE` seconds.
+      patience: seconds for which a call is repeated.
     """
 
     def __init__(self, scheme: str, say: Callable[[str], None] = print):
-        self.fs, self.say = _file_system(scheme), say
-        self.ended: threading.Event | None = None
+        self.scheme, self.fs, self.patience = scheme, _file_system(scheme), PATIENCE
+        self._say, self._said = say, dict[Hashable, float]()
 
     @classmethod
     def of(cls, address: str, say: Callable[[str], None] = print) -> Store:
         """The store of an address."""
         return cls(address.partition(":")[0], say)
 
+    def reconnect(self) -> None:
+        """Read the credentials again: a login that has expired may have been renewed meanwhile."""
+        _file_system.cache_clear()
+        self.fs = _file_system(self.scheme)
+
+    def say(self, line: str, about: Hashable = None) -> None:
+        """Print a line, unless the same one, or another `about` the same, was printed in the last `QUIET` seconds."""
+        now, about = time.monotonic(), about or line
+        if now - self._said.get(about, -QUIET) >= QUIET:
+            self._said[about] = now
+            self._say(line)
+
     def files(self, folder: str) -> dict[str, dict[str, Any]]:
         """Return the objects under an address, by name: size and LastModified and, of S3, ETag; {} if there are none.
+
+        A key that cannot be the name of a file below a folder is left out, with a line: one with .. or an empty part
+        (the marker of a folder too), or below the name of another object.
 
         Raises:
           UsageError: there is no such bucket, or it may not be read.
           RunError: the store does not answer.
         """
-        base = self.fs._strip_protocol(folder)
+        base = folder.partition("://")[2].rstrip("/")
 
-        def listed():
+        def list_objects() -> dict[str, dict[str, Any]]:
             self.fs.invalidate_cache()
             return self.fs.find(base, detail=True)
 
         try:
-            found = self.again(f"listing {folder}", listed)
+            objects = self.again(f"listing {folder}", list_objects)
         except FileNotFoundError:
-            found = {}
-        if not found:
+            objects = {}
+        if not objects:
             self.check_bucket(folder)
-        return {name[len(base) + 1 :]: about for name, about in found.items() if name.startswith(f"{base}/")}
+        names = {key[len(base) + 1 :]: about for key, about in objects.items() if key.startswith(f"{base}/")}
+        usable, skipped = {}, []
+        for name, about in names.items():
+            above = next((str(above) for above in Path(name).parents if str(above) in names), None)
+            if problem := f"is below the object {above}" if above else name_problem(name):
+                skipped.append(f"{name!r} {problem}")
+            else:
+                usable[name] = about
+        if skipped:
+            count = f"{len(skipped)} keys that cannot be files" if len(skipped) > 1 else "a key that cannot be a file"
+            self.say(f"{folder}: skipped {count}: {one_sentence(skipped[0][:300])}", (folder, *skipped))
+        return usable
+
+    def folders(self, folder: str) -> list[str]:
+        """Names of the folders directly below an address, sorted."""
+        base = folder.partition("://")[2].rstrip("/")
+        try:
+            entries = self.again(f"listing {folder}", lambda: self.fs.ls(base, detail=True, refresh=True))
+        except FileNotFoundError:
+            self.check_bucket(folder)
+            return []
+        names = {entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"}
+        return sorted(name for name in names if name_problem(name) is None)
 
     def about(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
@@ -155,9 +218,8 @@ class Store:
         try:
             self.again(f"listing {address}", lambda: self.fs.ls(bucket, refresh=True))
         except FileNotFoundError:
-            scheme = address.partition(":")[0]
             raise UsageError(
-                f"{address}: there is no bucket {bucket}; create it, or give another {scheme}://"
+                f"{address}: there is no bucket {bucket}; create it, or give another {self.scheme}://"
             ) from None
 
     def check_writable(self, address: str) -> None:
@@ -174,25 +236,62 @@ class Store:
             raise
         self.remove([address])
 
-    def read(self, address: str, start: int | None = None, end: int | None = None) -> bytes:
-        """The bytes of an object from `start` up to `end`."""
-        return self.again(f"reading {address}", lambda: self.fs.cat_file(address, start=start, end=end))
+    def read(self, address: str) -> bytes:
+        """The bytes of an object."""
+        return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
+
+    def read_range(self, address: str, wanted: str, start: int, end: int) -> bytes:
+        """The bytes from `start` up to `end` of one version of an object, which is asked for with the request.
+
+        Raises:
+          UsageError: the object is not of the `wanted` version (`version`) any more.
+        """
+
+        def read_part() -> bytes:
+            with self.fs.open(address, "rb", cache_type="none") as file:
+                if version(file.details) != wanted:
+                    raise FileNotFoundError(address)
+                if "generation" in file.details:  # of gs://
+                    return self.fs.cat_file(address, start=start, end=end, generation=file.details["generation"])
+                file.seek(start)
+                return file.read(end - start)  # of s3://: sends the ETag as If-Match
+
+        try:
+            return self.again(f"reading {address}", read_part)
+        except (FileNotFoundError, FileExistsError):
+            raise UsageError(f"{address} was replaced while it was read; start again, with the new data") from None
 
     def write(self, address: str, content: bytes) -> None:
         """Write a whole object: it is there or not."""
         self.again(f"writing {address}", lambda: self.fs.pipe_file(address, content))
+
+    def create(self, address: str, content: bytes) -> bool:
+        """Write an object that is not there yet, by a conditional write; False if it is there.
+
+        Raises:
+          NotImplementedError: the store has no conditional writes.
+        """
+        try:
+            self.again(f"writing {address}", lambda: self.fs.pipe_file(address, content, mode="create"))
+        except FileExistsError:
+            return False
+        return True
 
     def get(self, pairs: Sequence[tuple[str, Path]]) -> None:
         """Copy objects to local files, each of which appears when it is whole."""
         for _, file in pairs:
             file.parent.mkdir(parents=True, exist_ok=True)
         for part in (pairs[start : start + TOGETHER] for start in range(0, len(pairs), TOGETHER)):
-            temporary = [file.with_name(f".{file.name}.part") for _, file in part]
+            temporary = [file.with_name(f".{secrets.token_hex(8)}.part") for _, file in part]
             addresses = [address for address, _ in part]
             copy = functools.partial(self.fs.get, addresses, list(map(str, temporary)))
-            self.again(f"reading {_named(addresses)}", copy)
-            for (_, file), whole in zip(part, temporary, strict=True):
-                put(whole, file)
+            try:
+                self.again(f"reading {_named(addresses)}", copy)
+                for (_, file), whole in zip(part, temporary, strict=True):
+                    put(whole, file)
+            finally:
+                for file in temporary:
+                    file.unlink(missing_ok=True)
 
     def put(self, pairs: Sequence[tuple[Path, str]]) -> None:
         """Copy local files to objects; each is there or not."""
@@ -216,28 +315,43 @@ class Store:
 
         Raises:
           FileNotFoundError: there is no such object.
-          UsageError: credentials are missing or do not suffice.
-          RunError: the store has failed for too long.
+          FileExistsError: there is one.
+          NotImplementedError: the store cannot do this.
+          UsageError: another attempt does not help, as with credentials that do not suffice.
+          RunError: the store has failed for `patience` seconds.
         """
         begun, pause = time.monotonic(), 1.0
         while True:
             try:
                 return call()
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
                 raise
             except Exception as error:
-                reason = one_sentence(str(error).strip() or type(error).__name__)
-                if _is_refused(error):
-                    raise UsageError(
-                        f"{what} is not allowed ({reason}); check the credentials and the bucket"
-                    ) from error
-                if self.ended is not None and not self.ended.is_set():
-                    begun = time.monotonic()
-                elif time.monotonic() - begun + pause > PATIENCE:
-                    raise RunError(f"{what} failed for {PATIENCE:.0f} s: {reason}") from error
-                self.say(f"{what} failed ({reason}): trying again in {pause:.0f} s")
-                (self.ended or threading.Event()).wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                if getattr(error, "errno", None) == errno.ENOSYS:
+                    raise NotImplementedError(what) from error
+                reason, advice = explain_failure(error)
+                if advice:
+                    raise UsageError(f"{what} failed ({reason}); {advice}") from error
+                left = begun + self.patience - time.monotonic()
+                if left <= 0:
+                    lasting = f" for {self.patience:.0f} s" if self.patience else ""
+                    raise RunError(f"{what} failed{lasting}: {reason}") from error
+                wait = min(pause * random.uniform(1, 1.25), left)
+                self.say(f"{what} failed ({reason}): trying again in {wait:.0f} s", (what, reason))
+                time.sleep(wait)
+                pause = min(2 * pause, MAX_PAUSE)
+
+
+def explain_failure(error: Exception) -> tuple[str, str | None]:
+    """The reason of a store's failure, without credentials, and what mends it; None if another attempt may."""
+    code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
+    reason = str(error).strip() or type(error).__name__
+    words = f"{type(error).__name__} {code} {reason[:200]}"
+    advice = next((advice for known, advice in REFUSALS.items() if re.search(known, words)), None)
+    for name in SECRETS:
+        if len(value := os.environ.get(name, "")) > 3:
+            reason = reason.replace(value, "…")
+    return one_sentence(reason), advice
 
 
 def modified(about: Mapping[str, Any]) -> float:
@@ -249,17 +363,12 @@ def modified(about: Mapping[str, Any]) -> float:
 
 def version(about: Mapping[str, Any]) -> str:
     """A word that is another one when the object is."""
-    tag = about.get("ETag") or about.get("etag") or about.get("md5Hash") or modified(about)
+    tag = about.get("generation") or about.get("ETag") or about.get("etag") or about.get("md5Hash") or modified(about)
     return f"{about['size']} {tag}"
 
 
 def _named(addresses: Sequence[str]) -> str:
     return addresses[0] + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")
-
-
-def _is_refused(error: Exception) -> bool:
-    """True if another attempt would not help: no credentials, or none that suffice."""
-    return isinstance(error, PermissionError) or "Credential" in type(error).__name__ + str(error)[:80]
 
 
 @functools.cache
@@ -269,7 +378,7 @@ def _file_system(scheme: str) -> Any:
         raise UsageError(f"{scheme}:// needs the package {package}: pip install {package}")
     import fsspec
 
-    fs = fsspec.filesystem(scheme, use_listings_cache=False, **SETTINGS[scheme])
+    fs = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **SETTINGS[scheme])
     if scheme == "s3":
         fs.retries = 3  # of one request, within a fraction of a second
     return fs

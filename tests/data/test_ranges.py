@@ -12,7 +12,7 @@ from mjax.config.datasets import parse_blend
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.errors import RunError, UsageError
 from mjax.utils import ranges
-from mjax.utils.stores import Store, mirror_of
+from mjax.utils.stores import FETCHED, Store, mirror_of
 from tests.object_store import bucket
 
 pytestmark = pytest.mark.ci
@@ -69,6 +69,16 @@ def test_replaced_dataset_is_read_again(server, tmp_path):
     assert (before != here.get(0)).any()
 
 
+def test_dataset_replaced_during_a_run_ends_it(server, tmp_path):
+    """Ranges of one version are not mixed with those of another of the same size."""
+    stored(tmp_path, 1, 22_000_000)
+    there = opened()
+    there.get(0)
+    stored(tmp_path, 2, 22_000_000)
+    with pytest.raises(UsageError, match=r"corpus \[1\] é.bin was replaced while it was read; start again"):
+        there.get(1)
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/data/none", "s3://none/data/corpus"])
 def test_missing_dataset_or_bucket_is_one_sentence(server, address):
     with pytest.raises(UsageError, match=r"does not exist|no bucket none"):
@@ -83,7 +93,7 @@ def test_full_disk_is_relieved_of_data_that_no_process_reads(server, tmp_path, m
     free = shutil._ntuple_diskusage
 
     def held(name):
-        file = mirror_of(f"{name}.bin")
+        file = mirror_of(f"{name}.bin", FETCHED)
         return file.stat().st_blocks * 512 if file.exists() else 0
 
     def read(name):

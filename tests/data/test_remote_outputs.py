@@ -180,6 +180,6 @@ def test_unwritable_bucket_is_one_sentence(server, monkeypatch):
         raise PermissionError("Access Denied")
 
     monkeypatch.setattr(Store("s3").fs, "pipe_file", denied)
-    with pytest.raises(UsageError, match=r"writing s3://bucket/x.* is not allowed \(Access Denied\); check the cred"):
+    with pytest.raises(UsageError, match=r"writing s3://bucket/x.* failed \(Access Denied\); check the cred"):
         run("prepare", "s3://bucket/x")
     assert not list(Path().glob("*.tmp"))

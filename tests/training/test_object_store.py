@@ -7,18 +7,20 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from mjax.checkpoint import mirror as mirrors
 from mjax.checkpoint.folders import check_files, read_manifest, steps_in, write_manifest
-from mjax.checkpoint.mirror import COMMIT, Mirror, bring, fetch, local_run
+from mjax.checkpoint.mirror import COMMIT, Mirror, bring, fetch, fetch_all, local_run, run_to_train
 from mjax.commands import cli
-from mjax.errors import RunError
+from mjax.errors import RunError, UsageError
 from mjax.run import loop
 from mjax.run.metrics import read_metrics
 from mjax.utils import stores
@@ -26,7 +28,7 @@ from mjax.utils.files import write_whole
 from mjax.utils.stores import Store, mirror_of
 from tests.object_store import bucket
 from tests.test_processes import Group
-from tests.test_train_command import losses, run_here
+from tests.test_train_command import command, losses, run_here
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("quick_runs")]
 pytest.importorskip("s3fs")
@@ -60,23 +62,35 @@ def checkpoint(folder, step):
         (made / name).write_bytes(np.random.default_rng([step, size]).bytes(size))
     write_manifest(made, step, {})
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step}) + "\n")
+        file.write(json.dumps({"step": step, "tokens": step}) + "\n")
     made.rename(folder / "checkpoints" / str(step))
 
 
 def upload(address, environment, steps=(10, 20, 30)):
     """A run that saves these checkpoints and keeps the last one."""
     os.environ.update(environment)
-    folder = local_run(address)
+    folder = run_to_train(address)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", "{}")
     with Mirror(folder, address, lambda line: None) as mirror:
         for step in steps:
             checkpoint(folder, step)
             mirror.saved(step)
-            mirror._pending[-1].result()
+            wait_until(lambda: not mirror._due)
             for old in steps_in(folder / "checkpoints")[:-1]:
                 shutil.rmtree(folder / "checkpoints" / str(old))
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def marked(address):
+    """The complete checkpoints in the store."""
+    return mirrors._marked(Store.of(address).files(address), address, print)
 
 
 def sound(address):
@@ -92,7 +106,7 @@ def sound(address):
     return steps
 
 
-def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere):
+def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere, quick):
     """Twenty instants, spread over the uploads of three checkpoints and the removal of two: SIGKILL
     before or after a request takes effect."""
     spawn = multiprocessing.get_context("forkserver")
@@ -113,12 +127,11 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
     for write in np.linspace(1, server.writes - 1, 20).astype(int).tolist():
         address = f"{ADDRESS}-{write}"
         assert killed_at(write) == -signal.SIGKILL
-        found = Store.of(address).files(address)
-        marked = [step for step, files in mirrors._steps(found).items() if COMMIT in files]
-        unmarked += len(mirrors._steps(found)) - len(marked)
+        complete = marked(address)
+        unmarked += len(mirrors._steps(Store.of(address).files(address))) - len(complete)
         elsewhere()
-        assert sound(address) == marked
-        seen |= set(marked)
+        assert sound(address) == complete
+        seen |= set(complete)
     assert seen == {10, 20, 30}
     assert unmarked > 3  # half-written ones were there
     elsewhere()
@@ -126,78 +139,221 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
     assert set(mirrors._steps(Store.of(address).files(address))) == {40}
 
 
-def test_store_that_fails_does_not_stop_training(server, monkeypatch):
-    """It answers 503 for a while and is slow then: attempts are reported, checkpoints that were replaced meanwhile are
-    left out, and the newest arrives."""
-    said = []
-    monkeypatch.setattr(stores, "LONGEST_PAUSE", 0.2)
+@pytest.fixture
+def quick(monkeypatch):
+    """Beats, pauses and patience of fractions of a second."""
+    for name, value in {"EVERY": 0.1, "ALIVE": 1.0, "POLL": 0.05}.items():
+        monkeypatch.setattr(mirrors, name, value)
+    monkeypatch.setattr(stores, "MAX_PAUSE", 0.3)
+    monkeypatch.setattr(stores, "PATIENCE", 1.5)
+
+
+@pytest.fixture
+def run(server, quick):
+    """The folder of a run that this machine writes."""
     folder = mirror_of(ADDRESS)
     folder.mkdir(parents=True)
-    with Mirror(folder, ADDRESS, said.append) as mirror:
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+REFUSALS = {
+    "503": True,
+    "403": (403, "AccessDenied", "Access Denied"),
+    "expired token": (400, "ExpiredToken", "The provided token has expired."),
+    "clock": (
+        403,
+        "RequestTimeTooSkewed",
+        "The request time is too far from the current time.",
+    ),
+    "reset": "reset",
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal):
+    """Whatever the store answers: one line says so, no more than once a minute, and the next attempt goes on."""
+    said = []
+    with Mirror(run, ADDRESS, said.append) as mirror:
+        server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and REFUSALS[refusal]
+        begun = time.monotonic()
+        checkpoint(run, 10)
+        mirror.saved(10)
+        assert time.monotonic() - begun < 0.1
+        wait_until(lambda: any("lacks checkpoint 10" in line for line in said))
+        server.rule = lambda environ: "/checkpoints/10/" in environ["PATH_INFO"] and REFUSALS[refusal]
+        checkpoint(run, 20)
+        mirror.saved(20)
+        wait_until(lambda: 20 in marked(ADDRESS) if server.rule is None else "checkpoint 20 copied" in " ".join(said))
+        time.sleep(1)
+        server.rule = None
+    assert marked(ADDRESS) == [10, 20]
+    lines = [line for line in said if "lacks checkpoint 10" in line]
+    assert all(ADDRESS in line for line in lines)
+    assert len(lines) == len(set(lines))
+    assert len(said) < 12, said
+
+
+def test_tenth_of_all_requests_may_fail(server, run):
+    """Each attempt goes on where the one before has failed."""
+    count = iter(range(10**6))
+    server.rule = lambda environ: environ["REQUEST_METHOD"] in ("PUT", "GET") and next(count) % 10 < 4
+    with Mirror(run, ADDRESS, lambda line: None) as mirror:
+        checkpoint(run, 10)
+        mirror.saved(10)
+        wait_until(lambda: not mirror._due, 60)
+        server.rule = None
+    assert marked(ADDRESS) == [10]
+
+
+def test_replaced_checkpoint_is_left_out_with_a_line(server, run):
+    said = []
+    with Mirror(run, ADDRESS, said.append) as mirror:
         server.rule = lambda environ: "checkpoints" in environ["PATH_INFO"]
         for step in (10, 20, 30):
-            checkpoint(folder, step)
-            begun = time.monotonic()
+            checkpoint(run, step)
             mirror.saved(step)
-            assert time.monotonic() - begun < 0.1
-            time.sleep(0.5)
-        shutil.rmtree(folder / "checkpoints" / "20")
-        time.sleep(3)
-        server.rule, server.delay = None, 0.2
-    assert any("s3://bucket/runs" in line and "reduce your request rate" in line for line in said)
+        wait_until(lambda: len(mirror._failed) >= 3)
+        shutil.rmtree(run / "checkpoints" / "20")
+        server.rule = None
     assert sum("checkpoint 20 was not copied" in line for line in said) == 1
-    assert "checkpoint 30 copied" in " ".join(said)
-    assert set(mirrors._steps(Store.of(ADDRESS).files(ADDRESS))) == {10, 30}
+    assert marked(ADDRESS) == [10, 30]
 
 
-def test_run_that_could_not_be_copied_is_copied_by_the_next(server, monkeypatch, elsewhere):
-    monkeypatch.setattr(stores, "PATIENCE", 0.5)
-    upload(ADDRESS, {}, steps=(10,))
-    folder = mirror_of(ADDRESS)
-    mirror = Mirror(folder, ADDRESS, print).__enter__()
-    checkpoint(folder, 20)
-    server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT"
-    mirror.saved(20)
-    with pytest.raises(RunError, match="does not have all of this run"):
+def test_listing_that_lags_marks_nothing_early(server, run):
+    """The mark goes when the store lists all files, and what is not listed is not removed here."""
+    server.lag = 0.5
+    with Mirror(run, ADDRESS, lambda line: None) as mirror:
+        checkpoint(run, 10)
+        mirror.saved(10)
+        wait_until(lambda: not mirror._due)
+        server.lag = 100.0
+        assert marked(ADDRESS) == []
+    assert fetch(run, print) == run
+    assert run_to_train(ADDRESS) == run
+    assert steps_in(run / "checkpoints") == [10]
+    assert (run / "checkpoints" / "10" / "model" / "d" / "a").is_file()
+
+
+def test_run_that_could_not_be_copied_is_copied_by_the_next(server, run, elsewhere, capsys):
+    """The end waits as long as it says, and names what is missing; rotation here may have been faster meanwhile."""
+    with Mirror(run, ADDRESS, print) as mirror:
+        checkpoint(run, 10)
+        mirror.saved(10)
+        wait_until(lambda: not mirror._due)
+    mirror = Mirror(run, ADDRESS, print).__enter__()
+    server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and (403, "AccessDenied", "Access Denied")
+    for step in (20, 30):
+        checkpoint(run, step)
+        mirror.saved(step)
+    shutil.rmtree(run / "checkpoints" / "10")
+    begun = time.monotonic()
+    with pytest.raises(RunError, match=r"lacks checkpoint 30, checkpoint 20, .*copies it with: mjax train --run s3://"):
         mirror.finish()
+    assert time.monotonic() - begun >= stores.PATIENCE
+    assert "waiting until the run is copied" in capsys.readouterr().out
     server.rule = None
-    fetch(folder, print)  # keeps it
-    with Mirror(folder, ADDRESS, print):
+    assert local_run(ADDRESS) == run_to_train(ADDRESS) == run
+    assert "checkpoint 30 of s3://bucket/runs/odd name (é) is on this machine only" in capsys.readouterr().err
+    assert steps_in(run / "checkpoints") == [20, 30]
+    with Mirror(run, ADDRESS, print):
         pass
     elsewhere()
-    assert sound(ADDRESS) == [10, 20]
+    assert sound(ADDRESS) == [20, 30]
 
 
-def test_newer_checkpoints_of_another_machine_win(server, elsewhere, tmp_path, monkeypatch):
-    """The first machine has 10 and, not copied, 20; another has gone on from 10 to 15."""
+def test_folder_that_is_behind_is_set_aside_not_removed(server, elsewhere, tmp_path, monkeypatch, capsys, quick):
+    """The first machine has 10 and, not copied, 12; another has gone on from 10 to 15.
+
+    A folder that is all in the store is replaced.
+    """
+    here = tmp_path / "here"
     upload(ADDRESS, {}, steps=(10,))
     checkpoint(mirror_of(ADDRESS), 12)
     elsewhere()
     upload(ADDRESS, {}, steps=(15,))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
-    assert sound(ADDRESS) == [15]
-
-
-def test_metrics_are_copied_by_parts(server, monkeypatch, elsewhere):
-    monkeypatch.setattr(mirrors, "PART_BYTES", 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
     folder = mirror_of(ADDRESS)
-    folder.mkdir(parents=True)
-    lines = [json.dumps({"step": step}) + "\n" for step in range(1, 401)]
-
-    def copied(mirror, count):
-        write_whole(folder / "metrics.jsonl", "".join(lines[:count]))
-        before = len(server.requests)
-        mirror._copy_files()
-        return [path[-14:] for method, path, _ in server.requests[before:] if method == "PUT"]
-
-    with Mirror(folder, ADDRESS, print) as mirror:
-        assert copied(mirror, 200) == ["00000000.jsonl", "00000001.jsonl", "00000002.jsonl"]
-        assert copied(mirror, 210) == ["00000002.jsonl", "00000003.jsonl"][: 1 + (sum(map(len, lines[:210])) > 3000)]
-        assert copied(mirror, 20) == ["00000000.jsonl"]  # the run went back
-        copied(mirror, 400)
+    assert sound(ADDRESS) == [15]
+    assert local_run(ADDRESS) != folder
+    assert steps_in(folder / "checkpoints") == [10, 12]  # no command that reads has touched it
+    assert run_to_train(ADDRESS) == folder
+    aside = folder.with_name(f"{folder.name}.not-copied")
+    assert f"are kept as {stores.with_addresses(str(aside))}" in capsys.readouterr().err
+    assert steps_in(aside / "checkpoints") == [10, 12]
+    upload(ADDRESS, {}, steps=(20,))
     elsewhere()
-    fetch(mirror_of(ADDRESS), print)
-    assert (mirror_of(ADDRESS) / "metrics.jsonl").read_text() == "".join(lines)
+    upload(ADDRESS, {}, steps=(25,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here))
+    assert run_to_train(ADDRESS) == folder
+    assert len(list(folder.parent.glob("*.not-copied*"))) == 1
+    assert sound(ADDRESS) == [25]
+
+
+def test_rotation_leaves_what_this_machine_has_never_had(server, run):
+    """Such as a checkpoint that somebody has copied there."""
+    with Mirror(run, ADDRESS, print) as mirror:
+        checkpoint(run, 10)
+        mirror.saved(10)
+        wait_until(lambda: not mirror._due)
+        store = Store.of(ADDRESS)
+        for name in store.files(f"{ADDRESS}/checkpoints/10"):
+            content = store.read(f"{ADDRESS}/checkpoints/10/{name}")
+            store.write(f"{ADDRESS}/checkpoints/5/{name}", content)
+        checkpoint(run, 20)
+        mirror.saved(20)
+        shutil.rmtree(run / "checkpoints" / "10")
+    assert marked(ADDRESS) == [5, 20]
+
+
+# --- Keys from outside ------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_a_store_stay_below_its_folder(server, elsewhere, tmp_path, capsys, quick):
+    """Absolute paths, .., folder markers, keys below a file, and a mark without its manifest: none is written, and none
+    makes the run unusable."""
+    upload("s3://bucket/runs/one", {}, steps=(10,))
+    victim, store = tmp_path / "victim", Store.of(ADDRESS)
+    victim.write_text("mine")
+    ups = "/".join([".."] * 20)
+    keys = [
+        f"one/{victim}", f"one/{ups}{victim}", "one/config.json/below", "one/", "one/checkpoints/", "one/a\tb",
+        "one/checkpoints/20/commit_success.txt", "one/checkpoints/10/../../../x", f"one/{'n' * 300}", "",
+        "../two/config.json",
+    ]  # fmt: skip
+    for key in keys:
+        store.fs.call_s3("put_object", Bucket="bucket", Key=f"runs/{key}", Body=b"theirs")
+    elsewhere()
+    assert cli.main(["runs", "--runs", "s3://bucket/runs"]) == 0
+    output = capsys.readouterr()
+    assert "one" in output.out
+    assert "s3://bucket/runs/one: skipped " in output.err
+    assert "checkpoints/20 is not used: it has a commit_success.txt and no manifest.json" in output.err
+    assert sound("s3://bucket/runs/one") == [10]
+    assert victim.read_text() == "mine"
+    written = [file for file in tmp_path.rglob("*") if file.is_file() and file.read_bytes() == b"theirs"]
+    assert not written
+    upload("s3://bucket/runs/one", {}, steps=(30,))
+    assert marked("s3://bucket/runs/one") == [30]
+
+
+def test_credentials_appear_nowhere(server, tmp_path, monkeypatch, capfd, quick):
+    """A run, what it prints and its folder, with a store that refuses now and then."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "marker-of-a-secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "marker-of-a-token\nwith a line that no header takes")
+    stores._file_system.cache_clear()
+    assert cli.main(["runs", "--runs", "s3://bucket/runs"]) != 0
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "marker-of-a-token")
+    stores._file_system.cache_clear()
+    server.rule = lambda environ: "/checkpoints/4/" in environ["PATH_INFO"] and (403, "ExpiredToken", "expired")
+    monkeypatch.setattr(loop, "check_devices", lambda *_: None)
+    assert cli.main(["train", *command(tmp_path, "--runs", "s3://bucket/runs", "--train.steps", "4")[2:]]) == 1
+    printed = "".join(capfd.readouterr())
+    assert "lacks checkpoint 4" in printed
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 5
+    for text in (printed, *(file.read_bytes().decode(errors="replace") for file in files)):
+        assert "marker-of" not in text
 
 
 def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
@@ -215,7 +371,7 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     assert cli.main(["runs", "--runs", runs, "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (row["name"], row["step"], row["state"]) == ("run", 12, "done")
-    checkpoints = mirror_of(runs) / "run" / "checkpoints"
+    checkpoints = local_run(f"{runs}/run") / "checkpoints"
     assert steps_in(checkpoints) == steps_in(tmp_path / "run" / "checkpoints")
     assert (checkpoints / "good.json").read_bytes() == (tmp_path / "run" / "checkpoints" / "good.json").read_bytes()
     assert cli.main(["runs", "remove", "run", "--runs", runs, "--yes"]) == 0
@@ -224,24 +380,25 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
 
 
 @pytest.mark.all
-def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, elsewhere, tmp_path, capsys):
+def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, elsewhere, tmp_path, capsys, monkeypatch):
     """It continues from the newest marked checkpoint, on another mesh, bit for bit as from the files of the killed run.
     It is exported from there."""
     runs, here = "s3://bucket/runs", mirror_of("s3://bucket/runs/run")
     with Group(tmp_path / "logs", "--runs", runs, "--checkpoint.keep-last", "9", count=2) as group:
         server.kill_at(9, group.processes[0].pid, "/checkpoints/12/")
         assert group.processes[0].wait(200) == -signal.SIGKILL, group.logs[0].read_text()[-3000:]
-    marked = [step for step, files in mirrors._steps(Store.of(runs).files(f"{runs}/run")).items() if COMMIT in files]
-    assert marked
-    assert 12 not in marked
+    complete = marked(f"{runs}/run")
+    assert complete
+    assert 12 not in complete
+    monkeypatch.setattr(mirrors, "ALIVE", 1.0)
     elsewhere()
     run_here(tmp_path / "ignored", "--runs", runs, "--checkpoint.keep-last", "9")
-    assert f"continued after step {marked[-1]}" in capsys.readouterr().out
+    assert f"continued after step {complete[-1]}" in capsys.readouterr().out
     moved = losses(mirror_of(runs))
 
     shutil.copytree(here, tmp_path / "copied" / "run")
     for step in (4, 8, 12):
-        if step != marked[-1]:
+        if step != complete[-1]:
             shutil.rmtree(tmp_path / "copied" / "run" / "checkpoints" / str(step))
     run_here(tmp_path / "copied", "--checkpoint.keep-last", "9")
     assert losses(tmp_path / "copied") == moved
@@ -252,14 +409,124 @@ def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, else
     assert exported[0] == exported[1]
 
 
-def test_second_process_in_a_store_is_refused(server, monkeypatch):
-    monkeypatch.setattr(
-        time, "sleep", lambda seconds: Store("s3").write(f"{ADDRESS}/.lock", json.dumps(beat(2)).encode())
-    )
+# --- One process trains -----------------------------------------------------------------------------------------------
 
-    def beat(number):
-        return {"host": "elsewhere", "process": 7, "beat": number, "token": "t"}
 
-    Store("s3").write(f"{ADDRESS}/.lock", json.dumps(beat(1)).encode())
-    with pytest.raises(ValueError, match="is in use by process 7 on elsewhere"):
-        Mirror(mirror_of(ADDRESS), ADDRESS, print)
+def beat(number, token="t"):
+    return json.dumps({"host": "elsewhere", "process": 7, "beat": number, "token": token}).encode()
+
+
+@pytest.mark.parametrize("ahead", [-120, 0, 120])
+def test_lock_that_moves_is_refused(server, run, monkeypatch, ahead):
+    """Whatever the clock says, and although host and process are the same."""
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead)
+    with Mirror(run, ADDRESS, print), pytest.raises(UsageError, match=f"is in use by process {os.getpid()} on "):
+        Mirror(run, ADDRESS, print)
+    Mirror(run, ADDRESS, print)._release()
+
+
+@pytest.mark.parametrize("held", [beat(3), b"", b"not JSON", b'["a list"]', b'{"process": 7}'])
+def test_lock_that_stands_still_is_taken_over(server, run, held):
+    Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
+    said, begun = [], time.monotonic()
+    with Mirror(run, ADDRESS, said.append):
+        assert time.monotonic() - begun >= mirrors.ALIVE
+    assert re.search(r"was trained by (process 7 on \w+|an unknown process): looking for 1 s", said[0])
+    assert not [name for name in Store.of(ADDRESS).files(ADDRESS) if name.startswith(".lock")]
+
+
+@pytest.mark.parametrize("held", [None, beat(3)])
+def test_one_of_many_that_start_together_trains(server, quick, tmp_path, held):
+    """Eight machines, also if all of them wait for the same lock."""
+    if held:
+        Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
+
+    def claim(number):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        try:
+            mirror = Mirror(folder, ADDRESS, lambda line: None)
+        except UsageError:
+            return None
+        return mirror.__enter__()
+
+    with ThreadPoolExecutor(8) as pool:
+        holders = [mirror for mirror in pool.map(claim, range(8)) if mirror is not None]
+    assert len(holders) == 1
+    holders[0].finish()
+
+
+def test_paused_process_stops_when_it_wakes_up(server, run, tmp_path, monkeypatch):
+    """It has been succeeded: it marks and removes nothing any more, and says who trains."""
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setattr(mirrors, "EVERY", 1000.0)  # no beat comes by itself
+    paused = Mirror(run, ADDRESS, print).__enter__()
+    second = Mirror(other, ADDRESS, print).__enter__()
+    checkpoint(other, 10)
+    second.saved(10)
+    wait_until(lambda: not second._due)
+    checkpoint(run, 20)
+    paused.saved(20)
+    with pytest.raises(RunError, match=rf"is trained by process {os.getpid()} on .* now, so this process has stopped"):
+        paused.finish()
+    assert paused.lost
+    assert marked(ADDRESS) == [10]
+    second.finish()
+
+
+def test_run_that_loses_its_lock_saves_and_ends(server, tmp_path, capsys, quick, monkeypatch):
+    """Exit code 1, after a checkpoint here."""
+    write = Store.write
+
+    def lose(store, address, content):
+        stolen = address.endswith(".lock") and json.loads(content)["beat"] > 1
+        write(store, address, beat(9) if stolen else content)
+
+    monkeypatch.setattr(Store, "write", lose)
+    monkeypatch.setattr(loop, "check_devices", lambda *_: None)
+    flags = command(tmp_path, "--runs", "s3://bucket/runs", "--train.steps", "100000", "--checkpoint.interval", "0")
+    assert cli.main(["train", *flags[2:]]) == 1
+    output = capsys.readouterr()
+    assert "trained by process 7 on elsewhere now, so this process has stopped" in output.err
+    assert "is kept on this machine as s3://bucket/runs/run.not-copied, which --run and --init take" in output.err
+    (step,) = steps_in(mirror_of("s3://bucket/runs/run.not-copied") / "checkpoints")
+    assert f"stopped by the loss of its lock after step {step}, which is saved" in output.out
+    assert marked("s3://bucket/runs/run") == []
+
+
+def test_store_without_conditional_writes_is_named(server, run):
+    said, server.conditions = [], False
+    with Mirror(run, ADDRESS, said.append), pytest.raises(UsageError, match="is in use"):
+        Mirror(run, ADDRESS, said.append)
+    assert sum("is in a store without conditional writes" in line for line in said) == 1
+
+
+def test_only_known_runs_of_a_store_are_listed_from_here(server, run, elsewhere):
+    upload("s3://bucket/runs/two", {}, steps=(10,))
+    assert [folder.name for folder in fetch_all(mirror_of("s3://bucket/runs"))] == [run.name, "two"]
+    elsewhere()
+    assert [folder.name for folder in fetch_all(mirror_of("s3://bucket/runs"))] == ["two"]
+
+
+def test_list_of_a_store_asks_once_for_each_run(server, quick, elsewhere):
+    """And fetches no tokenizer and no picture, which reading the run brings."""
+    for name in ("a", "b", "c"):
+        folder = mirror_of(f"s3://bucket/runs/{name}")
+        (folder / "tokenizer").mkdir(parents=True)
+        for file in ("tokenizer/vocab.txt", "loss.png"):
+            (folder / file).write_text("x")
+        upload(f"s3://bucket/runs/{name}", {}, steps=(10, 20))
+    elsewhere()
+    for expected in (3, 0):
+        server.requests.clear()
+        folders = fetch_all(mirror_of("s3://bucket/runs"))
+        asked = [path for method, path, _ in server.requests if method in ("GET", "HEAD")]
+        assert len([path for path in asked if path == "/bucket"]) == 1 + 3
+        assert sum(path.endswith("config.json") for path in asked) == expected
+        assert not [path for path in asked if "tokenizer" in path or "png" in path]
+    assert [steps_in(folder / "checkpoints") for folder in folders] == [[20]] * 3
+    assert (local_run("s3://bucket/runs/a") / "tokenizer" / "vocab.txt").is_file()
+    fetch_all(mirror_of("s3://bucket/runs"))
+    assert (folders[0] / "tokenizer" / "vocab.txt").is_file()
