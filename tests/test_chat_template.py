@@ -13,7 +13,7 @@ LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
     [
         (LOOP, "it is not done after 2 s"),
         ("{{ 'x' * 10**10 }}", "takes more than 1024 MiB"),
-        ("{{ 'x' * 2**25 }}", "writes more than 16,777,216 characters"),
+        ("{{ 'x' * 2**25 }}", "writes more than 4,194,304 characters in a text"),
         ("{{ ''.__class__ }}{{ raise_exception('no roles') }}", "TemplateError: no roles"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "SecurityError"),
     ],

@@ -13,11 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
+from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import EOD_PIECE, Tokenizer, ends_of_text, optional_object, tokenizer_from_folder
-from mjax.data.tokenizers.huggingface import check_sizes
-from mjax.data.tokenizers.library import library_errors
+from mjax.data.tokenizers.huggingface import open_library
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json
 
@@ -69,10 +67,7 @@ class Chat:
         self._tokenizer = tokenizer or tokenizer_from_folder(folder)
         self._library, file = None, folder / "tokenizer.json"
         if file.is_file():
-            content = file.read_bytes()
-            check_sizes(content, str(file))
-            with library_errors(f"{file} is not a tokenizer.json", "restore it"):
-                self._library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            self._library = open_library(file.read_bytes(), str(file))
             self._library.no_truncation()
             self._library.no_padding()
         file = folder / "tokenizer_config.json"
@@ -151,6 +146,7 @@ class Chat:
         """The ids of a rendered conversation, and which of them begin within `spans`, in characters."""
         if self._library is not None:
             encoding = self._library.encode(text, add_special_tokens=False)
+            check_expansion(text, len(encoding), "chat's")
             begins = [begin for begin, _ in encoding.offsets]
             return encoding.ids, [any(first <= begin < last for first, last in spans) for begin in begins]
         ids, marks, cuts = [], [], sorted({0, *(bound for span in spans for bound in span), len(text)})

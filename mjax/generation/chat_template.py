@@ -1,38 +1,37 @@
 """A chat template in a process of its own, with bounds on its time, memory and output.
 
 A template is a program from outside. Jinja's sandbox keeps it away from Python, but not from looping for hours or
-writing gigabytes. So a child process renders it, with Jinja set up as `transformers` does (`apply_chat_template`), and
-is ended when it takes too long. The child runs this file alone, which imports nothing of mjax.
+writing gigabytes. So a child process renders it (`mjax/utils/child.py`), with Jinja set up as `transformers` does
+(`apply_chat_template`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import resource
 import secrets
-import select
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mjax.data.tokenizer_trial import LONGEST
+from mjax.utils.child import Child, ChildError
+
 SECONDS = 10.0
-"""For the texts that are asked for together."""
+"""Of processor time, for the texts that are asked for together."""
 MEMORY = 1 << 30
 """Bytes that the child may map; a template needs a tenth of them."""
-MOST = 1 << 24
-"""Characters of these texts."""
+MOST = 4 * LONGEST
+"""Characters of these texts; each has at most LONGEST, and only one of them is encoded."""
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
-class TemplateError(ValueError):
+class TemplateError(ChildError):
     """Error that a template raises, or a problem of the template."""
 
 
@@ -42,7 +41,7 @@ class Template:
     def __init__(self, source: str):
         """Raises TemplateError if it is not a template."""
         self.source = source
-        self._child: subprocess.Popen | None = None
+        self._child = Child(f"{__name__}:render_texts", SECONDS, MEMORY)
         try:
             environment().parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -64,62 +63,42 @@ class Template:
         Raises:
           TemplateError: it refuses them, or takes too much time, memory or room.
         """
-        if self._child is None:
-            command = [sys.executable, "-I", __file__]
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._say(self.source)
-            self._child.stdout.readline()  # it is ready
         try:
-            self._say(list(requests))
-            if not select.select([self._child.stdout], [], [], SECONDS)[0]:
-                raise TemplateError(f"it is not done after {SECONDS:.0f} s")
-            line = self._child.stdout.readline()
-            if not line:
-                raise TemplateError(f"it takes more than {MEMORY >> 20} MiB")
-        except BaseException:
-            self.close()
-            raise
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TemplateError(answer["error"])
-        return [(text, [tuple(span) for span in generated]) for text, generated in answer["texts"]]
-
-    def close(self) -> None:
-        """End the process; another conversation starts a new one."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.communicate()
-            self._child = None
-
-    __del__ = close
-
-    def _say(self, value: Any) -> None:
-        self._child.stdin.write(json.dumps(value).encode() + b"\n")
-        self._child.stdin.flush()
+            texts = self._child.ask(json.dumps([self.source, *requests]).encode())
+        except ChildError as error:
+            raise TemplateError(str(error)) from None
+        return [(text, [tuple(span) for span in generated]) for text, generated in texts]
 
 
-def serve() -> None:
-    """In the child: read the template, then a list of values a line, and answer each with texts or an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    source, templates = json.loads(sys.stdin.readline()), []
-    print(flush=True)
-    for line in sys.stdin:
-        try:
-            templates = templates or [environment(marks).from_string(source) for marks in (("", ""), (BEGIN, END))]
-            texts = []
-            for values in json.loads(line):
-                text = templates[0].render(**values)
-                same, generated = without_marks(templates[1].render(**values)) if "generation" in source else (text, [])
-                texts.append((text, generated if same == text else []))  # not if a filter cut into a mark
-            answer = {"texts": texts}
-            if sum(len(text) for text, _ in texts) > MOST:
-                answer = {"error": f"it writes more than {MOST:,} characters"}
-        except MemoryError:
-            answer = {"error": f"it takes more than {MEMORY >> 20} MiB"}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:1000]}
-        print(json.dumps(answer), flush=True)
+def render_texts(question: bytes) -> list[Rendered]:
+    """In the child: the texts of a template with values, from a list of its source and the values in JSON.
+
+    Raises:
+      ChildError: the template refuses them, or writes too much.
+    """
+    source, *requests = json.loads(question)
+    texts = []
+    try:
+        plain, marked = _templates(source)
+        for values in requests:
+            text = plain.render(**values)
+            same, generated = without_marks(marked.render(**values)) if "generation" in source else (text, [])
+            texts.append((text, generated if same == text else []))  # not if a filter cut into a mark
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ChildError(f"{type(error).__name__}: {error}"[:1000]) from None
+    if max((len(text) for text, _ in texts), default=0) > LONGEST:
+        raise ChildError(f"it writes more than {LONGEST:,} characters in a text")
+    if sum(len(text) for text, _ in texts) > MOST:
+        raise ChildError(f"it writes more than {MOST:,} characters")
+    return texts
+
+
+@cache
+def _templates(source: str) -> list[jinja2.Template]:
+    """The template without marks and with them."""
+    return [environment(marks).from_string(source) for marks in (("", ""), (BEGIN, END))]
 
 
 # --- Jinja, as transformers sets it up --------------------------------------------------------------------------------
@@ -200,7 +179,3 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _raise(message: str):
     raise jinja2.exceptions.TemplateError(message)
-
-
-if __name__ == "__main__":
-    serve()

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
+from mjax.data.tokenizer_trial import remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     BertTokenizer,
@@ -30,8 +31,7 @@ from mjax.data.tokenizers import (
     tokenizer_from_folder,
 )
 from mjax.data.tokenizers.bert import LONGEST_WORD, SPECIAL
-from mjax.data.tokenizers.huggingface import check_sizes
-from mjax.data.tokenizers.library import library_errors
+from mjax.data.tokenizers.huggingface import open_library
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
@@ -79,9 +79,7 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> HuggingFaceTokenizer:
     """Read tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
     file, source = folder / "tokenizer.json", folder / SETTINGS
     content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
-    check_sizes(content, str(file))
-    with library_errors(f"{file} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
-        library = Library.from_str(content.decode("utf-8"))
+    library = open_library(content, str(file))
     try:
         listed = sorted((int(number), {**token}) for number, token in added.items())
         tokens = [
@@ -111,10 +109,8 @@ def _find_bert(folder: Path) -> BertTokenizer | None:
     whole, pieces, said = (folder / name for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json"))
     if whole.is_file():
         try:
-            check_sizes(whole.read_bytes(), str(whole))
-            with library_errors(str(whole), ""):
-                # Omitted settings are filled in.
-                values = json.loads(Library.from_buffer(whole.read_bytes()).to_str())
+            # Omitted settings are filled in.
+            values = json.loads(open_library(whole.read_bytes(), str(whole)).to_str())
         except UsageError:  # it is damaged; the next reader reports it
             return None
         vocab, lowercase = _pieces(values), _says_lowercase(values["normalizer"], "lowercase", "handle_chinese_chars")
@@ -168,6 +164,7 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
     pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()
     if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file has that name
+        remember(content, "tokenizers")  # it has been compared with the tried one
         bos, tokenizer = tokenizer.bos, HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)
         tokenizer.bos = bos
     tokenizer.save(folder)

@@ -103,6 +103,9 @@ def _parse_merges(content: bytes, name: str) -> list[tuple[str, str]]:
 
 # --- tiktoken ---------------------------------------------------------------------------------------------------------
 
+MERGING = 2**27
+"""Sum of the squares of the lengths of all tokens: half a minute of merging; 131,000 of Mistral's have 2**23."""
+
 
 def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
@@ -119,6 +122,11 @@ def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
         raise UsageError(f"the ranks in {name} are not 0 to {len(ranks) - 1}, each once; give a complete tiktoken file")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise UsageError(f"{name} has no token for some of the 256 bytes; give a complete tiktoken file")
+    if sum(len(token) ** 2 for token in ranks) > MERGING:
+        raise UsageError(
+            f"{name} has tokens of up to {max(map(len, ranks)):,} bytes, which take too long to split into pairs; give "
+            "the tiktoken file of a published model, whose tokens have up to 128"
+        )
     if any(b"\n" in token and token.decode(errors="ignore").strip() for token in ranks):
         # To GPT-2 a line end is white space, and a word is all white space or has none but a space in front.
         raise UsageError(

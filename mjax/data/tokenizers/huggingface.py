@@ -5,17 +5,15 @@ truncation and padding (some files cut at 128 tokens), tokens added around the t
 special tokens recognised inside the text, one of which ends documents.
 """
 
-import base64
 import re
-from collections.abc import Iterator
-from typing import Any, Self
+from typing import Self
 
 import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
+from mjax.data.tokenizer_trial import try_tokenizer
 from mjax.data.tokenizers.library import LibraryTokenizer, library_errors, read_given
 from mjax.errors import UsageError
-from mjax.utils.files import parse_json
 
 ENDS = (
     "<|endoftext|>",  # GPT-2, GPT-NeoX, Phi, Qwen, Falcon
@@ -36,9 +34,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     stored = ("tokenizer.json",)
 
     def __init__(self, content: bytes, name: str, eod: str | int | None = None):
-        check_sizes(content, name)
+        self.library = open_library(content, name)
         with library_errors(f"{name} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
-            self.library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             self.library.no_truncation()
             self.library.no_padding()
             if hasattr(self.library.model, "dropout"):
@@ -47,6 +44,11 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             vocabulary = self.library.get_vocab(with_added_tokens=True)
         self.contents, self.name = (content,), name
         self.vocabulary = max(vocabulary.values(), default=-1) + 1
+        if self.vocabulary > len(content):  # a model would have a row for each id
+            largest = self.vocabulary - 1
+            raise UsageError(
+                f"{name} has the id {largest:,} in {len(content):,} bytes; get the file again, it is damaged"
+            )
         token = self._find_eod(name, eod)
         self.eod = self.library.token_to_id(token)
         self._keep_out_of_text(token, name)
@@ -126,32 +128,12 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return any(self.eod in ids for ids in self.encode_batch([token, f"a {token} b", f"a{token}b"]))
 
 
-def check_sizes(content: bytes, name: str) -> None:
-    """Reject a tokenizer.json that asks for more memory than it can fill: the library allocates before it reads.
+def open_library(content: bytes, name: str) -> tokenizers.Tokenizer:
+    """The tokenizer in a tokenizer.json, tried in a child process first.
 
     Raises:
-      UsageError: an id is larger than the file, a table of characters is cut off, or it is not JSON.
+      UsageError: it is damaged, or takes too much time or memory.
     """
-    values = parse_json(content, name, "give a tokenizer.json that save_pretrained wrote")
-    objects = list(_objects(values))
-    numbers = [part.get("id") for part in objects]
-    numbers += [number for part in objects if isinstance(part.get("vocab"), dict) for number in part["vocab"].values()]
-    largest = max((number for number in numbers if isinstance(number, int)), default=0)
-    if largest > len(content):
-        raise UsageError(f"{name} has the id {largest:,} in {len(content):,} bytes; get the file again, it is damaged")
-    for table in [part.get("precompiled_charsmap") for part in objects]:
-        if isinstance(table, str):
-            with library_errors(f"{name} has an invalid table of characters", "get the file again"):
-                size = int.from_bytes(base64.b64decode(table[:8])[:4], "little")  # of the first of its two parts
-            if size > len(table):
-                raise UsageError(f"{name} has a table of characters that is cut off; get the file again")
-
-
-def _objects(value: Any) -> Iterator[dict]:
-    """All objects in a JSON value, but for those in vocabularies."""
-    if isinstance(value, dict):
-        yield value
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in parts:
-        if key not in ("vocab", "merges"):
-            yield from _objects(part)
+    try_tokenizer(content, name, "tokenizers")
+    with library_errors(f"{name} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
+        return tokenizers.Tokenizer.from_str(content.decode("utf-8"))

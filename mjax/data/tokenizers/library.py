@@ -25,6 +25,7 @@ from typing import ClassVar, Self
 import numpy as np
 import tokenizers
 
+from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers.fast import WORTH, EncodersDiffer, FastEncoder, fast_encoder
 from mjax.errors import UsageError
 
@@ -234,7 +235,10 @@ class LibraryTokenizer(Tokenizer):
         for text in texts:
             utf8(text)
         with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
-            return encode(list(texts), add_special_tokens=False)
+            encodings = encode(list(texts), add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
+            check_expansion(text, len(encoding), self.scheme)
+        return encodings
 
     def _text(self, ids: list[int]) -> str:
         with library_errors(f"the {self.scheme} tokenizer cannot decode these ids", WHOLE_FILES):

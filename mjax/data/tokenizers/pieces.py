@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
+from mjax.data.tokenizer_trial import check_expansion, remember, try_tokenizer
 from mjax.data.tokenizers.library import EOD_PIECE, Tokenizer, utf8
 from mjax.errors import UsageError
 
@@ -33,6 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
     stored = ("tokenizer.model",)
 
     def __init__(self, model: bytes, source: str):
+        try_tokenizer(model, source, "sentencepiece")
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -64,7 +66,10 @@ class SentencePieceTokenizer(Tokenizer):
         """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
         for text in texts:
             utf8(text)
-        return self._processor.encode(list(texts), num_threads=1)
+        ids = self._processor.encode(list(texts), num_threads=1)
+        for text, tokens in zip(texts, ids, strict=True):
+            check_expansion(text, len(tokens), self.scheme)
+        return ids
 
     def _text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
@@ -103,6 +108,7 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
             f"--vocabulary {vocabulary} is too small: bytes and characters of this text alone are {error.least} "
             f"pieces; use --vocabulary {error.least} or more, or --tokenizer bytes"
         ) from None
+    remember(model, "sentencepiece")
     return SentencePieceTokenizer(model, "the trained tokenizer")
 
 

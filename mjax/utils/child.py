@@ -1,0 +1,165 @@
+"""A function in a process of its own, with bounds on time and memory: for programs and tables that come from outside.
+
+The child imports the module of the function and no other of mjax. It ends with its parent, leaves no core file, and
+writes at most a megabyte of files. A library that panics, aborts or overruns its memory ends the child alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mjax.errors import RunError
+
+WAIT = 10
+"""Of these seconds the child computes at least one, or it is taken to hang."""
+THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+"""A pool of threads maps memory in proportion to the cores of the machine."""
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mjax.utils.child import serve; serve()"
+NO_MEMORY = re.compile(rb"memory allocation|bad_alloc|MemoryError")
+
+
+class ChildError(ValueError):
+    """The reason why a child has no answer, as a clause about what it was asked to do: "it is not done after 10 s"."""
+
+
+class Child:
+    """Answers of a function that runs within bounds; the process starts with the first question."""
+
+    def __init__(self, function: str, seconds: float, memory: int):
+        """Name the function and its bounds.
+
+        Args:
+          function: as module:name; takes bytes, and returns what JSON can hold or raises ChildError.
+          seconds: of processor time for each question.
+          memory: bytes that the process may map.
+        """
+        self.function, self.seconds, self.memory = function, seconds, memory
+        self._process: subprocess.Popen | None = None
+
+    def ask(self, question: bytes) -> Any:
+        """The function's answer.
+
+        Raises:
+          ChildError: the function raises it, or takes too much time or memory, or crashes.
+          RunError: the process cannot be started.
+        """
+        if self._process is None:
+            self._start()
+        try:
+            self._pipe.send_bytes(question)
+            if not self._pipe.poll(WAIT * self.seconds):
+                raise ChildError(f"it is not done after {WAIT * self.seconds:.0f} s")
+            answer = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise ChildError(self._reason()) from None
+        except BaseException:
+            self.close()
+            raise
+        if "error" in answer:
+            raise ChildError(answer["error"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the process; another question starts a new one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+            self._errors.close()
+            self._process = None
+
+    __del__ = close
+
+    def _start(self) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
+        path = json.dumps([os.path.abspath(folder) for folder in sys.path])
+        bounds = [self.function, str(self.seconds), str(self.memory), str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", START, path, *bounds],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, **THREADS},
+                pass_fds=[theirs.fileno()],
+            )
+        try:
+            bounded = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise RunError(f"a process for {self.function} cannot be started: {self._reason()}") from None
+        if not bounded:
+            _say_unbounded()
+
+    def _reason(self) -> str:
+        """The clause about the end of the process, which has ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(WAIT)
+        self._process.kill()  # if it answers what is no answer
+        code = self._process.wait()
+        self._errors.seek(0)
+        words = self._errors.read()
+        self.close()
+        if code == -signal.SIGPROF:
+            return f"it is not done after {self.seconds:.0f} s"
+        if code == -signal.SIGKILL or NO_MEMORY.search(words):  # the system kills when there is no more
+            return f"it takes more than {self.memory >> 20} MiB"
+        lines = words.decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+        return f"it crashes ({signal.Signals(-code).name if code < 0 else last[:200]})"
+
+
+@cache
+def _say_unbounded() -> None:
+    print("note: this system does not bound the memory of a process; files from outside may fill it", file=sys.stderr)
+
+
+def serve() -> None:
+    """In the child: answer every question, until the parent is gone."""
+    function, seconds, memory, descriptor = sys.argv[2:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in whatever library it is
+    module, _, name = function.partition(":")
+    answer = getattr(importlib.import_module(module), name)
+    pipe = Connection(int(descriptor))
+    bound(resource.RLIMIT_CORE, 0)
+    bound(resource.RLIMIT_FSIZE, 1 << 20)
+    pipe.send_bytes(json.dumps(bound(resource.RLIMIT_AS, int(memory))).encode())
+    while True:
+        try:
+            question = pipe.recv_bytes()
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
+        try:
+            reply = {"value": answer(question)}
+        except ChildError as error:
+            reply = {"error": str(error)}
+        except MemoryError:
+            reply = {"error": f"it takes more than {int(memory) >> 20} MiB"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        pipe.send_bytes(json.dumps(reply).encode())
+
+
+def bound(what: int, most: int) -> bool:
+    """Lower a limit of this process to `most`, if it is not lower; False where the system has no such limit."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    try:
+        resource.setrlimit(what, (most, most))
+    except (OSError, ValueError):  # macOS refuses RLIMIT_AS
+        return False
+    return True
