@@ -116,11 +116,12 @@ def _shown(text: str) -> str:
 
 
 def remember(content: bytes, library: str) -> None:
-    """Let a tokenizer pass that was tried, or that mjax trained."""
+    """Let a tokenizer pass that was tried, or that mjax made."""
     checksum = _checksum(content, library)
     _problems[checksum] = None
     if (folder := _records()) is not None:
-        (folder / checksum).touch(mode=0o600)
+        with contextlib.suppress(OSError):  # a full disk: it is tried again
+            (folder / checksum).touch(mode=0o600)
 
 
 def _is_remembered(checksum: str) -> bool:
@@ -141,16 +142,23 @@ def _trial_of(library: str) -> bytes:
 
 
 def _records() -> Path | None:
-    """The folder with an empty file for each tokenizer that passed; None if there is none to trust."""
+    """The folder with an empty file for each tokenizer that passed; None if there is none that only the user writes."""
     if (home := cache_home()) is None:
         return None
     folder = home / "tokenizers"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except OSError:
-        return None
-    return None if status.st_mode & 0o022 or status.st_uid != os.getuid() else folder
+    except OSError as error:
+        return _say_forgotten(f"{folder} cannot be written ({error.strerror})")
+    if status.st_mode & 0o022 or status.st_uid != os.getuid():
+        return _say_forgotten(f"others can write into {folder} (chmod go-w {folder}, if it is yours)")
+    return folder
+
+
+@cache
+def _say_forgotten(problem: str) -> None:
+    print(f"note: {problem}; every start tries tokenizers from outside again", file=sys.stderr)
 
 
 # --- In the child -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from functools import cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from mjax.errors import RunError
@@ -85,22 +86,23 @@ class Child:
 
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
         path = json.dumps([os.path.abspath(folder) for folder in sys.path])
         bounds = [self.function, str(self.seconds), str(self.memory), str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", START, path, *bounds],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env={**os.environ, **THREADS},
-                pass_fds=[theirs.fileno()],
-            )
         try:
+            with theirs:
+                self._errors = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", START, path, *bounds],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._errors,
+                    env={**os.environ, **THREADS},
+                    pass_fds=[theirs.fileno()],
+                )
             bounded = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise RunError(f"a process for {self.function} cannot be started: {self._reason()}") from None
+        except (EOFError, OSError) as error:
+            reason = self._reason() if self._process else error.strerror
+            raise RunError(f"a process for {self.function} cannot be started: {reason}") from None
         if not bounded:
             _say_unbounded()
 
@@ -135,6 +137,8 @@ def serve() -> None:
     module, _, name = function.partition(":")
     answer = getattr(importlib.import_module(module), name)
     pipe = Connection(int(descriptor))
+    with contextlib.suppress(OSError):  # a system out of memory ends this process first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     bound(resource.RLIMIT_CORE, 0)
     bound(resource.RLIMIT_FSIZE, 1 << 20)
     pipe.send_bytes(json.dumps(bound(resource.RLIMIT_AS, int(memory))).encode())

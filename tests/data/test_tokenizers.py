@@ -1,5 +1,6 @@
 """Laws of tokenizers of every kind: `encode`, the folder they live in, and rejections."""
 
+import base64
 import json
 import random
 import shutil
@@ -160,6 +161,7 @@ def shelf(tmp_path_factory):
         "no_eod.json": json.dumps({token: i for token, i in ids.items() if token[:2] != "<|"}),
         "other_merges.txt": "Ġ t\nq q\n",
         "other_words.tiktoken": b"".join(ranks) + b"Owo= %d\n" % len(ranks),  # ";\n"
+        "long_word.tiktoken": b"".join(ranks) + base64.b64encode(b"a" * 12_000) + b" %d\n" % len(ranks),
         "no_sep.txt": "\n".join(piece for piece in pieces if piece != "[SEP]"),
     }
     for name, content in contents.items():
@@ -176,6 +178,10 @@ def shelf(tmp_path_factory):
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),
         ("gpt2:other_words.tiktoken", "other_words.tiktoken is not split into words as GPT-2 does .*hf:tokenizer.json"),
+        (
+            "gpt2:long_word.tiktoken",
+            "has tokens of up to 12,000 bytes, which take too long to split .*; give the tiktoken",
+        ),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),
         ("bert-uncased:cased/vocab.txt", "has pieces in capitals; use --tokenizer bert-cased:cased/vocab.txt"),
         ("sentencepiece:vocab.json", "vocab.json is not a sentencepiece model"),
