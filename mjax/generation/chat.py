@@ -16,6 +16,7 @@ from typing import Any
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import EOD_PIECE, Tokenizer, ends_of_text, optional_object, tokenizer_from_folder
 from mjax.data.tokenizers.huggingface import open_library
+from mjax.data.tokenizers.library import WHOLE_FILES, library_errors
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json
 
@@ -145,7 +146,8 @@ class Chat:
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
         """The ids of a rendered conversation, and which of them begin within `spans`, in characters."""
         if self._library is not None:
-            encoding = self._library.encode(text, add_special_tokens=False)
+            with library_errors(f"the tokenizer beside {self.file} cannot encode a text", WHOLE_FILES):
+                encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
             begins = [begin for begin, _ in encoding.offsets]
             return encoding.ids, [any(first <= begin < last for first, last in spans) for begin in begins]

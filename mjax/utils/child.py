@@ -1,7 +1,7 @@
 """A function in a process of its own, with bounds on time and memory: for programs and tables that come from outside.
 
-The child imports the module of the function and no other of mjax. It ends with its parent, leaves no core file, and
-writes at most a megabyte of files. A library that panics, aborts or overruns its memory ends the child alone.
+The child imports what the module of the function imports. It ends with its parent, leaves no core file, and writes
+files of at most a megabyte. A library that panics, aborts or overruns its memory ends the child alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from mjax.errors import RunError
 
 WAIT = 10
-"""Of these seconds the child computes at least one, or it is taken to hang."""
+"""Seconds for each second of processor time, on a busy machine; a child that needs more is taken to hang."""
 THREADS = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 """A pool of threads maps memory in proportion to the cores of the machine."""
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from mjax.utils.child import serve; serve()"

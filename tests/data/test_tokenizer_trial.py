@@ -1,5 +1,6 @@
 """A tokenizer of a stranger neither hangs, fills nor crashes this process, and a good one is tried once."""
 
+import base64
 import json
 
 import pytest
@@ -65,6 +66,8 @@ COPIES = {
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
     "special_tokens": {},
 }
+HUGE = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff\xff\xff\xf0abc").decode()}
+"""A table of which the library reserves 4 GB before it reads."""
 DIES = "is not done after 1 s; get the file again from its publisher, or use another tokenizer"
 
 
@@ -73,14 +76,15 @@ DIES = "is not done after 1 s; get the file again from its publisher, or use ano
     [
         (lambda: with_rules(*CHAINED), {}, DIES),
         (lambda: with_rules(*CHAINED, text_of=decoders), {}, DIES),
-        (lambda: with_rules(("zebra", "x" * 3_000_000)), {}, "it takes more than 256 MiB"),
+        (hf_byte_pairs, {"normalizer": HUGE}, "it takes more than 256 MiB"),
+        (lambda: with_rules(("zebra", "x" * 3_000_000)), {}, "its rules write up to 600,000 characters for one"),
         (with_prefix, {}, "its rules write up to 30,000,000 characters for one"),
         (lambda: with_rules(*[(Regex("[q]"), "qq")] * 13), {}, "its rules write up to 8,192 characters for one"),
         (lambda: with_rules(*[(Regex("[a]"), "aa")] * 11), {}, r"it writes 2,048 tokens for a text of length 1 \('a'…"),
         (hf_byte_pairs, {"post_processor": COPIES}, "more than 64 for each character"),
         (with_backtracking, {}, "it crashes .*PanicException"),
     ],
-    ids=["forty rules", "forty decoders", "memory", "prefix", "regex", "expansion", "copies", "panic"],
+    ids=["forty rules", "forty decoders", "memory", "zebra", "prefix", "regex", "expansion", "copies", "panic"],
 )
 def test_strange_tokenizer_is_refused(tmp_path, monkeypatch, make, changes, words):
     if words == DIES:  # the others end by themselves, on a busy machine later than that
