@@ -79,11 +79,10 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
     if checksum not in _problems and not _is_remembered(checksum):
         child = Child(f"{__name__}:encode_texts", SECONDS, MEMORY)
         try:
-            child.ask(library.encode() + b"\n" + content)
+            if child.ask(library.encode() + b"\n" + content):
+                remember(content, library)
         except ChildError as error:
             _problems[checksum] = str(error)
-        else:
-            remember(content, library)
         finally:
             child.close()
     if problem := _problems.get(checksum):
@@ -163,8 +162,9 @@ def _say_forgotten(problem: str) -> None:
 # --- In the child -----------------------------------------------------------------------------------------------------
 
 
-def encode_texts(question: bytes) -> None:
-    """Encode and decode texts with a tokenizer, from the name of its library, a line end, and its file.
+def encode_texts(question: bytes) -> bool:
+    """Encode and decode texts with a tokenizer, from the name of its library, a line end, and its file; False: it is no
+    tokenizer.
 
     Raises:
       ChildError: a text takes too much time or memory, or too many tokens.
@@ -172,13 +172,13 @@ def encode_texts(question: bytes) -> None:
     library, _, content = question.partition(b"\n")
     opened = (_sentencepiece if library == b"sentencepiece" else _tokenizers)(content)
     if opened is None:
-        return
+        return False
     encode, decode, size, rules, growth = opened
     if growth > GROWTH:
         raise ChildError(f"its rules write up to {growth:,} characters for one; published ones write up to 33")
     for text in _texts(rules):
         began, before, tokens = time.process_time(), _peak_bytes(), 0
-        with contextlib.suppress(Exception):  # some have no token for what they do not know
+        with _ignored_errors():  # some have no token for what they do not know
             tokens = encode(text)
         seconds, grown, share = time.process_time() - began, _peak_bytes() - before, len(text) / LONGEST
         if tokens > EXPANSION * (len(text) + 1):
@@ -188,10 +188,23 @@ def encode_texts(question: bytes) -> None:
         if grown > MEMORY * share + SPARE[1]:
             raise ChildError(f"it takes {grown >> 20} MiB for {_shown(text)}")
     length = 0
-    with contextlib.suppress(Exception):
+    with _ignored_errors():
         length = len(decode(list(range(size))))
     if length > LONGEST_PIECE * (size + 1):
         raise ChildError(f"it writes {length:,} characters for {size:,} tokens")
+    return True
+
+
+@contextlib.contextmanager
+def _ignored_errors() -> Iterator[None]:
+    """Ignore what the user's process will report; a panic is not an Exception."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
 
 
 Opened = tuple[Callable[[str], int], Callable[[list[int]], str], int, list[str], int]
@@ -201,9 +214,10 @@ Opened = tuple[Callable[[str], int], Callable[[list[int]], str], int, list[str],
 def _tokenizers(content: bytes) -> Opened | None:
     import tokenizers
 
-    try:
+    tokenizer = None
+    with _ignored_errors():
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception:  # it is none
+    if tokenizer is None:
         return None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -226,10 +240,10 @@ def _sentencepiece(content: bytes) -> Opened | None:
 
     from mjax.data.sentencepiece_file import parse_pieces
 
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(content)
-    except RuntimeError:  # it is none
+    processor, opened = sentencepiece.SentencePieceProcessor(), False
+    with _ignored_errors():
+        opened = processor.LoadFromSerializedProto(content)
+    if not opened:
         return None
     longest = _longest(parse_pieces(content).normalizer_spec.precompiled_charsmap)
     return lambda text: len(processor.encode(text)), processor.decode, processor.vocab_size(), [], longest

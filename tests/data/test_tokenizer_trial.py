@@ -157,9 +157,10 @@ def test_folder_that_cannot_be_written_is_reported(tmp_path, trials, capsys):
     assert capsys.readouterr().err.count("every start tries tokenizers from outside again") == 1
 
 
-def test_damaged_file_passes_to_its_reader():
+def test_damaged_file_passes_to_its_reader(cache):
     for library in ("tokenizers", "sentencepiece"):
         try_tokenizer(b"{", "x", library)
+    assert not [*cache.iterdir()]
 
 
 def test_expansion_is_bounded_after_the_trial(tmp_path):
@@ -171,6 +172,16 @@ def test_expansion_is_bounded_after_the_trial(tmp_path):
         UsageError, match=r"the hf tokenizer cannot be used: it writes 3,00\d tokens for a text of length 4"
     ):
         tokenizer.encode("xyqz")
+
+
+def test_panic_in_a_conversation_is_a_sentence(tmp_path):
+    """Its tokenizer passed, before the text that it cannot encode."""
+    file = written(with_backtracking(), tmp_path)
+    remember(file.read_bytes(), "tokenizers")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    chat = Chat(tmp_path, train_sentencepiece(TEXTS, 380))
+    with pytest.raises(UsageError, match=r"the tokenizer beside .*chat_template\.jinja cannot encode a text \(Onig"):
+        chat.encode("a" * 1000 + "b")
 
 
 @pytest.mark.ci
