@@ -70,6 +70,7 @@ from mjax.checkpoint.folders import (
 )
 from mjax.checkpoint.mirror import Mirror, bring
 from mjax.cluster.processes import from_first, is_first, wait_for_all
+from mjax.config.plain_values import read
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
 
@@ -302,9 +303,12 @@ class Checkpoints:
 
     def good(self) -> int | None:
         """The last checkpoint that was marked as good; None if there was none or it no longer exists."""
+        if not (self.folder / GOOD).exists():
+            return None
         try:
-            step = json.loads((self.folder / GOOD).read_text(encoding="utf-8"))["step"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            step = read(dict[str, int], self.folder / GOOD, "the oldest checkpoint is kept instead").get("step")
+        except UsageError as error:
+            self.on_notice(str(error))
             return None
         return step if step in self._sound() else None
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from mjax.config.plain_values import build
+from mjax.config.plain_values import misfit, read
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, read_json, take_lock, write_whole
+from mjax.utils.files import make_folder, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -112,7 +112,7 @@ def read_base(run: Path) -> Base:
       UsageError: the run does not say which, or the file is damaged.
     """
     missing = "a run with adapters has it; start one with --init RUN"
-    return build(Base, read_json(run / BASE, "restore it", missing), str(run / BASE))
+    return read(Base, run / BASE, "restore it", missing)
 
 
 def save_base(run: Path, base: Base) -> None:
@@ -121,6 +121,13 @@ def save_base(run: Path, base: Base) -> None:
 
 
 # --- Manifests --------------------------------------------------------------------------------------------------------
+
+
+class Manifest(TypedDict):
+    """Contents of every manifest: dtype and shape of each array, size and CRC-32 of each file."""
+
+    arrays: dict[str, tuple[str, list[int]]]
+    files: dict[str, tuple[int, int]]
 
 
 class Unusable(Exception):
@@ -190,7 +197,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
         raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
         checksum, manifest = None, None
-    if checksum != _checksum_json(manifest):
+    if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
         raise Damaged(f"{MANIFEST} is not what was written")
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
         raise Misnamed(

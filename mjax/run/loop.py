@@ -117,7 +117,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             metrics = config.model.metrics
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
             stack.enter_context(contextlib.closing(log))
-            goodput.begin(folder, start)
+            goodput.begin(folder, start, display.say)
             stack.callback(goodput.write)
 
         # --- Steps ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -29,11 +30,12 @@ from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
+from mjax.run.goodput import read_starts
 from mjax.step.layout import initial_weights
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
-from mjax.utils.files import set_aside, write_whole
+from mjax.utils.files import write_whole
 from mjax.utils.stores import mirror_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
@@ -188,15 +190,7 @@ def write_environment(config: Config, folder: Path, say: Callable[[str], None]) 
     A file that is not such a list is kept under another name; `say` is told about that and about other failures.
     """
     file = folder / "environment.json"
-    try:
-        starts = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        starts = []
-    except (ValueError, RecursionError, IsADirectoryError):  # torn, or not UTF-8
-        starts = None
-    if not isinstance(starts, list):
-        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
-        starts = []
+    starts = read_starts(dict[str, Any], file, say)
     write_whole(file, json.dumps([*starts, describe_environment(config, say)], indent=2) + "\n")
 
 
