@@ -15,6 +15,7 @@ from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import abstract_weights, count_parameters
+from mjax.pictures.curves import Curve
 from mjax.pictures.runs import draw_runs
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
@@ -125,10 +126,10 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
 def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
-    one = [{"step": i, "tokens": 8 * i, "loss": 5.0 - i} for i in (1, 2, 3)]
-    two = [{"step": i, "tokens": 16 * i, "loss": 5.5 - i, "val_loss": 6.0} for i in (1, 2)]
-    for by_tokens, points in ((False, [[1.0, 0.5], [2.0, 0.5]]), (True, [[16.0, 1.5]])):
-        draw_runs({"one": one, "two": two}, tmp_path / "compare.png", by_tokens)
+    for x, tokens, points in (("step", (1, 1), [[1.0, 0.5], [2.0, 0.5]]), ("tokens", (8, 16), [[16.0, 1.5]])):
+        one = Curve((tokens[0] * i, 5.0 - i) for i in (1, 2, 3)), Curve()
+        two = Curve((tokens[1] * i, 5.5 - i) for i in (1, 2)), Curve((tokens[1] * i, 6.0) for i in (1, 2))
+        draw_runs({"one": one, "two": two}, tmp_path / "compare.png", x)
         assert drawn[-1].axes[1].get_lines()[0].get_xydata().tolist() == points
 
 
@@ -141,7 +142,7 @@ def test_failed_picture_leaves_previous_one(tmp_path, monkeypatch):
     picture.write_bytes(b"whole")
     monkeypatch.setattr(Figure, "savefig", fill_disk)
     with pytest.raises(OSError, match="No space"):
-        draw_runs({"one": [{"step": 1, "loss": 5.0}]}, picture)
+        draw_runs({"one": (Curve([(1, 5.0)]), Curve())}, picture)
     assert picture.read_bytes() == b"whole"
 
 

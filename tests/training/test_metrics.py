@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from mjax.config import BERTConfig, load_config
 from mjax.config.model import Metric
 from mjax.pictures import runs
+from mjax.pictures.curves import Curve, smoothed
 from mjax.pictures.figures import add_perplexity
-from mjax.pictures.runs import draw_experts, draw_loss, smoothed
+from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record, read_metrics
 from mjax.trace.flops import hardware_flops, model_flops, peak_tflops
@@ -159,12 +160,18 @@ BERT = {"mlm_loss": 8.0, "order_accuracy": 0.5, "val_loss": 6.5, "val_mlm_loss":
 EXPERTS = {"loss": 5.0, "expert_load": 1.5, "router_entropy": None}
 
 
+def curves_of(records):
+    names = {name for record in records for name in record if name != "step"}
+    found = {name: [(r["step"], r[name]) for r in records if r.get(name) is not None] for name in names}
+    return {name: Curve(values) for name, values in found.items() if values}
+
+
 @pytest.mark.parametrize("changes", [[], [{"loss": 5.0}], [{"loss": None}, {"loss": 5.0}], [BERT, BERT], [EXPERTS]])
 def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
     records = [{"step": step, "loss": 9.0} | more for step, more in enumerate(changes, start=1)]
-    draw_loss(records, tmp_path / "loss.png", r"\frac{a_$b_$ näme €", BERTConfig.metrics)
+    draw_loss(curves_of(records), tmp_path / "loss.png", r"\frac{a_$b_$ näme €", BERTConfig.metrics)
     if EXPERTS in changes:
-        draw_experts(records, 1, np.full((3, 8), 1 / 8), tmp_path / "experts.png", "$")
+        draw_experts(curves_of(records), 1, np.full((3, 8), 1 / 8), tmp_path / "experts.png", "$")
     pictures = list(tmp_path.iterdir())
     assert len(pictures) == 1 + (EXPERTS in changes)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
@@ -183,7 +190,7 @@ def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
 def test_curves_are_those_the_model_names(tmp_path, monkeypatch, record, shown, panels):
     drawn = []
     monkeypatch.setattr(runs, "save", lambda figure, file: drawn.append(figure))
-    draw_loss([{"step": 1, "loss": 9.0} | record], tmp_path / "loss.png", "run", shown)
+    draw_loss(curves_of([{"step": 1, "loss": 9.0} | record]), tmp_path / "loss.png", "run", shown)
     texts = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes}
     assert texts.keys() == panels.keys()
     assert all(any(text in label for label in texts[title]) for title, text in panels.items())
@@ -218,4 +225,5 @@ def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):
         for now in (100.0, 109.0, 111.0, 120.0, 121.5):
             clock.monotonic = lambda now=now: now
             log.draw(last=now == 120.0)
+            log._painter.submit(int).result()  # after the picture, in the same thread
     assert drawn == [100.0, 111.0, 120.0]
