@@ -5,7 +5,9 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -15,8 +17,9 @@ from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import abstract_weights, count_parameters
+from mjax.pictures import curves
 from mjax.pictures.curves import Curve
-from mjax.pictures.runs import draw_runs
+from mjax.pictures.runs import _difference, draw_runs
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
 
@@ -70,6 +73,50 @@ def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
     assert cli.main(["runs", "list", "--json"]) == 0
     row = json.loads(capsys.readouterr().out.splitlines()[0])
     assert (row["step"], row["loss"], row["val_loss"]) == (12, pytest.approx(3.8), None)
+
+
+def bytes_read():
+    """Bytes that this process has read."""
+    return int((Path("/proc/self/io").read_text().split())[1])
+
+
+def test_list_reads_the_end_of_long_metrics(runs, monkeypatch, capsys):
+    """Files and bytes count, not seconds: 2,000 runs are listed in 2 s of processor time."""
+    opened, open_file = [], io.open
+    monkeypatch.setattr(io, "open", lambda file, *options: opened.append(file) or open_file(file, *options))
+    for name in ("base", "fast"):
+        file = runs / name / "metrics.jsonl"
+        *lines, last = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines) * 2000 + last)
+        assert file.stat().st_size > 2**20
+        (runs / name / "environment.json").write_text(json.dumps([{"parameters": 1000}]))
+    assert cli.main(["runs"]) == 0
+    opened.clear()
+    before = bytes_read()
+    assert cli.main(["runs", "--json"]) == 0
+    read = bytes_read() - before
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["step"], row["loss"], row["val_loss"]) == (12, pytest.approx(3.3), pytest.approx(4.0))
+    assert read < 2 * 80_000
+    names = sorted(file.name for file in opened if file.suffix in (".json", ".jsonl"))
+    assert names == sorted(["config.json", "metrics.jsonl", "environment.json"] * 2)
+
+
+def test_comparison_of_long_runs_takes_little_memory(runs):
+    file = runs / "base" / "metrics.jsonl"
+    with file.open("w") as stream:
+        for step in range(1, 20_001):
+            values = {"loss": 9 - step / 1e4, "val_loss": 9.0, "tokens": step, "tokens_per_second": 5.0 + step}
+            stream.write(json.dumps({"step": step} | values) + "\n")
+    tracemalloc.start()
+    history = runs_command.History(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6  # with a dict for each line it was 10 MB
+    assert [len(curve.bins) for curve in history.curves] == [2501, 2501]
+    results = runs_command.results_of(history, 100)
+    assert (results["loss"], results["loss at step 100"]) == (pytest.approx(7.0), pytest.approx(8.99))
+    assert (results["tokens/s"], results["best val loss"]) == (10_006.0, 9.0)
 
 
 def test_help_and_list_import_no_jax(runs):
@@ -131,6 +178,16 @@ def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
         two = Curve((tokens[1] * i, 5.5 - i) for i in (1, 2)), Curve((tokens[1] * i, 6.0) for i in (1, 2))
         draw_runs({"one": one, "two": two}, tmp_path / "compare.png", x)
         assert drawn[-1].axes[1].get_lines()[0].get_xydata().tolist() == points
+
+
+def test_distance_of_runs_is_that_of_whole_bins(monkeypatch):
+    monkeypatch.setattr(curves, "MAX_POINTS", 8)
+    one, two = (Curve((step, level - step / 100) for step in range(1, steps)) for steps, level in ((40, 5), (21, 6)))
+    assert (one.width, two.width) == (8, 4)
+    assert _difference(two, one) == [
+        (pytest.approx(4.0), pytest.approx(1.0)),
+        (pytest.approx(11.5), pytest.approx(1.0)),
+    ]
 
 
 def test_failed_picture_leaves_previous_one(tmp_path, monkeypatch):

@@ -37,54 +37,53 @@ class Curve:
 
     Attributes:
       width: steps of a bin.
-      bins: in ascending order, without empty ones.
+      bins: by step // width, without empty ones.
       recent: the last `WINDOW` values.
     """
 
     def __init__(self, values: Iterable[tuple[int, float]] = ()):
         self.width, self.recent = 1, deque(maxlen=WINDOW)
-        self.bins: list[Bin] = []
+        self.bins: dict[int, Bin] = {}
         for step, value in values:
             self.add(step, value)
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step, or of a number of tokens, from 0 on."""
         self.recent.append(value)
-        self._append(Bin(1, step, value, value, value))
+        self._include(step // self.width, Bin(1, step, value, value, value))
         while len(self.bins) > MAX_POINTS:
-            self._merge(2 * self.width)
+            self._merge(2)
 
     def merged(self, width: int = 1) -> Curve:
         """A copy with bins of `width` steps, a power of two, unless they are that long already."""
         copied = Curve()
-        copied.width, copied.bins, copied.recent = self.width, [*self.bins], self.recent.copy()
+        copied.width, copied.bins, copied.recent = self.width, {**self.bins}, self.recent.copy()
         if width > self.width:
-            copied._merge(width)
+            copied._merge(width // self.width)
         return copied
 
-    def _merge(self, width: int) -> None:
-        bins, self.bins, self.width = self.bins, [], width
-        for part in bins:
-            self._append(part)
+    def _merge(self, number: int) -> None:
+        bins, self.bins, self.width = self.bins, {}, self.width * number
+        for key, part in bins.items():
+            self._include(key // number, part)
 
-    def _append(self, part: Bin) -> None:
-        if self.bins and self.bins[-1].step // self.width == part.step // self.width:
-            count, steps, values, low, high = self.bins[-1]
-            self.bins[-1] = Bin(
+    def _include(self, key: int, part: Bin) -> None:
+        if key in self.bins:
+            count, steps, values, low, high = self.bins[key]
+            part = Bin(
                 count + part.count, steps + part.steps, values + part.values, min(low, part.low), max(high, part.high)
             )
-        else:
-            self.bins.append(part)
+        self.bins[key] = part
 
     @property
     def steps(self) -> list[float]:
         """Mean step of each bin."""
-        return [part.step for part in self.bins]
+        return [part.step for part in self.bins.values()]
 
     @property
     def means(self) -> list[float]:
         """Mean value of each bin."""
-        return [part.mean for part in self.bins]
+        return [part.mean for part in self.bins.values()]
 
     @property
     def smoothed(self) -> Sequence[float]:

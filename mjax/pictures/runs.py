@@ -177,17 +177,17 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Curve], name: str, form: str) 
 
 
 def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:
-    """The values of a curve, or of one with bins of several steps the range of values in each."""
+    """The values of a curve; of one with bins of several steps, the lowest and the highest value in each."""
     if curve.width == 1:
         axes.plot(curve.steps, curve.means, **style)
     else:
-        low, high = [part.low for part in curve.bins], [part.high for part in curve.bins]
-        axes.fill_between(curve.steps, low, high, **style)
+        steps = [step for step in curve.steps for _ in range(2)]
+        axes.plot(steps, [value for part in curve.bins.values() for value in (part.low, part.high)], **style)
 
 
 def _difference(curve: Curve, reference: Curve) -> list[tuple[float, float]]:
     """Step and difference of two curves in the bins that both have."""
     width = max(curve.width, reference.width)
-    means = {part.step // width: part.mean for part in reference.merged(width).bins}
-    bins = ((part.step, part.mean, means.get(part.step // width)) for part in curve.merged(width).bins)
-    return [(step, mean - other) for step, mean, other in bins if other is not None]
+    bins, others = curve.merged(width).bins, reference.merged(width).bins
+    end = min(max(bins, default=0), max(others, default=0)) + (width == 1)  # a last bin may have steps of one alone
+    return [(part.step, part.mean - others[key].mean) for key, part in bins.items() if key in others and key < end]

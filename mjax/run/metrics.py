@@ -282,7 +282,7 @@ class MetricsLog:
         say: Callable[[str], None] = print,
         metrics: Sequence[Metric] = (),
     ):
-        self.folder, self.metrics = folder, metrics
+        self.folder, self.metrics, self._names = folder, metrics, names_of(metrics)
         self._announced = Announced(say)
         self._begin_after(step)
         self._drawing: Future | None = None
@@ -356,7 +356,7 @@ class MetricsLog:
 
     def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record to the curves that the pictures show."""
-        for name in names_of(self.metrics):
+        for name in self._names:
             if (value := record.get(name)) is not None:
                 self.curves.setdefault(name, Curve()).add(record["step"], value)
 

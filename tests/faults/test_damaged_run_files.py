@@ -1,7 +1,8 @@
-"""A damaged small file of one run: one sentence in the list, in a comparison and at a start, and no other run hidden."""
+"""A damaged small file of one run: one sentence in the list, in a comparison and at a start; no run is hidden."""
 
 import contextlib
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mjax.checkpoint import folders
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, read_base, write_manifest
 from mjax.commands import cli
@@ -117,15 +119,16 @@ COMMANDS = ("--json", "--goodput", "--goodput --json", "compare whole damaged", 
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
     monkeypatch.setattr(files, "_sync", lambda path: None)
+    monkeypatch.setattr(folders, "PAUSE", 0.0)
     cases = [*damages(name)]
     assert len(cases) > 20
     others = Random(0).sample(cases[len(CONTENTS) :], min(len(cases) - len(CONTENTS), 60))
     for number, content in enumerate([*CONTENTS, *others]):
         folder = Path(f"runs{number}") / "damaged"
-        Path(folder.parent).mkdir()
+        shutil.copytree(runs / "whole", folder)
         (folder.parent / "whole").symlink_to(runs / "whole")
-        for other, values in FILES.items():
-            write(folder, other, content if other == name else _content(other, values))
+        (folder / name).unlink()
+        write(folder, name, content)
         about = f"{content!r:.300}"
         for command in COMMANDS:
             code = cli.main(["runs", *command.split(), "--runs", str(folder.parent)])
@@ -188,10 +191,14 @@ def test_start_is_refused_with_the_problem(runs, name):
     values, words = REFUSED[name]
     (runs / "whole" / "unhealthy.json").unlink()
     write(runs / "whole", name, _content(name, values))
-    with Checkpoints(runs / "whole" / "checkpoints", on_notice=print) as checkpoints:
-        with pytest.raises(UsageError) as refused:
-            check_start(runs / "whole", None)
+
+    def begin():
+        check_start(runs / "whole", None)
+        with Checkpoints(runs / "whole" / "checkpoints", on_notice=print) as checkpoints:
             Guard(TINY, checkpoints, print).begin(3)
+
+    with pytest.raises(UsageError) as refused:
+        begin()
     assert words in str(refused.value)
 
 
