@@ -60,6 +60,7 @@ from mjax.checkpoint.arrays import (
 from mjax.checkpoint.folders import (
     GOOD,
     Damaged,
+    Good,
     Unusable,
     check_files,
     needed_files,
@@ -306,7 +307,7 @@ class Checkpoints:
         if not (self.folder / GOOD).exists():
             return None
         try:
-            step = read(dict[str, int], self.folder / GOOD, "the oldest checkpoint is kept instead").get("step")
+            step = read(Good, self.folder / GOOD, "the oldest checkpoint is kept instead")["step"]
         except UsageError as error:
             self.on_notice(str(error))
             return None

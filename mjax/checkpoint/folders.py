@@ -130,6 +130,12 @@ class Manifest(TypedDict):
     files: dict[str, tuple[int, int]]
 
 
+class Good(TypedDict):
+    """The contents of good.json."""
+
+    step: int
+
+
 class Unusable(Exception):
     """The problem of a checkpoint, as half a sentence.
 

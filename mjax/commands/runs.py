@@ -280,7 +280,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
     file = folder / "environment.json"
-    starts = read(list[_Start], file, "remove it; the next start begins another") if file.exists() else []
+    starts = read(list[_Start], file, "remove it, and the next start writes another") if file.exists() else []
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them

@@ -156,7 +156,7 @@ def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,)):
-        return f"a list of {_describe(get_args(kind)[0])}"
+        return f"a list of {_describe(get_args(kind)[0])}".replace("of an object", "of objects")
     if get_origin(kind) is tuple:
         return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
     if get_origin(kind) is dict:

@@ -423,8 +423,10 @@ def check_start(folder: Path, step: int | None) -> None:
     """Reject a run that ended unhealthy, unless a checkpoint to continue from is given.
 
     Raises:
+      UsageError: unhealthy.json or passed_over.json is damaged.
       UnhealthyError: it did, and no checkpoint was given to continue from.
     """
+    _read(list[Rewind], folder / PASSED_OVER)
     if step is None and (marked := _read(UnhealthyEnd, folder / UNHEALTHY)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,42 +11,21 @@ import pytest
 
 from mjax.checkpoint import folders
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import Base, read_base, write_manifest
+from mjax.checkpoint.folders import read_base, write_manifest
 from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import to_dict
-from mjax.config.model_file import ModelFile, model_file_of
+from mjax.config.model_file import model_file_of
 from mjax.errors import RunError, UsageError
-from mjax.run.continuing import Origin, _saved_digests, origin_of
+from mjax.run.continuing import _saved_digests, origin_of
 from mjax.run.goodput import Goodput, read_starts
-from mjax.run.health import Guard, Health, check_start
+from mjax.run.health import Guard, check_start
 from mjax.run.metrics import MetricsLog
 from mjax.utils import files
 from tests.faults.damage import DEEP, Raw, _containers, _written
+from tests.faults.mutated_files import HOST, RECORDS, RUN_FILES, START
 from tests.tiny_config import config as TINY
 
-METRICS = [
-    {"step": n, "loss": 9.0 - n, "tokens": 8 * n, "tokens_per_second": 5.0, "skipped": False} | more
-    for n, more in enumerate(({}, {"val_loss": 7.0}, {"nonfinite": None, "expert_load": 1.0}), start=1)
-]
-START = {"began": "2026-01-01T00:00:00+00:00", "seen": "2026-01-01T01:00:00+00:00", "first": 0, "last": 3}
-REWIND = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
-HOST = {"health": Health(TINY.health).as_dict(), "suspect": True, "passed_over": [REWIND], "continued_from": None}
-FILES = {
-    "config.json": to_dict(TINY),
-    "metrics.jsonl": METRICS,
-    "environment.json": [{"parameters": 1000, "mesh": "data 1"}],
-    "goodput.json": [START | {"seconds": {"steps": 60.0}}, START | {"seconds": {"saving": 1.5}}],
-    "checkpoints/good.json": {"step": 3},
-    "checkpoints/3/manifest.json": HOST,  # its values for the host; damage to others changes its checksum
-    "base.json": asdict(Base("/runs/base", 3, "00ff")),
-    "init.json": asdict(Origin("/runs/origin", 3, {"model.dropout": ("0.1", "0.0")})),
-    "data.json": {"path": ["5d41", "402a"]},
-    "model.json": asdict(ModelFile("/models/file.py", "00ff", 1000)),
-    "experts.json": {"step": 3, "shares": [[0.5, 0.5]]},
-    "passed_over.json": [REWIND],
-    "unhealthy.json": {"problem": "4 steps in a row were skipped", "way_out": "continue with --step 1"},
-}
 VALUES = (None, True, -1, 1.5, 10**400, Raw("NaN"), "x", [], [1], {}, {"x": 1})
 CONTENTS = (b"", b"null", b"[]", b"[1]", b"{}", b'"x"', b"\xff\xfe", b"\0" * 100, b"[" * DEEP, b"NaN", ...)
 """Contents of a whole file; `...`: a folder of its name."""
@@ -55,18 +33,18 @@ CONTENTS = (b"", b"null", b"[]", b"[1]", b"{}", b'"x"', b"\xff\xfe", b"\0" * 100
 
 def damages(name):
     """The contents of a file with each damage: of the whole, and another value or none for each of its fields."""
-    whole = _content(name, FILES[name])
+    whole = _content(name, RUN_FILES[name])
     yield from CONTENTS
     yield whole[: len(whole) // 2]
     yield whole[:-3]
-    for container, key in [pair for pair in _containers({"": FILES[name]}) if pair[1] != ""]:
+    for container, key in [pair for pair in _containers({"": RUN_FILES[name]}) if pair[1] != ""]:
         before = container[key]
         for value in VALUES:
             container[key] = value
-            yield _content(name, FILES[name])
+            yield _content(name, RUN_FILES[name])
         if isinstance(container, dict):
             del container[key]
-            yield _content(name, FILES[name])
+            yield _content(name, RUN_FILES[name])
         container[key] = before
 
 
@@ -108,7 +86,7 @@ def start(folder):
 def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs_command, "draw_runs", lambda *_: None)
-    for name, values in FILES.items():
+    for name, values in RUN_FILES.items():
         write(tmp_path / "runs" / "whole", name, _content(name, values))
     return tmp_path / "runs"
 
@@ -116,7 +94,7 @@ def runs(tmp_path, monkeypatch):
 COMMANDS = ("--json", "--goodput", "--goodput --json", "compare whole damaged", "compare damaged whole --json")
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", RUN_FILES)
 def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
     monkeypatch.setattr(files, "_sync", lambda path: None)
     monkeypatch.setattr(folders, "PAUSE", 0.0)
@@ -147,7 +125,7 @@ def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
 
 
 SENTENCES = {
-    "metrics.jsonl": ([*METRICS, {"step": 4, "loss": 1.0}], "the last line of metrics.jsonl has no tokens"),
+    "metrics.jsonl": ([*RECORDS, {"step": 4, "loss": 1.0}], "the last line of metrics.jsonl has no tokens"),
     "config.json": (to_dict(TINY) | {"train": {"taken": None}}, "train.taken is None, which is not a list of"),
     "environment.json": ([{"parameters": "x"}], "[0].parameters is 'x', which is not a whole number; remove it"),
     "init.json": ([], "the config must be an object, not []; remove it to forget"),
@@ -171,7 +149,7 @@ GOODPUT = {
 
 @pytest.mark.parametrize("words", GOODPUT)
 def test_hours_of_other_runs_are_shown(runs, capsys, words):
-    for name, values in FILES.items():
+    for name, values in RUN_FILES.items():
         write(runs / "damaged", name, _content(name, GOODPUT[words] if name == "goodput.json" else values))
     assert cli.main(["runs", "--goodput"]) == 0
     out = capsys.readouterr().out
