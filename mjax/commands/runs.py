@@ -58,7 +58,7 @@ from mjax.utils.files import rename
 from mjax.utils.stores import mirror_of, with_addresses
 
 T = TypeVar("T")
-TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list, at most: ten thousand steps
+TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
 TOKENS_OF_A_STEP = (
     "train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"
 )  # fmt: skip

@@ -12,6 +12,7 @@ import platform
 import secrets
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,13 +38,7 @@ LAST = 100  # steps at the end of a run, of which the skipped ones are counted
 BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
 MANY_BYTES = 2**26  # of a metrics.jsonl that takes seconds to read
 VALIDATION = b'"val_loss"'
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-DECODER = json.JSONDecoder(parse_constant=_no_number)  # of NaN and infinities
+LARGEST = sys.float_info.max
 
 
 @dataclass
@@ -151,33 +146,6 @@ class End:
     skipped: int = 0
     problem: str = ""
 
-    @property
-    def is_complete(self) -> bool:
-        """True if earlier lines change nothing."""
-        return self.steps == LAST and self.loss is not None and self.val_loss is not None
-
-    def add(self, line: bytes, torn: bool) -> None:
-        """Include the line before those that are known."""
-        needed = (
-            not self.last
-            or (self.loss is None and b'"loss": null' not in line)
-            or (self.val_loss is None and VALIDATION in line)
-            or (self.steps < LAST and b"true" in line)
-        )  # to parse all of them would take a millisecond
-        record = _record(line) if needed else {}
-        if record is None:
-            if not torn and not self.last:
-                self.problem = "the last line of metrics.jsonl is damaged"
-            return
-        if not self.last:
-            self.last = record
-            if "tokens" not in record:
-                self.problem = self.problem or "the last line of metrics.jsonl has no tokens"
-        self.loss = record.get("loss") if self.loss is None else self.loss
-        self.val_loss = record.get("val_loss") if self.val_loss is None else self.val_loss
-        if self.steps < LAST:
-            self.steps, self.skipped = self.steps + 1, self.skipped + bool(record.get("skipped"))
-
 
 def read_end(file: Path, tail: int) -> End:
     """The end of a metrics.jsonl, from its last `tail` bytes at most.
@@ -185,23 +153,46 @@ def read_end(file: Path, tail: int) -> End:
     Raises:
       UsageError: the file cannot be read.
     """
-    end, rest, torn = End(), b"", True
+    end, torn = End(), True
+    for line in _lines_from_end(file, tail, lambda block: end.steps < LAST or end.loss is None or VALIDATION in block):
+        needed = (
+            not end.last
+            or (end.loss is None and b'"loss": null' not in line)
+            or (end.val_loss is None and VALIDATION in line)
+            or (end.steps < LAST and b"true" in line)
+        )  # to parse all of them would take a millisecond
+        record = _record(line) if needed else {}
+        if record is None and not (torn or end.last):
+            end.problem = "the last line of metrics.jsonl is damaged"
+        torn = False
+        if record is None:
+            continue
+        if not end.last:
+            end.last = record
+            if "tokens" not in record:
+                end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
+        end.loss = record.get("loss") if end.loss is None else end.loss
+        end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
+        if end.steps < LAST:
+            end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
+        elif end.loss is not None and end.val_loss is not None:
+            break
+    return end
+
+
+def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -> Iterator[bytes]:
+    """Lines in the last `tail` bytes of a file, the last one first, without blocks that are not needed."""
+    rest = b""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
         position = stream.seek(0, os.SEEK_END)
         first = max(position - tail, 0)
-        while position > first and not end.is_complete:
+        while position > first:
             begin = max(position - BLOCK, first)
             stream.seek(begin)
-            content, position = stream.read(position - begin) + rest, begin
-            rest, *lines = content.split(b"\n") if position else (b"", *content.split(b"\n"))
-            if end.steps == LAST and end.loss is not None and VALIDATION not in content:
-                continue
-            for line in reversed(lines):
-                end.add(line, torn)
-                torn = False
-                if end.is_complete:
-                    break
-    return end
+            block, position = stream.read(position - begin) + rest, begin
+            rest = block.split(b"\n", 1)[0] if position else b""
+            if is_needed(block):
+                yield from reversed(block.split(b"\n")[bool(position) :])
 
 
 @contextlib.contextmanager
@@ -218,7 +209,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if it is damaged."""
     try:
-        record = DECODER.decode(line.decode())
+        record = json.loads(line.decode())
     except (ValueError, RecursionError):  # blank, torn, zeros after a power failure, not UTF-8
         return None
     return record if isinstance(record, dict) and _is_valid(record) else None
@@ -227,13 +218,11 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _is_valid(record: dict[str, Any]) -> bool:
     """True if the values of a record have their types."""
     counts = record.get("step"), record.get("tokens", 0)
-    numbers = (value for name, value in record.items() if name not in OF_ANOTHER_TYPE)
+    numbers = (value for name, value in record.items() if name not in OF_ANOTHER_TYPE and value is not None)
     return (
         all(type(count) is int and 0 <= count < WHOLE for count in counts)
         and type(record.get("skipped", False)) is bool
-        and all(
-            value is None or type(value) is float or (type(value) is int and abs(value) < WHOLE) for value in numbers
-        )
+        and all(type(number) in (int, float) and abs(number) <= LARGEST for number in numbers)  # NaN is not
     )
 
 
