@@ -100,7 +100,7 @@ def test_damaged_file_ends_no_command(runs, monkeypatch, capsys, name):
     monkeypatch.setattr(folders, "PAUSE", 0.0)
     cases = [*damages(name)]
     assert len(cases) > 20
-    others = Random(0).sample(cases[len(CONTENTS) :], min(len(cases) - len(CONTENTS), 60))
+    others = Random(0).sample(cases[len(CONTENTS) :], min(len(cases) - len(CONTENTS), 40))
     for number, content in enumerate([*CONTENTS, *others]):
         folder = Path(f"runs{number}") / "damaged"
         shutil.copytree(runs / "whole", folder)
