@@ -1,4 +1,4 @@
-"""Files: atomic writes, locks, JSON of bounded size, and the folder of caches.
+"""Files: names from outside, atomic writes, locks, JSON of bounded size, and the folder of caches.
 
 An atomic write has four steps: write under a temporary name, bring that file to the disk, rename it, and bring the
 rename to the disk.
@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import os
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,72 @@ from mjax.errors import UsageError
 
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}  # the file system has no fsync; nothing went wrong
 CANNOT_LOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # some mounts of Lustre and NFS
+
+MAX_RUN_NAME = 128  # characters
+MAX_NAME_BYTES = 255  # of one path component, on every common file system
+
+
+def path_below(folder: Path, name: str, what: str = "name") -> Path:
+    """Return `folder / name` for a name from outside, such as a key of a store or a name in someone's JSON.
+
+    The last component may be a link, as in the cache of Hugging Face: read through it, but write by renaming.
+
+    Args:
+      folder: the only folder below which the path may be.
+      name: relative and normalized.
+      what: begins the error, such as "weight_map of m/model.safetensors.index.json: name".
+
+    Raises:
+      UsageError: the name is not text, empty, absolute, not normalized, has `..` or control characters, has a part
+        that is too long, or passes through a link that leads out of `folder`.
+    """
+    problem = _name_problem(name)
+    if problem is None:
+        inside, parent = os.path.realpath(folder), os.path.realpath((folder / name).parent)
+        if os.path.commonpath([inside, parent]) != inside:
+            problem = f"leads out of {folder} through a link"
+    if problem is not None:
+        raise UsageError(f"{what} {_shorten(name)} {problem}; use a relative path such as a/b, without ..")
+    return folder / name
+
+
+def check_run_name(name: str) -> None:
+    """Refuse a run name that is not one path component of 1 to 128 characters without control characters.
+
+    Raises:
+      UsageError: it is not.
+    """
+    problem = _name_problem(name) or ("has a /" if "/" in name else None)
+    if problem is None and len(name) > MAX_RUN_NAME:
+        problem = f"has {len(name):,} characters"
+    if problem is not None:
+        raise UsageError(
+            f"run name {_shorten(name)} {problem}; a name is one path component of 1 to {MAX_RUN_NAME} characters "
+            "without control characters, and --runs gives the folder"
+        )
+
+
+def _name_problem(name: Any) -> str | None:
+    """The reason why `name` is not a relative, normalized path, as the end of a sentence; None if it is one."""
+    if not isinstance(name, str):
+        return "is not text"
+    if not name:
+        return "is empty"
+    if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name):  # Cs: lone surrogates
+        return "has control characters"
+    if name.startswith("/"):
+        return "is an absolute path"
+    parts = name.split("/")
+    if wrong := [part for part in parts if part in ("", ".", "..")]:
+        return f"has the part {wrong[0]!r}" if wrong[0] else "has an empty part"
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        return f"has a part of more than {MAX_NAME_BYTES} bytes"
+    return None
+
+
+def _shorten(name: Any) -> str:
+    text = repr(name)
+    return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]}"
 
 
 def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
