@@ -16,6 +16,7 @@ from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import abstract_weights, count_parameters
 from mjax.pictures.runs import draw_runs
+from mjax.utils import files
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
 
@@ -124,7 +125,7 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
 
 def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: drawn.append(figure))
     one = [{"step": i, "tokens": 8 * i, "loss": 5.0 - i} for i in (1, 2, 3)]
     two = [{"step": i, "tokens": 16 * i, "loss": 5.5 - i, "val_loss": 6.0} for i in (1, 2)]
     for by_tokens, points in ((False, [[1.0, 0.5], [2.0, 0.5]]), (True, [[16.0, 1.5]])):
@@ -133,16 +134,16 @@ def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
 
 
 def test_failed_picture_leaves_previous_one(tmp_path, monkeypatch):
-    def fill_disk(figure, file):
-        file.write_bytes(b"half")
+    def fill_disk(file):
         raise OSError("No space left on device")
 
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"whole")
-    monkeypatch.setattr(Figure, "savefig", fill_disk)
+    monkeypatch.setattr(files, "to_disk", fill_disk)
     with pytest.raises(OSError, match="No space"):
         draw_runs({"one": [{"step": 1, "loss": 5.0}]}, picture)
     assert picture.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [picture]
 
 
 def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):

@@ -23,7 +23,7 @@ from typing import Any
 
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, read_json, take_lock, write_whole
+from mjax.utils.files import make_folder, open_no_link, read_json, remove_temporary, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -78,12 +78,13 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     On a file system without locks `say` is told, and nothing is locked.
 
     Raises:
-      UsageError: another process trains here.
+      UsageError: another process trains here, or the lock is a link.
     """
     make_folder(folder)
-    with (folder / ".lock").open("wb") as file:
+    with open_no_link(folder / ".lock", "ab") as file:
         if not take_lock(file, say):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
+        remove_temporary(folder)
         yield
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mjax.config.model import Metric
 from mjax.errors import UsageError
 from mjax.pictures.runs import draw_experts, draw_loss
-from mjax.utils.files import free_name, make_folder, to_disk, write_whole
+from mjax.utils.files import free_name, make_folder, open_no_link, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -176,6 +176,8 @@ class MetricsLog:
         self.folder, self.metrics = folder, metrics
         self._announced = Announced(say)
         file = folder / "metrics.jsonl"
+        if file.is_symlink():  # its damaged lines would be copied into the folder
+            raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
         found, damaged = _read(file)
         if damaged:
             aside = free_name(file, "damaged")
@@ -213,7 +215,7 @@ class MetricsLog:
         """Add how the model continues prompts after a step to samples.jsonl."""
         with self._announced("samples.jsonl"):
             file = self.folder / "samples.jsonl"
-            with file.open("a", encoding="utf-8") as stream:
+            with open_no_link(file, "a", encoding="utf-8") as stream:
                 for prompt, continuation in zip(prompts, continuations, strict=True):
                     record = {"step": step, "prompt": prompt, "continuation": continuation}
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -228,7 +230,8 @@ class MetricsLog:
     def _begin_with(self, records: list[dict[str, Any]]) -> None:
         file = self.folder / "metrics.jsonl"
         write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
-        self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
+        self._file = open_no_link(file, "ab", buffering=0)
+        self.records, self._torn = records, False
         self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
 
     def draw(self, last: bool = True) -> None:
@@ -279,7 +282,7 @@ class _Scalars:
         """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
         make_folder(folder)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
-        self._file, self._flushed = (folder / name).open("wb"), time.monotonic()
+        self._file, self._flushed = (folder / name).open("xb"), time.monotonic()
         self._add(0, b"\x1a" + _sized(b"brain.Event:2"))  # file_version
         self._add(first, b"\x3a" + _sized(b"\x08\x01"))  # session_log: its status is START
 
