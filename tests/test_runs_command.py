@@ -217,3 +217,18 @@ def test_user_error_removes_nothing(line, runs, capsys):
     assert MISTAKES[line] in message
     assert message.count("\n") == 1
     assert sorted(runs.rglob("*")) == before
+
+
+def test_names_are_looked_up_below_runs_only(runs, tmp_path, monkeypatch, capsys):
+    """`../x` is a path as typed, not one next to --runs."""
+    make_run(tmp_path / "x")
+    make_run(tmp_path / "deep" / "x")
+    (tmp_path / "deep" / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "deep" / "here")
+    assert cli.main(["runs", "remove", "../x", "--runs", "../../runs", "--yes"]) == 0
+    assert (tmp_path / "x").exists()
+    assert not (tmp_path / "deep" / "x").exists()
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "..", "../deep", "a\nb"):
+        assert cli.main(["runs", "remove", name, "--yes"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

@@ -23,7 +23,7 @@ from typing import Any
 
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, open_no_link, read_json, remove_temporary, take_lock, write_whole
+from mjax.utils.files import make_folder, open_no_link, path_below, read_json, remove_temporary, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -178,7 +178,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       run, 'host' {name: plain value}.
 
     Raises:
-      Damaged: it is missing or is not what was written.
+      Damaged: it is missing, is not what was written, or names files elsewhere.
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
@@ -193,6 +193,11 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest):
         raise Damaged(f"{MANIFEST} is not what was written")
+    try:
+        for name in manifest["files"]:
+            path_below(folder, name, "file")
+    except (UsageError, KeyError, TypeError) as error:
+        raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
         raise Misnamed(
             f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "

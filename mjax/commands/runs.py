@@ -49,7 +49,7 @@ from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.figures import duration
-from mjax.utils.files import rename
+from mjax.utils.files import path_below, rename
 from mjax.utils.stores import mirror_of, with_addresses
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
@@ -453,7 +453,10 @@ def _is_of_a_save(entry: Path) -> bool:
 
 def _run_folder(name: str, runs: Path) -> Path:
     """The run folder with this name in `runs`, or at this path."""
-    for folder in (local_run(runs / name), Path(name)):
+    below = []
+    with contextlib.suppress(UsageError):  # a path such as ../runs/one
+        below.append(path_below(runs, name))
+    for folder in (*map(local_run, below), Path(name)):
         if (folder / "config.json").is_file():
             return folder if folder.name not in ("", "..") else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []

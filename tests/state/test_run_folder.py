@@ -1,16 +1,28 @@
 """Folders that hold no checkpoint, and checkpoints that do not open: refused before anything is lost."""
 
+import json
+import zlib
+
 import jax.numpy as jnp
 import pytest
 
 from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import Damaged, read_manifest
 from mjax.commands import cli
 from mjax.errors import RunError
+
+NAME = "a name is one path component of 1 to 128 characters without control characters"
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--name", "../x"], f"run name '../x' has the part '..'; {NAME}"),
+        (["--name", "/elsewhere"], f"run name '/elsewhere' is an absolute path; {NAME}"),
+        (["--name", "a/b"], f"run name 'a/b' has a /; {NAME}"),
+        (["--name", "a\nb"], f"run name 'a\\nb' has control characters; {NAME}"),
+        (["--name", "a" * 129], "has 129 characters"),
+        (["--name", ""], "run name '' is empty"),
         (["--name", "lr[3e-4]"], "lr[3e-4] has [ in its path"),
         (["--runs", "what?"], "has ? in its path"),
         (["--runs", "hdfs://bucket/runs"], "is an address"),
@@ -33,3 +45,21 @@ def test_checkpoint_that_does_not_open_is_not_saved(tmp_path):
         checkpoints.wait()
     assert (checkpoints.steps(), notices) == ([], [])
     assert not list(checkpoints.folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "model//a", "out/secret"])
+def test_manifest_with_names_elsewhere_is_damaged(name, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    folder = tmp_path / "checkpoints" / "8"
+    folder.mkdir(parents=True)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "manifest.json").write_text(manifest_of({name: [6, 0]}))
+    with pytest.raises(Damaged, match=r"manifest.json has names of no checkpoint: file .*; use a relative path"):
+        read_manifest(folder)
+    (folder / "manifest.json").write_text(manifest_of({"model/a": [6, 0]}))
+    assert list(read_manifest(folder)["files"]) == ["model/a"]
+
+
+def manifest_of(files):
+    content = {"step": 8, "arrays": {}, "files": files}
+    return json.dumps({"checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode()), **content})
