@@ -2,14 +2,16 @@
 
 import json
 import zlib
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
+from mjax.checkpoint import base
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import Damaged, read_manifest
+from mjax.checkpoint.folders import Base, Damaged, read_manifest
 from mjax.commands import cli
-from mjax.errors import RunError
+from mjax.errors import RunError, UsageError
 
 NAME = "a name is one path component of 1 to 128 characters without control characters"
 
@@ -63,3 +65,38 @@ def test_manifest_with_names_elsewhere_is_damaged(name, tmp_path):
 def manifest_of(files):
     content = {"step": 8, "arrays": {}, "files": files}
     return json.dumps({"checksum": zlib.crc32(json.dumps(content, sort_keys=True).encode()), **content})
+
+
+@pytest.mark.parametrize(
+    ("run", "named", "fetched"),
+    [
+        ("strangers/q-lora", "s3://evil/runs/q", False),
+        ("strangers/q-lora", "MIRRORS/s3/evil/runs/q", False),
+        ("strangers/q-lora", "s3://known/runs/q", True),
+        ("MIRRORS/s3/bucket/runs/q-lora", "s3://bucket/runs/q", True),
+        ("MIRRORS/s3/bucket/runs/q-lora", "s3://evil/runs/q", False),
+        ("MIRRORS/s3/bucket/runs/q-lora", "gs://bucket/runs/q", False),
+    ],
+)
+def test_base_at_address_needs_a_named_store(run, named, fetched, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mirrors = str(tmp_path / "cache" / "mjax" / "stores")
+    known = Path(mirrors, "s3/known/runs/q/config.json")
+    known.parent.mkdir(parents=True)
+    known.touch()
+    asked = []
+    monkeypatch.setattr(base, "local_run", lambda address: asked.append(address) or known.parent)
+    run, named = tmp_path / run.replace("MIRRORS", mirrors), named.replace("MIRRORS", mirrors)
+    if fetched:
+        assert base.folder_of(Base(named, 0, ""), run) == known.parent
+        assert asked == [named]
+        return
+    with pytest.raises(
+        UsageError,
+        match=r"adapters of (s3://evil|gs://bucket)/runs/q, which is not fetched .* type: mjax runs --runs (s3|gs)://",
+    ):
+        base.folder_of(Base(named, 0, ""), run)
+    (run.parent / "q").mkdir(parents=True)
+    (run.parent / "q" / "config.json").touch()
+    assert base.folder_of(Base(named, 0, ""), run) == run.parent / "q"
+    assert asked == []
