@@ -49,7 +49,7 @@ from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import finite_or_none, read_metrics
 from mjax.utils.figures import duration
-from mjax.utils.files import path_below, rename
+from mjax.utils.files import path_below, rename, without_parents
 from mjax.utils.stores import mirror_of, with_addresses
 
 TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
@@ -458,7 +458,7 @@ def _run_folder(name: str, runs: Path) -> Path:
         below.append(path_below(runs, name))
     for folder in (*map(local_run, below), Path(name)):
         if (folder / "config.json").is_file():
-            return folder if folder.name not in ("", "..") else folder.resolve()
+            return without_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
     reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(

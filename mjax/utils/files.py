@@ -52,6 +52,18 @@ def path_below(folder: Path, name: str, what: str = "name") -> Path:
     return folder / name
 
 
+def without_parents(path: Path) -> Path:
+    """`path` without `..`, which the library of checkpoints rejects; relative if it is below the working folder.
+
+    Call it where a path enters. Links before `..` are followed, as the system does; addresses stay as they are.
+    """
+    if ".." not in path.parts or re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        return path
+    end = len(path.parts) - path.parts[::-1].index("..")
+    resolved = Path(os.path.realpath(Path(*path.parts[:end])), *path.parts[end:])
+    return resolved.relative_to(Path.cwd()) if Path.cwd() in resolved.parents else resolved
+
+
 def check_run_name(name: str) -> None:
     """Refuse a run name that is not one path component of 1 to 128 characters without control characters.
 
