@@ -152,6 +152,7 @@ class Finetuning:
             start, state = checkpoints.restore(self.program.abstract_state)
             self._say(f"        continued after step {start}")
             return start, state
+        checkpoints.try_save(self.mesh)
         step, state = self.start.state(seed, self.request["step"], self._say)
         self.request["step"] = step
         if is_first():

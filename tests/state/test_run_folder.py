@@ -45,7 +45,8 @@ def test_checkpoint_that_does_not_open_is_not_saved(tmp_path):
     checkpoints.save(2, state)
     with pytest.raises(RunError, match=r"checkpoint 2 could not be saved .*model.up cannot be read back"):
         checkpoints.wait()
-    assert (checkpoints.steps(), notices) == ([], [])
+    assert checkpoints.steps() == []
+    assert [line[-43:] for line in notices] == ["intact checkpoints: none; the next save is tried"[-43:]]
     assert not list(checkpoints.folder.iterdir())
 
 
