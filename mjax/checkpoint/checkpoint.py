@@ -325,7 +325,7 @@ class Checkpoints:
             put(folder, final)
         except OSError:
             if not folder.exists():  # renamed, but not on the disk
-                os.replace(final, folder)
+                rename(final, folder)
             raise
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
         if self.mirror is not None:
