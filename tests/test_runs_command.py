@@ -152,7 +152,13 @@ def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):
     (shared / "tokenizer.json").write_text("{}")
     (runs / "base" / "tokenizer").symlink_to(shared)
     # Of a run that was killed while it saved or drew, and of a start that could not read its metrics.
-    for left in ("metrics.jsonl.damaged", ".shared-12ab", "checkpoints/8.damaged", "checkpoints/20.writing"):
+    for left in (
+        "metrics.jsonl.damaged",
+        ".shared-12ab",
+        "checkpoints/8.damaged",
+        "checkpoints/20.writing",
+        "checkpoints/0.deleting",
+    ):
         (runs / "base" / left).mkdir()
     for left in ("metrics.jsonl.damaged.2", "experts.json.tmp", "loss.tmp.png", "experts.png", "checkpoints/good.json"):
         (runs / "base" / left).touch()

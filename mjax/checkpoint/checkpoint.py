@@ -40,7 +40,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +146,7 @@ class Checkpoints:
         self.failed: set[int] = set()
         self._error: RunError | None = None  # of the save before the one in progress
         self._pending: tuple[int, Future] | None = None
+        self._others_wait = False  # for a part that this process could not write
         self._pinning: Future | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -224,7 +225,8 @@ class Checkpoints:
         """Return when no save is in progress; `failed` then has the step of one that failed, in every process.
 
         Raises:
-          RunError: the last two saves failed. Earlier checkpoints are intact.
+          RunError: the last two saves failed, or one of several processes could not write its part of one. Earlier
+            checkpoints are intact.
         """
         if self._pending is None:
             return
@@ -234,8 +236,9 @@ class Checkpoints:
             self.failed.discard(step)
             return
         self.failed.add(step)
-        if before is not None:
-            raise RunError(f"two saves in a row failed: {self._failure(step, error)}") from error
+        if before is not None or self._others_wait:
+            in_a_row = "two saves in a row failed: " if before is not None else ""
+            raise RunError(f"{in_a_row}{self._failure(step, error)}") from error
         self._error = RunError(self._failure(step, error))
 
     def wait(self) -> None:
@@ -274,7 +277,7 @@ class Checkpoints:
             return False
         if not from_first(error is not None):
             try:
-                with self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
+                with self._orbax(), self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
                     response = ocp.save_checkpointables_async(self._unfinished(save.step), by_field(arrays))
             except Exception as problem:
                 error = problem
@@ -295,16 +298,18 @@ class Checkpoints:
             if error is not None:
                 raise error
             if response is not None:
-                response.result()  # every process has written its part
+                with self._orbax():
+                    response.result()  # every process has written its part
             if is_first():
                 check_opens(folder, kinds)
                 save.finish(folder, write_manifest(folder, save.step, kinds, save.host))
         except Exception as problem:
-            for left in self.folder.glob(f"{folder.name}*"):  # Orbax first writes under a longer name
+            for left in self.folder.glob(f"{folder.name}*") if is_first() else ():  # Orbax begins with a longer name
                 shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back
             if save.then is not None:
                 say = self.on_notice if is_first() else to_stderr
-                say(f"{self._failure(save.step, problem)}; {save.then}")
+                then = "the other processes wait for it, so the run ends" if self._others_wait else save.then
+                say(f"{self._failure(save.step, problem)}; {then}")
             return problem
         return None
 
@@ -315,7 +320,16 @@ class Checkpoints:
             pinning.result()
         (_, commit), self._pending = self._pending, None
         error = commit.result()
+        if self._others_wait:
+            return error
         return (error or RunError("another process says why")) if any_process(error is not None) else None
+
+    @contextlib.contextmanager
+    def _orbax(self) -> Iterator[None]:
+        """Note that the others wait for hours if a block fails in one of several processes: they cannot agree."""
+        self._others_wait = jax.process_count() > 1
+        yield
+        self._others_wait = False
 
     def _publish(self, step: int, pins: bool, rotate: bool, started: float, folder: Path, size: int) -> None:
         """Make a complete folder a checkpoint."""

@@ -445,7 +445,7 @@ def _is_of_a_save(entry: Path) -> bool:
     """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
-    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
+    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|deleting|damaged).*", entry.name) is not None
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
