@@ -20,6 +20,7 @@ from mjax.models.build import abstract_weights, count_parameters
 from mjax.pictures import curves
 from mjax.pictures.curves import Curve
 from mjax.pictures.runs import _difference, draw_runs
+from mjax.utils import files
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
 
@@ -172,7 +173,7 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
 
 def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: drawn.append(figure))
     for x, tokens, points in (("step", (1, 1), [[1.0, 0.5], [2.0, 0.5]]), ("tokens", (8, 16), [[16.0, 1.5]])):
         one = Curve((tokens[0] * i, 5.0 - i) for i in (1, 2, 3)), Curve()
         two = Curve((tokens[1] * i, 5.5 - i) for i in (1, 2)), Curve((tokens[1] * i, 6.0) for i in (1, 2))
@@ -191,16 +192,16 @@ def test_distance_of_runs_is_that_of_whole_bins(monkeypatch):
 
 
 def test_failed_picture_leaves_previous_one(tmp_path, monkeypatch):
-    def fill_disk(figure, file):
-        file.write_bytes(b"half")
+    def fill_disk(file):
         raise OSError("No space left on device")
 
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"whole")
-    monkeypatch.setattr(Figure, "savefig", fill_disk)
+    monkeypatch.setattr(files, "to_disk", fill_disk)
     with pytest.raises(OSError, match="No space"):
         draw_runs({"one": (Curve([(1, 5.0)]), Curve())}, picture)
     assert picture.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [picture]
 
 
 def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):
@@ -209,7 +210,13 @@ def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):
     (shared / "tokenizer.json").write_text("{}")
     (runs / "base" / "tokenizer").symlink_to(shared)
     # Of a run that was killed while it saved or drew, and of a start that could not read its metrics.
-    for left in ("metrics.jsonl.damaged", ".shared-12ab", "checkpoints/8.damaged", "checkpoints/20.writing"):
+    for left in (
+        "metrics.jsonl.damaged",
+        ".shared-12ab",
+        "checkpoints/8.damaged",
+        "checkpoints/20.writing",
+        "checkpoints/0.deleting",
+    ):
         (runs / "base" / left).mkdir()
     for left in ("metrics.jsonl.damaged.2", "experts.json.tmp", "loss.tmp.png", "experts.png", "checkpoints/good.json"):
         (runs / "base" / left).touch()
@@ -274,3 +281,18 @@ def test_user_error_removes_nothing(line, runs, capsys):
     assert MISTAKES[line] in message
     assert message.count("\n") == 1
     assert sorted(runs.rglob("*")) == before
+
+
+def test_names_are_looked_up_below_runs_only(runs, tmp_path, monkeypatch, capsys):
+    """`../x` is a path as typed, not one next to --runs."""
+    make_run(tmp_path / "x")
+    make_run(tmp_path / "deep" / "x")
+    (tmp_path / "deep" / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "deep" / "here")
+    assert cli.main(["runs", "remove", "../x", "--runs", "../../runs", "--yes"]) == 0
+    assert (tmp_path / "x").exists()
+    assert not (tmp_path / "deep" / "x").exists()
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "..", "../deep", "a\nb"):
+        assert cli.main(["runs", "remove", name, "--yes"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

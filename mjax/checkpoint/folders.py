@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, take_lock, write_whole
+from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -78,12 +78,13 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     On a file system without locks `say` is told, and nothing is locked.
 
     Raises:
-      UsageError: another process trains here.
+      UsageError: another process trains here, or the lock is a link.
     """
     make_folder(folder)
-    with (folder / ".lock").open("wb") as file:
+    with open_no_link(folder / ".lock", "ab") as file:
         if not take_lock(file, say):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
+        remove_temporary(folder)
         yield
 
 
@@ -190,7 +191,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       run, 'host' {name: plain value}.
 
     Raises:
-      Damaged: it is missing or is not what was written.
+      Damaged: it is missing, is not what was written, or names files elsewhere.
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
@@ -205,6 +206,11 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
         raise Damaged(f"{MANIFEST} is not what was written")
+    try:
+        for name in manifest["files"]:
+            path_below(folder, name, "file")
+    except UsageError as error:
+        raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
         raise Misnamed(
             f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "

@@ -54,7 +54,7 @@ from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration
-from mjax.utils.files import rename
+from mjax.utils.files import path_below, rename, without_parents
 from mjax.utils.stores import mirror_of, with_addresses
 
 T = TypeVar("T")
@@ -512,7 +512,7 @@ def _is_of_a_save(entry: Path) -> bool:
     """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
-    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
+    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|deleting|damaged).*", entry.name) is not None
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
@@ -520,9 +520,12 @@ def _is_of_a_save(entry: Path) -> bool:
 
 def _run_folder(name: str, runs: Path) -> Path:
     """The run folder with this name in `runs`, or at this path."""
-    for folder in (local_run(runs / name), Path(name)):
+    below = []
+    with contextlib.suppress(UsageError):  # a path such as ../runs/one
+        below.append(path_below(runs, name))
+    for folder in (*map(local_run, below), Path(name)):
         if (folder / "config.json").is_file():
-            return folder if folder.name not in ("", "..") else folder.resolve()
+            return without_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
     reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(

@@ -214,6 +214,7 @@ class Guard:
         self.good: int | None = None
         self.continued_from: int | None = None
         self.spike: tuple[int, float] | None = None
+        self._good_before: int | None = None  # the last but one
         self._candidate: int | None = None  # a checkpoint that may become good
         self._healthy_since = 0  # healthy steps after the candidate
         self._put_off = False
@@ -292,7 +293,15 @@ class Guard:
 
     def _confirm(self) -> None:
         self.checkpoints.confirm(self._candidate)
-        self.good, self._candidate = self._candidate, None
+        self._good_before, self.good, self._candidate = self.good, self._candidate, None
+
+    def _forget_failed(self) -> None:
+        """Forget a checkpoint whose save failed: it is not a candidate, and not good."""
+        self.checkpoints.settle()
+        if self._candidate in self.checkpoints.failed:
+            self._candidate = None
+        if self.good in self.checkpoints.failed:
+            self.good = self._good_before
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -302,7 +311,12 @@ class Guard:
         return self._put_off or bool(interval and step % interval == 0)
 
     def save(self, step: int, state: Any, ends: bool) -> bool:
-        """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun."""
+        """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun.
+
+        Raises:
+          RunError: two saves in a row failed.
+        """
+        self._forget_failed()
         if self.spike is not None:
             return False  # steps after the last good checkpoint will be abandoned
         suspect = self.health.suspect
@@ -319,7 +333,7 @@ class Guard:
             "passed_over": self.passed_over,
             "continued_from": self.continued_from,
         }
-        self.checkpoints.save(step, state, host, rotate=not suspect)
+        self.checkpoints.save(step, state, host, rotate=not suspect, last=ends)
         self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
         return True
 
@@ -335,7 +349,10 @@ class Guard:
         Raises:
           UnhealthyError: there were too many rewinds to it.
         """
+        self._forget_failed()
         (step, loss), good = self.spike, self.good
+        if good is None:
+            self.give_up("the loss spiked, and the checkpoint to rewind to could not be saved")
         if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
             self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
         self.checkpoints.abandon(after=good)
@@ -353,7 +370,7 @@ class Guard:
         Raises:
           UnhealthyError: always; it names the command that continues from the last good checkpoint.
         """
-        self.checkpoints.wait()
+        self._forget_failed()
         steps, good = self.checkpoints.steps(), self.good
         if not steps:
             raise UnhealthyError(

@@ -25,7 +25,7 @@ from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError
 from mjax.pictures.curves import Curve
 from mjax.pictures.runs import draw_experts, draw_loss, names_of
-from mjax.utils.files import free_name, make_folder, put, to_disk, write_whole
+from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -305,7 +305,7 @@ class MetricsLog:
         """Add how the model continues prompts after a step to samples.jsonl."""
         with self._announced("samples.jsonl"):
             file = self.folder / "samples.jsonl"
-            with file.open("a", encoding="utf-8") as stream:
+            with open_no_link(file, "a", encoding="utf-8") as stream:
                 for prompt, continuation in zip(prompts, continuations, strict=True):
                     record = {"step": step, "prompt": prompt, "continuation": continuation}
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -322,6 +322,8 @@ class MetricsLog:
         file, damaged = self.folder / "metrics.jsonl", []
         self.curves: dict[str, Curve] = {}
         self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
+        if file.is_symlink():  # its damaged lines would be copied into the folder
+            raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
         if file.is_file() and (size := file.stat().st_size) > MANY_BYTES:
             self._announced.say(f"reading {file}: {size / 1e6:,.0f} MB")
         temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
@@ -341,7 +343,7 @@ class MetricsLog:
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
             self._announced.say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         put(temporary, file)
-        self._file, self._torn = file.open("ab", buffering=0), False
+        self._file, self._torn = open_no_link(file, "ab", buffering=0), False
 
     def _add(self, record: Mapping[str, Any]) -> None:
         """Add a record to the curves that the pictures show."""
@@ -406,7 +408,7 @@ class _Scalars:
         """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
         make_folder(folder)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
-        self._file, self._flushed = (folder / name).open("wb"), time.monotonic()
+        self._file, self._flushed = (folder / name).open("xb"), time.monotonic()
         self._add(0, b"\x1a" + _sized(b"brain.Event:2"))  # file_version
         self._add(first, b"\x3a" + _sized(b"\x08\x01"))  # session_log: its status is START
 

@@ -35,7 +35,7 @@ from mjax.step.layout import initial_weights
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
-from mjax.utils.files import write_whole
+from mjax.utils.files import copy_whole, write_whole
 from mjax.utils.stores import mirror_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
@@ -111,7 +111,7 @@ def write_folder(
         if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
             say(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
             shutil.rmtree(tokenizer)
-        shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True)
+        shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True, copy_function=copy_whole)
 
 
 def write_origin(
@@ -123,7 +123,7 @@ def write_origin(
     if base is not None:
         save_base(folder, base)
     if origin and (card := mirror_of(origin.run) / "README.md").is_file():  # whose front matter has the license
-        shutil.copy(card, folder)
+        copy_whole(str(card), str(folder / card.name))
     tokenizer = mirror_of(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
@@ -136,7 +136,7 @@ def write_origin(
             )
         # The data's own description says what ends documents.
         ignored = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))
-        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True, ignore=ignored)
+        shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
         say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes, locks, JSON of bounded size, and the folder of caches.
+"""Files: names from outside, atomic writes, locks, JSON of bounded size, and the folder of caches.
 
 An atomic write has four steps: write under a temporary name, bring that file to the disk, rename it, and bring the
 rename to the disk.
@@ -12,14 +12,113 @@ import fcntl
 import itertools
 import json
 import os
+import re
+import secrets
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mjax.errors import UsageError
 
 CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}  # the file system has no fsync; nothing went wrong
 CANNOT_LOCK = {errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # some mounts of Lustre and NFS
+
+MAX_RUN_NAME = 128  # characters
+MAX_NAME_BYTES = 255  # of one path component, on every common file system
+
+
+def path_below(folder: Path, name: str, what: str = "name") -> Path:
+    """Return `folder / name` for a name from outside, such as a key of a store or a name in someone's JSON.
+
+    The last component may be a link, as in the cache of Hugging Face: read through it, but write by renaming.
+
+    Args:
+      folder: the only folder below which the path may be.
+      name: relative and normalized.
+      what: begins the error, such as "weight_map of m/model.safetensors.index.json: name".
+
+    Raises:
+      UsageError: the name is not text, empty, absolute, not normalized, has `..` or control characters, has a part
+        that is too long, or passes through a link that leads out of `folder`.
+    """
+    problem = _name_problem(name)
+    if problem is None:
+        inside, parent = os.path.realpath(folder), os.path.realpath((folder / name).parent)
+        if os.path.commonpath([inside, parent]) != inside:
+            problem = f"leads out of {folder} through a link"
+    if problem is not None:
+        raise UsageError(f"{what} {_shorten(name)} {problem}; use a relative path such as a/b, without ..")
+    return folder / name
+
+
+def without_parents(path: Path) -> Path:
+    """`path` without `..`, which the library of checkpoints rejects; relative if it is below the working folder.
+
+    Call it where a path enters. Links before `..` are followed, as the system does; addresses stay as they are.
+    """
+    if ".." not in path.parts or re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        return path
+    end = len(path.parts) - path.parts[::-1].index("..")
+    resolved = Path(os.path.realpath(Path(*path.parts[:end])), *path.parts[end:])
+    return resolved.relative_to(Path.cwd()) if Path.cwd() in resolved.parents else resolved
+
+
+def check_run_name(name: str) -> None:
+    """Refuse a run name that is not one path component of 1 to 128 characters without control characters.
+
+    Raises:
+      UsageError: it is not.
+    """
+    problem = _name_problem(name) or ("has a /" if "/" in name else None)
+    if problem is None and len(name) > MAX_RUN_NAME:
+        problem = f"has {len(name):,} characters"
+    if problem is not None:
+        raise UsageError(
+            f"run name {_shorten(name)} {problem}; a name is one path component of 1 to {MAX_RUN_NAME} characters "
+            "without control characters, and --runs gives the folder"
+        )
+
+
+def _name_problem(name: Any) -> str | None:
+    """The reason why `name` is not a relative, normalized path, as the end of a sentence; None if it is one."""
+    if not isinstance(name, str):
+        return "is not text"
+    if not name:
+        return "is empty"
+    if any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in name):  # Cs: lone surrogates
+        return "has control characters"
+    if name.startswith("/"):
+        return "is an absolute path"
+    parts = name.split("/")
+    if wrong := [part for part in parts if part in ("", ".", "..")]:
+        return f"has the part {wrong[0]!r}" if wrong[0] else "has an empty part"
+    if any(len(part.encode()) > MAX_NAME_BYTES for part in parts):
+        return f"has a part of more than {MAX_NAME_BYTES} bytes"
+    return None
+
+
+def _shorten(name: Any) -> str:
+    text = repr(name)
+    return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]}"
+
+
+def open_no_link(file: Path, mode: str, **options: Any) -> IO:
+    """`open` for a name that another user can predict: not through a link in place of `file`.
+
+    Raises:
+      UsageError: the file is a link.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # nor wait for the reader of a pipe
+
+    try:
+        return open(file, mode, opener=opener, **options)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(f"{file} is a link, through which mjax does not write; remove it") from None
 
 
 def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
@@ -70,11 +169,35 @@ def put(temporary: Path, path: Path) -> None:
     rename(temporary, path)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text file atomically: it has the new content or the old, whenever the process ends."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    put(temporary, file)
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file atomically: it has the new content or the old, whenever the process ends.
+
+    The temporary name is random, and a link in place of `file` is replaced: nothing is written through a link.
+
+    Args:
+      file: replaced if it exists.
+      content: text is written in UTF-8.
+    """
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        put(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk needs the space
+        raise
+
+
+def copy_whole(source: str, target: str) -> None:
+    """Copy a file atomically, replacing a link: the `copy_function` of `shutil.copytree`."""
+    write_whole(Path(target), Path(source).read_bytes())
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what `write_whole` left in `folder` when its process was killed; only while nobody else writes there."""
+    for file in folder.glob("*.tmp"):
+        if re.fullmatch(r".+\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
+            file.unlink()
 
 
 def make_folder(folder: Path) -> None:
