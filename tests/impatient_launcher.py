@@ -31,7 +31,7 @@ def change_the_run():
     from mjax.checkpoint import checkpoint
     from mjax.run.loop import Display
 
-    commit, wait = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait
+    commit, settle = checkpoint.Checkpoints._commit, checkpoint.Checkpoints.settle
     put, show = checkpoint.put, Display.show
 
     def terminated_at_5(self, record):
@@ -44,20 +44,20 @@ def change_the_run():
         if told.is_set():
             waiting.wait(60)
             terminate()
-        commit(self, *arguments)
+        return commit(self, *arguments)
 
     def terminated_while_waiting(self):
         if self._pending is not None and told.is_set():
             waiting.set()
             terminate()
-        wait(self)
+        settle(self)
 
     def killed_while_saving_8(written, place):
         if place.name == "8" and not told.is_set():
             os.kill(os.getpid(), signal.SIGKILL)
         put(written, place)
 
-    checkpoint.Checkpoints._commit, checkpoint.Checkpoints.wait = terminated_while_writing, terminated_while_waiting
+    checkpoint.Checkpoints._commit, checkpoint.Checkpoints.settle = terminated_while_writing, terminated_while_waiting
     checkpoint.put, Display.show = killed_while_saving_8, terminated_at_5
 
 

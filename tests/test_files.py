@@ -8,8 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mjax.checkpoint.folders import locked
+from mjax.data.indexed import IndexedDatasetWriter
 from mjax.errors import UsageError
-from mjax.utils.files import check_run_name, path_below
+from mjax.run.metrics import MetricsLog
+from mjax.utils.files import check_run_name, copy_whole, path_below, write_whole
 
 BAD_PATHS = {
     "": "is empty",
@@ -98,3 +101,69 @@ def test_run_name_is_one_short_component(name):
 def test_check_run_name_rejects(name):
     with pytest.raises(UsageError, match=r"^run name .*; a name is one path component of 1 to 128 characters"):
         check_run_name(name)
+
+
+@pytest.fixture
+def diary(tmp_path):
+    """A file of the user, to which a stranger's folder has links."""
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "diary.txt"
+    file.write_text("dear diary\n")
+    yield file
+    assert file.read_text() == "dear diary\n"
+
+
+def test_lock_that_is_a_link_empties_no_file(diary, tmp_path):
+    (tmp_path / "run" / ".lock").symlink_to(diary)
+    with pytest.raises(UsageError, match=r"\.lock is a link, through which mjax does not write; remove it"):
+        locked(tmp_path / "run", print).__enter__()
+    (tmp_path / "run" / ".lock").unlink()
+    os.link(diary, tmp_path / "run" / ".lock")
+    with locked(tmp_path / "run", print):
+        pass
+
+
+def test_lock_that_is_a_pipe_does_not_wait(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(OSError, match="No such device"):
+        locked(tmp_path, print).__enter__()
+
+
+def test_write_whole_replaces_links(diary, tmp_path):
+    for name in ("config.json", "config.json.tmp", "merges.txt"):
+        (tmp_path / "run" / name).symlink_to(diary)
+    write_whole(tmp_path / "run" / "config.json", "{}")
+    (tmp_path / "source").write_text("a b")
+    copy_whole(str(tmp_path / "source"), str(tmp_path / "run" / "merges.txt"))
+    assert not (tmp_path / "run" / "config.json").is_symlink()
+    assert (tmp_path / "run" / "merges.txt").read_text() == "a b"
+
+
+def test_locked_removes_temporary_files_of_killed_writer(tmp_path):
+    mine = tmp_path / "config.json.0a1b2c3d.tmp"
+    for file in (mine, tmp_path / "notes.tmp"):
+        file.touch()
+    with locked(tmp_path, print):
+        assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "notes.tmp"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.tmp", "samples.jsonl", "loss.png", "loss.tmp.png"])
+def test_metrics_log_writes_through_no_link(name, diary, tmp_path):
+    (tmp_path / "run" / name).symlink_to(diary)
+    said = []
+    if name == "metrics.jsonl":
+        with pytest.raises(UsageError, match=r"metrics\.jsonl is a link"):
+            MetricsLog(tmp_path / "run", 0, say=said.append)
+        return
+    log = MetricsLog(tmp_path / "run", 0, tensorboard=False, say=said.append)
+    log.records = [{"step": step, "loss": 1.0, "tokens": step, "learning_rate": 1.0} for step in (1, 2)]
+    log.write_samples(1, ["a"], ["b"])
+    log.draw()
+    log.close()
+    assert len(said) == (name == "samples.jsonl")
+
+
+def test_dataset_writer_writes_through_no_link(diary, tmp_path):
+    (tmp_path / "run" / "corpus.bin.tmp").symlink_to(diary)
+    with pytest.raises(UsageError, match=r"corpus\.bin\.tmp is a link"):
+        IndexedDatasetWriter(tmp_path / "run" / "corpus", 100).__enter__()

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from mjax.checkpoint.folders import checkpoint_steps
 from mjax.commands import cli
 from tests.ports import free_port
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
@@ -205,3 +206,39 @@ def test_disagreeing_processes_end_before_the_first_step(tmp_path):
 def test_distributed_flags_are_required_together(tmp_path, capsys):
     assert cli.main(["train", *command(tmp_path)[2:], "--distributed.processes", "2"]) == 2
     assert "go together" in capsys.readouterr().err
+
+
+FAILING = """
+import sys, threading, time
+from tests.tiny_config import config
+
+def change_the_run():
+    while not hasattr(sys.modules.get("mjax.run.loop"), "train"):
+        time.sleep(0.01)
+    from mjax.checkpoint import checkpoint
+    put, fails = checkpoint.put, {fails}
+
+    def failing(folder, final):
+        if final.name in fails:
+            fails.remove(final.name)
+            raise OSError(5, "Input/output error")
+        put(folder, final)
+
+    checkpoint.put = failing
+
+threading.Thread(target=change_the_run, daemon=True).start()
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("fails", "code"), [(["8"], 0), (["4", "8"], 1)])
+def test_processes_agree_on_saves_that_fail(fails, code, tmp_path):
+    """Only process 0 knows of it: it gives checkpoints their names."""
+    (tmp_path / "config.py").write_text(FAILING.format(fails=fails))
+    with Group(tmp_path / "two", "--config", str(tmp_path / "config.py"), count=2) as group:
+        first, second = group.finish(code=code)
+    assert f"checkpoint {fails[0]} could not be saved in" in first
+    assert "the next save is tried" in " ".join(first.split())
+    ended = "mjax: error: two saves in a row failed: checkpoint 8 could not be saved in"
+    assert [ended in output for output in (first, second)] == [bool(code)] * 2
+    assert checkpoint_steps(tmp_path / "two" / "run") == ([] if code else [4, 12])

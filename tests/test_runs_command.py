@@ -5,7 +5,9 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -15,7 +17,10 @@ from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import abstract_weights, count_parameters
-from mjax.pictures.runs import draw_runs
+from mjax.pictures import curves
+from mjax.pictures.curves import Curve
+from mjax.pictures.runs import _difference, draw_runs
+from mjax.utils import files
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
 
@@ -71,6 +76,50 @@ def test_list_as_json_says_state_of_runs(runs, monkeypatch, capsys):
     assert (row["step"], row["loss"], row["val_loss"]) == (12, pytest.approx(3.8), None)
 
 
+def bytes_read():
+    """Bytes that this process has read."""
+    return int((Path("/proc/self/io").read_text().split())[1])
+
+
+def test_list_reads_the_end_of_long_metrics(runs, monkeypatch, capsys):
+    """Files and bytes count, not seconds: 2,000 runs are listed in 2 s of processor time."""
+    opened, open_file = [], io.open
+    monkeypatch.setattr(io, "open", lambda file, *options: opened.append(file) or open_file(file, *options))
+    for name in ("base", "fast"):
+        file = runs / name / "metrics.jsonl"
+        *lines, last = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines) * 2000 + last)
+        assert file.stat().st_size > 2**20
+        (runs / name / "environment.json").write_text(json.dumps([{"parameters": 1000}]))
+    assert cli.main(["runs"]) == 0
+    opened.clear()
+    before = bytes_read()
+    assert cli.main(["runs", "--json"]) == 0
+    read = bytes_read() - before
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["step"], row["loss"], row["val_loss"]) == (12, pytest.approx(3.3), pytest.approx(4.0))
+    assert read < 2 * 80_000
+    names = sorted(file.name for file in opened if file.suffix in (".json", ".jsonl"))
+    assert names == sorted(["config.json", "metrics.jsonl", "environment.json"] * 2)
+
+
+def test_comparison_of_long_runs_takes_little_memory(runs):
+    file = runs / "base" / "metrics.jsonl"
+    with file.open("w") as stream:
+        for step in range(1, 20_001):
+            values = {"loss": 9 - step / 1e4, "val_loss": 9.0, "tokens": step, "tokens_per_second": 5.0 + step}
+            stream.write(json.dumps({"step": step} | values) + "\n")
+    tracemalloc.start()
+    history = runs_command.History(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6  # with a dict for each line it was 10 MB
+    assert [len(curve.bins) for curve in history.curves] == [2501, 2501]
+    results = runs_command.results_of(history, 100)
+    assert (results["loss"], results["loss at step 100"]) == (pytest.approx(7.0), pytest.approx(8.99))
+    assert (results["tokens/s"], results["best val loss"]) == (10_006.0, 9.0)
+
+
 def test_help_and_list_import_no_jax(runs):
     """It takes seconds. Parameters are those that the start of a run recorded, or those in a checkpoint."""
     counted = count_parameters(TINY.model)
@@ -124,25 +173,35 @@ def test_comparison_has_results_and_different_settings(runs, capsys):
 
 def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
-    one = [{"step": i, "tokens": 8 * i, "loss": 5.0 - i} for i in (1, 2, 3)]
-    two = [{"step": i, "tokens": 16 * i, "loss": 5.5 - i, "val_loss": 6.0} for i in (1, 2)]
-    for by_tokens, points in ((False, [[1.0, 0.5], [2.0, 0.5]]), (True, [[16.0, 1.5]])):
-        draw_runs({"one": one, "two": two}, tmp_path / "compare.png", by_tokens)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: drawn.append(figure))
+    for x, tokens, points in (("step", (1, 1), [[1.0, 0.5], [2.0, 0.5]]), ("tokens", (8, 16), [[16.0, 1.5]])):
+        one = Curve((tokens[0] * i, 5.0 - i) for i in (1, 2, 3)), Curve()
+        two = Curve((tokens[1] * i, 5.5 - i) for i in (1, 2)), Curve((tokens[1] * i, 6.0) for i in (1, 2))
+        draw_runs({"one": one, "two": two}, tmp_path / "compare.png", x)
         assert drawn[-1].axes[1].get_lines()[0].get_xydata().tolist() == points
 
 
+def test_distance_of_runs_is_that_of_whole_bins(monkeypatch):
+    monkeypatch.setattr(curves, "MAX_POINTS", 8)
+    one, two = (Curve((step, level - step / 100) for step in range(1, steps)) for steps, level in ((40, 5), (21, 6)))
+    assert (one.width, two.width) == (8, 4)
+    assert _difference(two, one) == [
+        (pytest.approx(4.0), pytest.approx(1.0)),
+        (pytest.approx(11.5), pytest.approx(1.0)),
+    ]
+
+
 def test_failed_picture_leaves_previous_one(tmp_path, monkeypatch):
-    def fill_disk(figure, file):
-        file.write_bytes(b"half")
+    def fill_disk(file):
         raise OSError("No space left on device")
 
     picture = tmp_path / "loss.png"
     picture.write_bytes(b"whole")
-    monkeypatch.setattr(Figure, "savefig", fill_disk)
+    monkeypatch.setattr(files, "to_disk", fill_disk)
     with pytest.raises(OSError, match="No space"):
-        draw_runs({"one": [{"step": 1, "loss": 5.0}]}, picture)
+        draw_runs({"one": (Curve([(1, 5.0)]), Curve())}, picture)
     assert picture.read_bytes() == b"whole"
+    assert list(tmp_path.iterdir()) == [picture]
 
 
 def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):
@@ -151,7 +210,13 @@ def test_remove_deletes_runs_but_not_linked_files(runs, tmp_path, capsys):
     (shared / "tokenizer.json").write_text("{}")
     (runs / "base" / "tokenizer").symlink_to(shared)
     # Of a run that was killed while it saved or drew, and of a start that could not read its metrics.
-    for left in ("metrics.jsonl.damaged", ".shared-12ab", "checkpoints/8.damaged", "checkpoints/20.writing"):
+    for left in (
+        "metrics.jsonl.damaged",
+        ".shared-12ab",
+        "checkpoints/8.damaged",
+        "checkpoints/20.writing",
+        "checkpoints/0.deleting",
+    ):
         (runs / "base" / left).mkdir()
     for left in ("metrics.jsonl.damaged.2", "experts.json.tmp", "loss.tmp.png", "experts.png", "checkpoints/good.json"):
         (runs / "base" / left).touch()
@@ -216,3 +281,18 @@ def test_user_error_removes_nothing(line, runs, capsys):
     assert MISTAKES[line] in message
     assert message.count("\n") == 1
     assert sorted(runs.rglob("*")) == before
+
+
+def test_names_are_looked_up_below_runs_only(runs, tmp_path, monkeypatch, capsys):
+    """`../x` is a path as typed, not one next to --runs."""
+    make_run(tmp_path / "x")
+    make_run(tmp_path / "deep" / "x")
+    (tmp_path / "deep" / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "deep" / "here")
+    assert cli.main(["runs", "remove", "../x", "--runs", "../../runs", "--yes"]) == 0
+    assert (tmp_path / "x").exists()
+    assert not (tmp_path / "deep" / "x").exists()
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "..", "../deep", "a\nb"):
+        assert cli.main(["runs", "remove", name, "--yes"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

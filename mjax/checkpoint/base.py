@@ -32,22 +32,37 @@ from mjax.models.protocol import Model
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.random import mix
 from mjax.step.precision import parameter_type
-from mjax.utils.stores import resolved
+from mjax.utils.files import path_below
+from mjax.utils.stores import FETCHED, WRITTEN, address_of, mirror_of, resolved
 
 
 def folder_of(base: Base, run: Path) -> Path:
     """The run folder of the base: where it was, or beside `run` if both were moved.
 
     Raises:
-      UsageError: it is at neither place.
+      UsageError: it is at neither place, or at an address that only base.json names.
     """
-    there = local_run(base.run)
-    for folder in (there, run.resolve().parent / there.name):
+    address = address_of(mirror_of(base.run))
+    may_fetch = address is None or _is_named_by_user(address, run)
+    near = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
+    for folder in (*([local_run(base.run)] if may_fetch else []), near):
         if (folder / "config.json").is_file():
             return folder
+    if not may_fetch:
+        raise UsageError(
+            f"{run} has adapters of {address}, which is not fetched because only {BASE} names it; if you trust that "
+            f"store, type: mjax runs --runs {address.rpartition('/')[0]}, and then this command again"
+        )
     raise UsageError(
-        f"{run} has adapters of {there}, which is gone; put that run back, or write its path into {run / BASE}"
+        f"{run} has adapters of {base.run}, which is gone; put that run back, or write its path into {run / BASE}"
     )
+
+
+def _is_named_by_user(address: str, run: Path) -> bool:
+    """True if a command of the user named the store: `run` is in the same bucket, or `address` was fetched before."""
+    of_run = address_of(run)
+    same_bucket = of_run is not None and of_run.split("/")[:3] == address.split("/")[:3]
+    return same_bucket or any((mirror_of(address, kind) / "config.json").is_file() for kind in (WRITTEN, FETCHED))
 
 
 def own_part(model: Model) -> Model:

@@ -32,18 +32,23 @@ are. All of this is reported.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from mjax.checkpoint.arrays import (
@@ -60,6 +65,7 @@ from mjax.checkpoint.arrays import (
 from mjax.checkpoint.folders import (
     GOOD,
     Damaged,
+    Good,
     Unusable,
     check_files,
     needed_files,
@@ -69,9 +75,11 @@ from mjax.checkpoint.folders import (
     write_manifest,
 )
 from mjax.checkpoint.mirror import Mirror, bring
-from mjax.cluster.processes import from_first, is_first, wait_for_all
+from mjax.cluster.processes import any_process, from_first, is_first, wait_for_all
+from mjax.config.plain_values import read
 from mjax.errors import RunError, UsageError
 from mjax.utils.files import make_folder, put, rename, set_aside, write_whole
+from mjax.utils.stores import to_stderr
 
 SAVE_SECONDS = 4 * 3600  # Orbax's timeout is 20 minutes: too short for a large state on a slow file system
 REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this size
@@ -79,6 +87,22 @@ REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this
 # Orbax logs through absl, with a stack trace for each of its threads that fails. What a user needs of that is in our
 # errors, so its records are dropped here; those of other users of absl pass.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save of checkpoint `step`.
+
+    Attributes:
+      finish: called with the folder when it is complete, and the bytes in it.
+      then: what follows if it fails, for the notice; None: no notice.
+      host: values for the manifest.
+    """
+
+    step: int
+    finish: Callable[[Path, int], None]
+    then: str | None = None
+    host: dict[str, Any] | None = None
 
 
 class Checkpoints:
@@ -93,6 +117,7 @@ class Checkpoints:
       on_notice: called with one line of text when a checkpoint has been saved, was found damaged, or an unfinished one
         was removed; also from the writing thread.
       mirror: copies each checkpoint to an object store, if the run is in one.
+      failed: steps whose save failed, the same in every process after `settle`.
     """
 
     def __init__(
@@ -120,14 +145,21 @@ class Checkpoints:
         # Found by restore, with the word for the problem; a run continued from an earlier step writes them again.
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future | None = None
+        self.failed: set[int] = set()
+        self._error: RunError | None = None  # of the save before the one in progress
+        self._pending: tuple[int, Future] | None = None
+        self._others_wait = False  # for a part that this process could not write
         self._pinning: Future | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.close()
+        except RunError:  # has been reported
+            if kind is None:
+                raise
 
     def steps(self) -> list[int]:
         """Steps of the existing checkpoints, ascending. Their content is not checked."""
@@ -135,38 +167,81 @@ class Checkpoints:
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any, host: dict[str, Any] | None = None, rotate: bool = True) -> None:
+    def try_save(self, mesh: Mesh) -> None:
+        """Write, open and remove a small checkpoint, so that a run that cannot save ends before its first step.
+
+        Args:
+          mesh: of the run; every device has a part of the checkpoint.
+
+        Raises:
+          UsageError: it failed; the message has the system's reason.
+        """
+        existed, numbers = self.folder.exists(), np.arange(mesh.size, dtype=np.int32)
+        step = from_first(max(self.steps(), default=-1) + 1)
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        array = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
+        self._begin(_Save(step, self._discard), {"trial.array": array})
+        error = self._outcome()
+        if is_first() and not existed:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+        if error is not None:
+            raise UsageError(
+                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another "
+                "folder with --runs"
+            ) from error
+
+    def save(
+        self, step: int, state: Any, host: dict[str, Any] | None = None, rotate: bool = True, last: bool = False
+    ) -> None:
         """Save `state`, a pytree of jax arrays, as checkpoint `step`; does nothing if that exists and is intact.
 
         Returns as soon as the arrays are copied off the devices, when they may be donated. Only one save runs at a
-        time; a second waits for the first.
+        time; a second waits for the first. A failure is reported when it happens, and the next save is tried.
 
         Args:
+          step: of the checkpoint.
+          state: the arrays.
           host: plain values to store beside the arrays, the same in every process. A run that passes them decides which
             checkpoints are good (`confirm`), and until one is the oldest is kept.
           rotate: whether this checkpoint may replace an older one.
+          last: whether no save follows: this one is finished when it returns, and is tried twice.
 
         Raises:
-          RunError: this save could not start, or the one before it failed.
+          RunError: this save and the one before it failed, or both attempts of the last.
         """
-        self.wait()
-        if from_first(step in self._sound()):
+        self.settle()
+        if last:
+            self._error = None  # of an earlier save
+        for then in ("trying it again", None) if last else ("the next save is tried",):
+            finish = functools.partial(self._publish, step, host is not None, rotate, time.monotonic())
+            second = self._error is not None
+            if not self._begin(_Save(step, finish, None if second else then, host), named(state)):
+                return
+            if last or second:
+                self.settle()
+            if self._error is None:
+                return
+
+    def settle(self) -> None:
+        """Return when no save is in progress; `failed` then has the step of one that failed, in every process.
+
+        Raises:
+          RunError: the last two saves failed, or one of several processes could not write its part of one. Earlier
+            checkpoints are intact.
+        """
+        if self._pending is None:
             return
-        arrays = named(state)
-        started = time.monotonic()
-        try:
-            if is_first():
-                make_folder(self.folder)
-                self._remove_unfinished()
-            wait_for_all(f"folder of checkpoint {step}")
-            with self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
-                writing = ocp.save_checkpointables_async(self._unfinished(step), by_field(arrays))
-        except Exception as error:
-            raise self._failure(step, error) from error
-        kinds = {
-            name: type_and_shape(array) for name, array in arrays.items()
-        }  # the thread must not keep the arrays alive
-        self._pending = self._writer.submit(self._commit, step, writing, kinds, started, host, rotate)
+        (step, _), before = self._pending, self._error
+        error, self._error = self._outcome(), None
+        if error is None:
+            self.failed.discard(step)
+            return
+        self.failed.add(step)
+        if before is not None or self._others_wait:
+            in_a_row = "two saves in a row failed: " if before is not None else ""
+            raise RunError(f"{in_a_row}{self._failure(step, error)}") from error
+        self._error = RunError(self._failure(step, error))
 
     def wait(self) -> None:
         """Return when no save is in progress.
@@ -174,13 +249,10 @@ class Checkpoints:
         Raises:
           RunError: the last save failed; the message has the system's reason. Earlier checkpoints are intact.
         """
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.result()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-            wait_for_all("checkpoint")  # process 0 has renamed it
+        self.settle()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for the last save and release the thread.
@@ -193,34 +265,94 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
+    def _begin(self, save: _Save, arrays: dict[str, jax.Array]) -> bool:
+        """Start to write a checkpoint; False if it exists. `_outcome` returns what goes wrong, also here."""
+        error, exists, response = None, False, None
+        if is_first():
+            try:
+                exists = save.step in self._sound()
+                make_folder(self.folder)
+                self._remove_unfinished()
+            except OSError as problem:
+                error = problem
+        if from_first(exists):
+            return False
+        if not from_first(error is not None):
+            try:
+                with self._orbax(), self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
+                    response = ocp.save_checkpointables_async(self._unfinished(save.step), by_field(arrays))
+            except Exception as problem:
+                error = problem
+        # The thread must not keep the arrays alive.
+        kinds = {name: type_and_shape(array) for name, array in arrays.items()}
+        self._pending = save.step, self._writer.submit(self._commit, save, kinds, response, error)
+        return True
+
     def _commit(
-        self,
-        step: int,
-        writing: ocp.AsyncResponse,
-        kinds: dict[str, list],
-        started: float,
-        host: dict[str, Any] | None,
-        rotate: bool,
-    ) -> None:
-        """In the writing thread: wait for Orbax, add the manifest, and make it a checkpoint by one rename."""
-        folder = self._unfinished(step)
+        self, save: _Save, kinds: dict[str, list], response: ocp.AsyncResponse | None, error: Exception | None
+    ) -> Exception | None:
+        """In the writing thread: wait for Orbax, add the manifest, and make it a checkpoint by one rename.
+
+        Returns what went wrong: `error`, or here; None if nothing did.
+        """
+        folder = self._unfinished(save.step)
         try:
-            writing.result()  # every process has written its part
-            if not is_first():
-                return
-            check_opens(folder, kinds)
-            size = write_manifest(folder, step, kinds, host)
-            self._set_aside(step)
-            put(folder, self.folder / str(step))
-        except Exception as error:
-            for left in self.folder.glob(f"{step}.writing*"):  # Orbax first writes under a longer name
-                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back; the next save tries again
-            raise self._failure(step, error) from error
+            if error is not None:
+                raise error
+            if response is not None:
+                with self._orbax():
+                    response.result()  # every process has written its part
+            if is_first():
+                check_opens(folder, kinds)
+                save.finish(folder, write_manifest(folder, save.step, kinds, save.host))
+        except Exception as problem:
+            for left in self.folder.glob(f"{folder.name}*") if is_first() else ():  # Orbax begins with a longer name
+                shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back
+            if save.then is not None:
+                say = self.on_notice if is_first() else to_stderr
+                then = "the other processes wait for it, so the run ends" if self._others_wait else save.then
+                say(f"{self._failure(save.step, problem)}; {then}")
+            return problem
+        return None
+
+    def _outcome(self) -> Exception | None:
+        """Wait for the save in progress, and return what went wrong in one of the processes; None if nothing did."""
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.result()
+        (_, commit), self._pending = self._pending, None
+        error = commit.result()
+        if self._others_wait:
+            return error
+        return (error or RunError("another process says why")) if any_process(error is not None) else None
+
+    @contextlib.contextmanager
+    def _orbax(self) -> Iterator[None]:
+        """Note that the others wait for hours if a block fails in one of several processes: they cannot agree."""
+        self._others_wait = jax.process_count() > 1
+        yield
+        self._others_wait = False
+
+    def _publish(self, step: int, pins: bool, rotate: bool, started: float, folder: Path, size: int) -> None:
+        """Make a complete folder a checkpoint."""
+        self._set_aside(step)
+        final = self.folder / str(step)
+        try:
+            put(folder, final)
+        except OSError:
+            if not folder.exists():  # renamed, but not on the disk
+                rename(final, folder)
+            raise
         self.on_notice(f"checkpoint {step} saved: {size / 1e6:,.1f} MB in {time.monotonic() - started:.1f} s")
         if self.mirror is not None:
             self.mirror.saved(step)
         if rotate:
-            self._remove_old(step, pins=host is not None)
+            self._remove_old(step, pins)
+
+    def _discard(self, folder: Path, size: int) -> None:
+        """Remove the checkpoint of `try_save`, by the steps in which others get their names."""
+        put(folder, folder.with_suffix(".deleting"))
+        shutil.rmtree(folder.with_suffix(".deleting"))
 
     def _remove_old(self, newest: int, pins: bool) -> None:
         for step in [step for step, word in self._unusable.items() if word == Damaged.word]:
@@ -277,11 +409,12 @@ class Checkpoints:
     def _sound(self) -> list[int]:
         return [step for step in self.steps() if step not in self._unusable]
 
-    def _failure(self, step: int, error: Exception) -> RunError:
-        intact = ", ".join(map(str, self._sound())) or "none"
-        return RunError(
-            f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; intact checkpoints: {intact}"
-        )
+    def _failure(self, step: int, error: Exception) -> str:
+        try:
+            intact = ", ".join(map(str, self._sound())) or "none"
+        except OSError:
+            intact = "unknown, as the folder cannot be read"
+        return f"checkpoint {step} could not be saved in {self.folder}: {reason(error)}; intact checkpoints: {intact}"
 
     # --- Good checkpoints, and host values ----------------------------------------------------------------------------
 
@@ -291,9 +424,9 @@ class Checkpoints:
             self._pinning = self._writer.submit(self._pin, step)
 
     def _pin(self, step: int) -> None:
-        if step not in self._sound():
-            return  # its save failed
         try:
+            if step not in self._sound():
+                return  # its save failed
             write_whole(self.folder / GOOD, json.dumps({"step": step}) + "\n")
         except OSError as error:
             self.on_notice(f"checkpoint {step} could not be pinned: {reason(error)}")
@@ -302,9 +435,12 @@ class Checkpoints:
 
     def good(self) -> int | None:
         """The last checkpoint that was marked as good; None if there was none or it no longer exists."""
+        if not (self.folder / GOOD).exists():
+            return None
         try:
-            step = json.loads((self.folder / GOOD).read_text(encoding="utf-8"))["step"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            step = read(Good, self.folder / GOOD, "the oldest checkpoint is kept instead")["step"]
+        except UsageError as error:
+            self.on_notice(str(error))
             return None
         return step if step in self._sound() else None
 
@@ -317,7 +453,7 @@ class Checkpoints:
 
     def abandon(self, after: int) -> None:
         """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""
-        self.wait()
+        self.settle()
         later = [step for step in self.steps() if step > after]
         wait_for_all(f"checkpoints after {after}")  # all have seen them
         if later and is_first():
@@ -371,7 +507,7 @@ class Checkpoints:
 
     def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
         """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""
-        self.wait()
+        self.settle()
         if not is_first():
             chosen = from_first(-1)
             if chosen < 0:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from mjax.config.plain_values import build
+from mjax.config.plain_values import misfit, read
 from mjax.errors import UsageError, one_sentence
-from mjax.utils.files import make_folder, read_json, take_lock, write_whole
+from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -78,12 +78,13 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     On a file system without locks `say` is told, and nothing is locked.
 
     Raises:
-      UsageError: another process trains here.
+      UsageError: another process trains here, or the lock is a link.
     """
     make_folder(folder)
-    with (folder / ".lock").open("wb") as file:
+    with open_no_link(folder / ".lock", "ab") as file:
         if not take_lock(file, say):
             raise UsageError(f"{folder} is in use by another process; wait for it, or choose another folder")
+        remove_temporary(folder)
         yield
 
 
@@ -112,7 +113,7 @@ def read_base(run: Path) -> Base:
       UsageError: the run does not say which, or the file is damaged.
     """
     missing = "a run with adapters has it; start one with --init RUN"
-    return build(Base, read_json(run / BASE, "restore it", missing), str(run / BASE))
+    return read(Base, run / BASE, "restore it", missing)
 
 
 def save_base(run: Path, base: Base) -> None:
@@ -121,6 +122,19 @@ def save_base(run: Path, base: Base) -> None:
 
 
 # --- Manifests --------------------------------------------------------------------------------------------------------
+
+
+class Manifest(TypedDict):
+    """Contents of every manifest: dtype and shape of each array, size and CRC-32 of each file."""
+
+    arrays: dict[str, tuple[str, list[int]]]
+    files: dict[str, tuple[int, int]]
+
+
+class Good(TypedDict):
+    """The contents of good.json."""
+
+    step: int
 
 
 class Unusable(Exception):
@@ -177,7 +191,7 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       run, 'host' {name: plain value}.
 
     Raises:
-      Damaged: it is missing or is not what was written.
+      Damaged: it is missing, is not what was written, or names files elsewhere.
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
@@ -190,8 +204,13 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
         raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
         checksum, manifest = None, None
-    if checksum != _checksum_json(manifest):
+    if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
         raise Damaged(f"{MANIFEST} is not what was written")
+    try:
+        for name in manifest["files"]:
+            path_below(folder, name, "file")
+    except UsageError as error:
+        raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
         raise Misnamed(
             f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "

@@ -254,6 +254,14 @@ def from_first(number: int) -> int:
         return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
+def any_process(flag: bool) -> bool:
+    """True in every process if `flag` is true in one of them."""
+    if jax.process_count() == 1:
+        return flag
+    with jax.transfer_guard("allow"):
+        return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+
+
 def bytes_from_first(message: bytes) -> bytes:
     """Process 0's `message`, at most 2048 bytes without a zero at the end, in every process."""
     assert len(message) <= MESSAGE_BYTES

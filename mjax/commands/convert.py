@@ -49,7 +49,7 @@ from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_t
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of
-from mjax.run.metrics import read_metrics
+from mjax.run.metrics import read_lines
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import address_of, resolved, with_addresses
@@ -437,8 +437,8 @@ def _line(run: Path, step: int) -> str:
     name = f"- checkpoint {step:,} of the run `{run.resolve().name}`"
     if not step:
         return f"{name}: the weights as they were converted"
-    records = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else []
-    tokens = next((record.get("tokens") for record in records if record.get("step") == step), None)
+    records = (record for _, record in read_lines(run / "metrics.jsonl", []))
+    tokens = next((record.get("tokens") for record in records if record["step"] == step), None)
     origin = origin_of(run)
     return (
         f"{name}: trained for {step:,} steps"

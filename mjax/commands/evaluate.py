@@ -27,6 +27,7 @@ from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.long_contexts import Needle, Positions
 from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
+from mjax.utils.files import without_parents
 from mjax.utils.progress import facts, progress
 
 # name → (data, tokenizer, positions of the model, --overlap) → task
@@ -71,7 +72,7 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
     Raises:
       UsageError: as on the command line.
     """
-    arguments = EvaluateArguments(checkpoint=Path(folder), task=task, data=str(data), **options)
+    arguments = EvaluateArguments(checkpoint=without_parents(Path(folder)), task=task, data=str(data), **options)
     _check(arguments)
     return {metric.name: metric.value for metric in _measure(arguments)[1]}
 

@@ -25,6 +25,7 @@ from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
 from mjax.config.model import KIND_FLAG, kinds_with
 from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, either, suggestion
+from mjax.utils.files import without_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
@@ -173,7 +174,8 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     _check_values(argv, kinds)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
-    return parsed
+    paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
+    return dataclasses.replace(parsed, **{name: without_parents(path) for name, path in paths.items()})
 
 
 def typed_flags(argv: Sequence[str]) -> set[str]:

@@ -12,18 +12,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import operator
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import tyro
 from rich import filesize
+from rich.cells import cell_len
 from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
@@ -49,22 +51,25 @@ from mjax.checkpoint.mirror import (
 )
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
+from mjax.config.checks import validate
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
-from mjax.errors import UsageError, check_picture, suggestion
-from mjax.pictures.runs import draw_runs, smoothed
+from mjax.config.plain_values import read
+from mjax.errors import UsageError, check_picture, one_sentence, suggestion
+from mjax.pictures.curves import Curve, smoothed
+from mjax.pictures.runs import draw_runs
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
-from mjax.run.metrics import finite_or_none, read_metrics
+from mjax.run.metrics import End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration
-from mjax.utils.files import rename
+from mjax.utils.files import path_below, rename, without_parents
 from mjax.utils.stores import address_of, is_address, resolved, with_addresses
 
-TAIL = 2**22  # bytes read from the end of metrics.jsonl for the list: ten thousand steps
+T = TypeVar("T")
+TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
 TOKENS_OF_A_STEP = (
     "train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"
 )  # fmt: skip
-LAST = 100  # steps for which the list counts skipped ones
 OF_A_RUN = {
     ".lock", INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
     "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile",
@@ -161,13 +166,13 @@ def list_runs(arguments: ListArguments) -> int:
         return 0
     console = Console(highlight=False, markup=False)
     columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
-    table = Table(box=None, pad_edge=False)
-    for title, _, _ in columns:
-        right = title in ("parameters", "step", "tokens", "loss", "val loss")
-        table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title != "state")
-    for row in rows:
-        table.add_row(*(cell(row) for _, _, cell in columns))
-    console.print(table)
+    lines = [[title for title, _, _ in columns], *([one_sentence(cell(row)) for _, _, cell in columns] for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    for number, cells in enumerate(lines):  # by hand: a `Table` takes a third of a millisecond for each row
+        spaces = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
+        pairs = zip(columns, cells, spaces, strict=True)
+        line = "  ".join(space + cell if title in RIGHT else cell + space for (title, _, _), cell, space in pairs)
+        console.print(line.rstrip(), style="bold", soft_wrap=True) if number == 0 else print(line.rstrip())
     return 0
 
 
@@ -176,10 +181,14 @@ def show_goodput(arguments: ListArguments) -> int:
     table = Table(box=None, pad_edge=False)
     for title in ("run", "starts", "time", *KINDS.values(), "between"):
         table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
-    unknown = []
+    unknown, problems = [], []
     for folder in _run_folders(arguments.runs):
-        starts = read_goodput(folder)
-        seconds = summed(starts)
+        try:
+            starts = read_goodput(folder)
+            seconds = summed(starts)
+        except UsageError as error:
+            problems.append({"name": folder.name, "problem": str(error)})
+            continue
         total = sum(seconds[kind] for kind in KINDS)
         if arguments.json:
             print(json.dumps({"name": folder.name, "starts": len(starts), "seconds": seconds}, ensure_ascii=False))
@@ -192,8 +201,10 @@ def show_goodput(arguments: ListArguments) -> int:
     if not arguments.json:
         if table.rows:
             Console(highlight=False, markup=False).print(table)
-        if unknown or not table.rows:
+        if unknown or not (table.rows or problems):
             print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
+    for problem in problems:
+        print(json.dumps(problem, ensure_ascii=False) if arguments.json else "{name}: {problem}".format(**problem))
     return 0
 
 
@@ -214,6 +225,8 @@ COLUMNS = (
     ("state", 0, lambda row: row.state),
 )
 """Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
+RIGHT = {"parameters", "step", "tokens", "loss", "val loss"}
+"""Titles of columns that are aligned at the right."""
 
 
 def _run_folders(runs: Path) -> list[Path]:
@@ -223,36 +236,51 @@ def _run_folders(runs: Path) -> list[Path]:
 
 
 def row_of(folder: Path) -> Row:
-    """The line of the list for the run in `folder`."""
-    try:
-        config = read_settings(folder / "config.json")
-        parameters = _parameters(folder, config)
-        checkpoints, records = checkpoint_steps(folder), read_metrics(folder / "metrics.jsonl", TAIL)
-        origin = origin_of(folder)
-    except (UsageError, OSError, ValueError) as error:
-        return Row(folder.name, state=f"cannot be read: {error}")
-    file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
-    step = max([*(record["step"] for record in records[-1:]), *checkpoints], default=0)
-    skipped = sum(bool(record.get("skipped")) for record in records[-LAST:])
+    """The line of the list for the run in `folder`, with what is wrong with its files in its state."""
+    problems: list[str] = []
+
+    def attempt(read: Callable[..., T], *arguments: Any, default: T) -> T:
+        try:
+            return read(*arguments)
+        except (UsageError, OSError) as error:
+            problems.append(str(error))
+            return default
+
+    config = attempt(read_settings, folder / "config.json", default=None)
+    if config is None:
+        return Row(folder.name, state=f"cannot be read: {problems[0]}")
+    checkpoints = attempt(checkpoint_steps, folder, default=[])
+    end, origin = (
+        attempt(read_end, folder / "metrics.jsonl", TAIL, default=End()), attempt(origin_of, folder, default=None)
+    )  # fmt: skip
+    step = max([end.last.get("step", 0), *checkpoints])
     if _in_use(folder):
         state = "running"
-    elif checkpoints == [0] and not records:
+    elif checkpoints == [0] and not end.last:
         state = "imported"
     else:
         state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
+    if end.skipped:
+        state += f", {end.skipped} of the last {end.steps} steps skipped"
+    parameters = attempt(_parameters, folder, config, default=None)
+    file = next(file for name in ("metrics.jsonl", "config.json") if (file := folder / name).is_file())
     return Row(
         name=folder.name,
         model=f"{kind_of(config.model)} {config.model.layers} × {config.model.hidden}",
         parameters=parameters,
         step=step,
         steps=config.train.steps,
-        tokens=records[-1]["tokens"] if records else None,
-        loss=_last(records, "loss"),
-        val_loss=_last(records, "val_loss"),
+        tokens=end.last.get("tokens"),
+        loss=end.loss,
+        val_loss=end.val_loss,
         init=f"{Path(origin.run).name} {origin.step}" if origin else None,
         date=datetime.fromtimestamp(file.stat().st_mtime).astimezone().isoformat(timespec="seconds"),
-        state=state + (f", {skipped} of the last {len(records[-LAST:])} steps skipped" if skipped else ""),
+        state="; ".join([state, *filter(None, [end.problem]), *problems]),
     )
+
+
+class _Start(TypedDict, total=False):
+    parameters: int
 
 
 def _parameters(folder: Path, config: Config) -> int | None:
@@ -260,19 +288,18 @@ def _parameters(folder: Path, config: Config) -> int | None:
     if is_own(type(config.model)):
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
-    with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):  # none, or damaged
-        return operator.index(json.loads((folder / "environment.json").read_bytes())[-1]["parameters"])
+    file = folder / "environment.json"
+    starts = read(list[_Start], file, "remove it, and the next start writes another") if file.exists() else []
+    if starts and "parameters" in starts[-1]:
+        return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
     with contextlib.suppress(Unusable, IndexError):
         arrays = read_manifest(folder / "checkpoints" / str(steps[-1]), lambda line: None)["arrays"]
         return sum(math.prod(shape) for name, (_, shape) in arrays.items() if name.startswith("model."))
+    validate(config)
     from mjax.models.build import count_parameters  # with JAX, which takes a second or two
 
     return count_parameters(config.model)
-
-
-def _last(records: Sequence[dict[str, Any]], name: str) -> float | None:
-    return next((record[name] for record in reversed(records) if record.get(name) is not None), None)
 
 
 def _in_use(folder: Path) -> bool:
@@ -299,19 +326,19 @@ def compare_runs(arguments: CompareArguments) -> int:
         names = [str(folder) for folder in folders]
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
-    records = {name: read_metrics(folder / "metrics.jsonl") for name, folder in runs.items()}
-    if empty := [name for name in names if _last(records[name], "loss") is None]:
+    settings = _different_settings(configs)
+    x = "tokens" if any(name in settings for name in TOKENS_OF_A_STEP) else "step"
+    histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
+    if empty := [name for name in names if not histories[name].curves[0].bins]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
-    common = min(of_run[-1]["step"] for of_run in records.values())
+    common = min(history.last["step"] for history in histories.values())
     results = {
-        name: {"parameters": _parameters(folder, configs[name]), **results_of(records[name], common)}
+        name: {"parameters": _parameters(folder, configs[name]), **results_of(histories[name], common)}
         for name, folder in runs.items()
     }
-    settings = _different_settings(configs)
     labels = curve_labels(configs)
-    curves = {labels[name]: of_run for name, of_run in records.items()}
-    draw_runs(curves, figure, by_tokens=any(field in settings for field in TOKENS_OF_A_STEP))
+    draw_runs({labels[name]: history.curves for name, history in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
         return 0
@@ -329,28 +356,68 @@ def compare_runs(arguments: CompareArguments) -> int:
     return 0
 
 
-def results_of(records: list[dict[str, Any]], common: int) -> dict[str, float | int | None]:
+class History:
+    """The metrics of a run in a comparison, of which a step takes a few bytes.
+
+    Attributes:
+      last: the last record.
+      steps, losses: of the steps that have a loss.
+      validation: losses in validation.
+      speeds: tokens per second.
+      skipped: number of steps that were skipped.
+      curves: losses in training and in validation, to be drawn.
+    """
+
+    def __init__(self, file: Path, x: str = "step"):
+        """Read a metrics.jsonl, with curves over `x`, step or tokens; damaged lines are reported on stderr.
+
+        Raises:
+          UsageError: the file cannot be read.
+        """
+        self.last, self.skipped, self.curves = {}, 0, (Curve(), Curve())
+        self.steps, self.losses, self.validation, self.speeds = array("q"), array("d"), array("d"), array("d")
+        damaged = []
+        for _, record in read_lines(file, damaged):
+            self._add(record, record.get(x))
+        if damaged:
+            lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first is"
+            print(f"note: {file} cannot be read in {lines} {damaged[0]}, which is left out", file=sys.stderr)
+
+    def _add(self, record: dict[str, Any], at: int | None) -> None:
+        self.last = record
+        self.skipped += bool(record.get("skipped"))
+        if (speed := record.get("tokens_per_second")) is not None:
+            self.speeds.append(speed)
+        if (loss := record.get("loss")) is not None:
+            self.steps.append(record["step"])
+        for value, values, curve in zip(
+            (loss, record.get("val_loss")), (self.losses, self.validation), self.curves, strict=True
+        ):
+            if value is not None:
+                values.append(value)
+                if at is not None:
+                    curve.add(at, value)
+
+
+def results_of(history: History, common: int) -> dict[str, float | int | None]:
     """The results of a run in a comparison; losses are smoothed like the curve.
 
     Args:
-      records: its metrics, some of them with a loss.
+      history: with a loss.
       common: the last step that every run has reached.
     """
-    measured = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
-    steps, values = zip(*measured, strict=True)
-    averaged = smoothed(values)
-    validation = [record["val_loss"] for record in records if record.get("val_loss") is not None]
-    speeds = sorted(record["tokens_per_second"] for record in records[1:]) or [records[0]["tokens_per_second"]]
-    at_common = [loss for step, loss in zip(steps, averaged, strict=True) if step <= common]
+    averaged = smoothed(history.losses)
+    speeds = sorted(history.speeds[1:] or history.speeds)
+    reached = bisect_right(history.steps, common)
     return {
-        "steps": records[-1]["step"],
-        "tokens": records[-1]["tokens"],
-        f"loss at step {common}": finite_or_none(at_common[-1]) if at_common else None,
+        "steps": history.last["step"],
+        "tokens": history.last.get("tokens"),
+        f"loss at step {common}": finite_or_none(averaged[reached - 1]) if reached else None,
         "loss": finite_or_none(averaged[-1]),
-        "val loss": validation[-1] if validation else None,
-        "best val loss": min(validation, default=None),
-        "tokens/s": speeds[len(speeds) // 2],
-        "skipped steps": sum(bool(record.get("skipped")) for record in records),
+        "val loss": history.validation[-1] if history.validation else None,
+        "best val loss": min(history.validation, default=None),
+        "tokens/s": speeds[len(speeds) // 2] if speeds else None,
+        "skipped steps": history.skipped,
     }
 
 
@@ -459,7 +526,7 @@ def _is_of_a_save(entry: Path) -> bool:
     """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
         return (entry / MANIFEST).is_file()
-    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|damaged).*", entry.name) is not None
+    return entry.name.startswith(GOOD) or re.fullmatch(r"[0-9]+\.(writing|deleting|damaged).*", entry.name) is not None
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
@@ -467,9 +534,12 @@ def _is_of_a_save(entry: Path) -> bool:
 
 def _run_folder(name: str, runs: Path) -> Path:
     """The run folder with this name in `runs`, or at this path."""
-    for folder in (local_run(runs / name), Path(name)):
+    below = []
+    with contextlib.suppress(UsageError):  # a path such as ../runs/one
+        below.append(path_below(runs, name))
+    for folder in (*map(local_run, below), Path(name)):
         if (folder / "config.json").is_file():
-            return folder if folder.name not in ("", "..") else folder.resolve()
+            return without_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []
     reason = ", which is not a run folder (no config.json)" if (runs / name).exists() or Path(name).exists() else ""
     raise UsageError(

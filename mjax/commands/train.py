@@ -22,6 +22,7 @@ from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
+from mjax.utils.files import check_run_name, without_parents
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
@@ -219,7 +220,10 @@ def _train_arguments(
     """
     chosen = choose(argv)
     arguments = parse(type(chosen), argv, prog, chosen)
-    folder = arguments.resume or arguments.runs / (arguments.name or name_of(arguments.config))
+    name = name_of(arguments.config) if arguments.name is None else arguments.name
+    if arguments.resume is None:
+        check_run_name(name)
+    folder = arguments.resume or arguments.runs / name
     label = arguments.config if arguments.resume is None else str(folder)
     from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 
@@ -310,6 +314,7 @@ def choose_config(argv: Sequence[str]) -> TrainArguments:
     parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
     first, _ = parser.parse_known_args(argv)
     if first.resume is not None:
+        first.resume = without_parents(first.resume)
         from mjax.checkpoint.folders import checkpoint_steps
 
         if not checkpoint_steps(first.resume):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from mjax.config.plain_values import build
+from mjax.config.plain_values import check
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
 from mjax.utils.ranges import local_prefix
@@ -179,10 +179,7 @@ def read_metadata(prefix: str | Path) -> DatasetMetadata | None:
     values = read_json(file, fix)
     names = [field.name for field in dataclasses.fields(DatasetMetadata)]
     known = {name: values[name] for name in names if name in values} if isinstance(values, dict) else values
-    try:
-        metadata = build(DatasetMetadata, known, str(file))
-    except UsageError as error:
-        raise UsageError(f"{error}; {fix}") from None
+    metadata = check(DatasetMetadata, known, str(file), fix)
     counts = (metadata.documents, metadata.text_bytes, metadata.sequences or 0, metadata.malformed)
     if not 0 <= metadata.eod < metadata.vocabulary or metadata.tokens < 1 or min(counts) < 0:
         raise UsageError(f"{file} is damaged: its counts are impossible; {fix}")

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mjax.config.model import ModelConfig, is_own
-from mjax.config.plain_values import build
+from mjax.config.plain_values import read
 from mjax.errors import UsageError
-from mjax.utils.files import read_json, write_whole
+from mjax.utils.files import write_whole
 
 MODEL_FILE = "model.json"
 
@@ -60,9 +60,8 @@ def model_file_of(folder: Path) -> ModelFile | None:
       UsageError: model.json is damaged.
     """
     file = folder / MODEL_FILE
-    if not file.is_file():
-        return None
-    return build(ModelFile, read_json(file, "remove it to forget which file defines the model of this run"), str(file))
+    fix = "remove it to forget which file defines the model of this run"
+    return read(ModelFile, file, fix) if file.exists() else None
 
 
 def change_of_file(folder: Path, cls: type[ModelConfig]) -> str | None:

@@ -1,16 +1,74 @@
-"""A config from plain values: the contents of config.json, checked against the types of the dataclasses."""
+"""Plain values from files, checked against types: config.json, and every other small JSON file (`read`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+import typing
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, is_typeddict
 
 from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, suggestion
+from mjax.utils.files import read_json
 
 T = TypeVar("T")
 WHOLE = 2**63  # above any valid number, and below what JSON can spell
+
+get_type_hints = functools.lru_cache(256)(typing.get_type_hints)  # evaluates the text of each annotation, every time
+get_args, get_origin = functools.lru_cache(1024)(get_args), functools.lru_cache(1024)(get_origin)
+
+
+def read(kind: type[T], file: Path, fix: str, missing: str | None = None) -> T:
+    """The value in a small JSON file, checked against a type.
+
+    Args:
+      kind: as for `check`.
+      file: in UTF-8.
+      fix: ends the sentence about a damaged file: what to do.
+      missing: ends the sentence about a missing file.
+
+    Raises:
+      UsageError: the file is missing, unreadable or not JSON, or its value has another type.
+    """
+    return check(kind, read_json(file, fix, missing), str(file), fix)
+
+
+def check(kind: type[T], value: Any, source: str, fix: str) -> T:
+    """`value` as a `kind`: a dataclass is built; a list, a dict or a TypedDict is returned as it is.
+
+    A TypedDict may have other keys too, which a later version has written. With `total=False` it may lack keys.
+
+    Raises:
+      UsageError: it has another type; `source` and `fix` begin and end the sentence.
+    """
+    if dataclasses.is_dataclass(kind):
+        try:
+            return build(kind, value, source)
+        except UsageError as error:
+            raise UsageError(f"{error}; {fix}") from None
+    if problem := misfit(value, kind):
+        raise UsageError(f"{source}: {problem}; {fix}")
+    return value
+
+
+def misfit(value: Any, kind: Any, name: str = "") -> str | None:
+    """Describe the first part of `value`, itself called `name`, that is not of its type in `kind`; None: all are."""
+    parts, dot = (), f"{name}." if name else ""
+    if is_typeddict(kind) and isinstance(value, dict):
+        if missing := sorted(kind.__required_keys__ - value.keys()):
+            return f"there is no {dot}{missing[0]}"
+        hints = get_type_hints(kind)
+        parts = ((value[key], hint, f"{dot}{key}") for key, hint in hints.items() if key in value)
+    elif get_origin(kind) is list and isinstance(value, list):
+        parts = ((part, get_args(kind)[0], f"{name}[{number}]") for number, part in enumerate(value))
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        parts = ((part, get_args(kind)[1], f"{dot}{key}") for key, part in value.items())
+    elif not _fits(value, kind):
+        return f"{name or 'the content'} is {value!r}, which is not {_describe(kind)}"
+    return next(filter(None, (misfit(*part_of) for part_of in parts)), None)
 
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
@@ -30,9 +88,12 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     if not isinstance(values, dict):
         raise UsageError(f"{source}: {prefix or 'the config'} must be an object, not {values!r}")
     hints = get_type_hints(cls)
-    known = [f.name for f in dataclasses.fields(cls)]
-    arguments = {}
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    known, arguments = [*defaults], {}
     for name, value in values.items():
+        if type(value) is type(default := defaults.get(name, MISSING)) and value == default:
+            arguments[name] = value  # as most are, and to check a type takes time
+            continue
         if name not in known and (gone := REMOVED.get(f"{prefix}{name}")) is not None:
             if value in gone.harmless:
                 continue
@@ -42,13 +103,15 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif _fits(value, hints[name]):
+            if get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
+                value = [] if value is None else [value]
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
             arguments[name] = _as_tuples(value) if listed else value
         else:
             gone = instead_of_value(f"{prefix}{name}", value)
             raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}{gone}")
     for f in dataclasses.fields(cls):
-        if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
+        if f.name not in arguments and f.default is f.default_factory is MISSING:
             raise UsageError(f"{source}: there is no {prefix}{f.name}")
     return cls(**arguments)
 
@@ -58,13 +121,17 @@ def _as_tuples(value: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if is_typeddict(kind):
+        return isinstance(value, dict) and misfit(value, kind) is None
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
         if kinds[1:] == (...,):
-            if value is None or isinstance(value, str):  # none or one, from before there were several (`DataConfig`)
-                return value is None or _fits(value, kinds[0])
+            if kinds[0] is str and (value is None or isinstance(value, str)):  # none or one, as it once was (`build`)
+                return value is None or _fits(value, str)
             kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
     if get_origin(kind) is list:
@@ -74,7 +141,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_args(kind):
         return any(_fits(value, option) for option in get_args(kind))
     if kind is float:
-        in_range = not isinstance(value, int) or abs(value) <= sys.float_info.max
+        in_range = not isinstance(value, (int, float)) or abs(value) <= sys.float_info.max  # NaN is not
         return isinstance(value, (int, float)) and not isinstance(value, bool) and in_range
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
@@ -84,10 +151,12 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _describe(kind: Any) -> str:
+    if is_typeddict(kind) or kind == dict[str, Any]:
+        return "an object"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,)):
-        return f"a list of {_describe(get_args(kind)[0])}"
+        return f"a list of {_describe(get_args(kind)[0])}".replace("of an object", "of objects")
     if get_origin(kind) is tuple:
         return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
     if get_origin(kind) is dict:

@@ -45,7 +45,7 @@ import numpy as np
 
 from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import RunError, UsageError
-from mjax.utils.files import lock
+from mjax.utils.files import lock, open_no_link
 from mjax.utils.ranges import Ranges, local_prefix
 from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
 
@@ -328,7 +328,7 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> "IndexedDatasetWriter":
         self._temporary[0].parent.mkdir(parents=True, exist_ok=True)
-        self._stream = self._temporary[0].open("ab")
+        self._stream = open_no_link(self._temporary[0], "ab")
         if not lock(self._stream, self._temporary[0], lambda line: print(line, file=sys.stderr)):
             self._stream.close()
             raise UsageError(f"another process is writing {self.prefix}; wait for it, or choose another name")
@@ -383,7 +383,7 @@ class IndexedDatasetWriter:
 
     def _add_masks(self, masks: bytes) -> None:
         if self._masks is None:
-            self._masks = self._temporary[2].open("wb")
+            self._masks = open_no_link(self._temporary[2], "wb")
         self._masks.write(masks)
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:

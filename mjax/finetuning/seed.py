@@ -76,8 +76,7 @@ class SeedRun(Run):
         self.epochs.append(epoch)
         is_best = best_of(self.epochs, self.task.metric) is epoch
         if is_best:
-            self.best.save(step, {"model": model})
-            self.best.wait()
+            self.best.save(step, {"model": model}, last=True)
         if is_first():
             if is_best:
                 write_predictions(self.folder / "best" / "predictions", self.task, scores)

@@ -43,7 +43,7 @@ from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import LabelledTask
 from mjax.tasks.labelled_task import Batch, Examples
 from mjax.tasks.scoring import TaskScorer
-from mjax.utils.files import rename, write_whole
+from mjax.utils.files import copy_whole, rename, write_whole
 
 
 class Finetuning:
@@ -152,6 +152,7 @@ class Finetuning:
             start, state = checkpoints.restore(self.program.abstract_state)
             self._say(f"        continued after step {start}")
             return start, state
+        checkpoints.try_save(self.mesh)
         step, state = self.start.state(seed, self.request["step"], self._say)
         self.request["step"] = step
         if is_first():
@@ -165,7 +166,8 @@ class Finetuning:
         config = replace(self.config, train=replace(self.config.train, seed=seed))
         for run in (folder, best):
             save_config(config, run / "config.json")
-        shutil.copytree(Path(self.request["checkpoint"]) / "tokenizer", best / "tokenizer", dirs_exist_ok=True)
+        source = Path(self.request["checkpoint"]) / "tokenizer"
+        shutil.copytree(source, best / "tokenizer", dirs_exist_ok=True, copy_function=copy_whole)
 
     def _redraw(self) -> None:
         drawn = {seed: epochs for seed, epochs in self.epochs.items() if epochs}

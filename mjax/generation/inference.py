@@ -20,6 +20,7 @@ from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
+from mjax.utils.files import without_parents
 
 MICRO_BATCHES_A_STAGE = 4  # for a pipeline: its bubble is then a fifth at most
 
@@ -85,7 +86,7 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
         defined, imported nor loaded with `load_config`.
       RunError: the checkpoint is damaged.
     """
-    folder, mesh = local_run(folder), mesh or MeshConfig()
+    folder, mesh = without_parents(local_run(folder)), mesh or MeshConfig()
     load_own_model(None, folder, print)
     config = read_config(folder / "config.json")
     check_enough_devices(mesh)

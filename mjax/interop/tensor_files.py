@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 from mjax.interop.torch_files import as_arrays, first_line, import_torch, load_tensors
+from mjax.utils.files import path_below
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
@@ -94,15 +95,13 @@ def _files(folder: Path, whole: str) -> dict[Path, list[str]]:
     if not index.is_file():
         return {}
     file_of = read_object(index).get("weight_map")
-    if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
+    if not isinstance(file_of, dict) or not file_of:
         raise UsageError(f"{index} has no weight_map that says which tensor is in which file; download it again")
     files: dict[Path, list[str]] = {}
     for tensor, name in file_of.items():
-        if Path(name).name != name or "\0" in name:  # refuse other folders
-            raise UsageError(f"{index} names {name!r}, which is not a file beside it; download it again")
-        files.setdefault(folder / name, []).append(tensor)
+        files.setdefault(path_below(folder, name, f"{index}: file"), []).append(tensor)
     for file in files:
-        if not os.path.isfile(file):  # also False for an invalid name
+        if not os.path.isfile(file):  # also False for a path that is too long
             raise UsageError(f"{file} does not exist, though {index.name} names it; download it too")
     return files
 

@@ -27,6 +27,7 @@ import numpy as np
 from jax.numpy import bfloat16
 
 from mjax.errors import UsageError
+from mjax.utils.files import path_below
 
 OLDEST_TORCH = (2, 10)  # in older versions a file could get around weights_only
 
@@ -289,7 +290,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
             if vars(index).get("offset") is not None
         }
         return {
-            name: _stored(name, kind, locations)
+            name: _stored(name, kind, locations, file.parent)
             for name, kind in content.state_dict_metadata.items()
             if type(kind).__name__ == "TensorStorageMetadata"
         }
@@ -317,13 +318,12 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _stored(name: str, kind: StandIn, locations: dict) -> Stored:
+def _stored(name: str, kind: StandIn, locations: dict, folder: Path) -> Stored:
     chunks = []
     for chunk in kind.chunks:
         location = locations[name, tuple(chunk.offsets)]
         file = location.relative_path
-        if "\0" in file or Path(file).name != file:  # it would be outside the checkpoint
-            raise UsageError(f"it names {file!r}, which is not a file beside it")
+        path_below(folder, file, f"the file of {name},")
         if vars(location).get("transform_descriptors"):
             raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
         start, length = _whole_numbers([location.offset, location.length])

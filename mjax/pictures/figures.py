@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mjax.utils.files import put
+from mjax.utils.files import write_whole
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.axes import Axes
@@ -57,6 +58,6 @@ def save(figure: Figure, file: Path | BinaryIO) -> None:
     if not isinstance(file, Path):
         figure.savefig(file)
         return
-    temporary = file.with_name(f"{file.stem}.tmp{file.suffix}")
-    figure.savefig(temporary)
-    put(temporary, file)
+    picture = BytesIO()
+    figure.savefig(picture, format=file.suffix[1:])
+    write_whole(file, picture.getvalue())

@@ -1,47 +1,60 @@
-"""The pictures of runs, drawn from the records of metrics.jsonl."""
+"""The pictures of runs, drawn from curves of the fields of metrics.jsonl."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mjax.config.model import Metric
+from mjax.pictures.curves import Curve
 from mjax.pictures.figures import add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     import numpy as np
     from matplotlib.axes import Axes
 
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
 LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 
 
-def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str, metrics: Sequence[Metric] = ()) -> None:
-    """Training loss (thin: raw, thick: centred average) and validation loss over steps, as a PNG.
+OF_EXPERTS = ("expert_load", "router_entropy")
+
+
+def names_of(metrics: Sequence[Metric]) -> list[str]:
+    """The fields of metrics.jsonl that the pictures of a run may show.
 
     Args:
-      records: of metrics.jsonl.
+      metrics: those of the model (`ModelConfig.metrics`).
+    """
+    shown = [name for metric in metrics if metric.axis for name in (metric.name, metric.guess) if isinstance(name, str)]
+    return [before + name for name in dict.fromkeys(("loss", *OF_EXPERTS, *shown)) for before in ("", "val_")]
+
+
+def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequence[Metric] = ()) -> None:
+    """Training loss (thin: raw, thick: centered average) and validation loss over steps, as a PNG.
+
+    Args:
+      curves: by field of metrics.jsonl.
       file: the picture.
       title: name of the run.
-      metrics: those of the model (`ModelConfig.metrics`): those with an axis that the records have are drawn next to
-        each other, instead of the loss.
+      metrics: those of the model (`ModelConfig.metrics`): those with an axis that have a curve are drawn next to each
+        other, instead of the loss.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-    records = list(records)
-    drawn = [metric for metric in metrics if metric.axis and any(metric.name in record for record in records)]
+    drawn = [metric for metric in metrics if metric.axis and metric.name in curves]
     drawn = drawn or [Metric("loss", "", axis="loss (nats per token)")]
     figure = Figure(figsize=(4 + 4 * len(drawn), 4.5), dpi=120, layout="constrained")
     for metric, panel in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
-        _draw_curves(panel, records, metric.name, "{:.1%}" if metric.share else "{:.3f}")
+        _draw_curves(panel, curves, metric.name, "{:.1%}" if metric.share else "{:.3f}")
         panel.set(xlabel="step", ylabel=metric.axis)
         panel.set_title(": ".join(filter(None, (title, metric.title))), parse_math=False)  # a name may contain dollars
         guess = metric.guess
         if isinstance(guess, str):
-            guess = next((record[f"val_{guess}"] for record in records if f"val_{guess}" in record), None)
+            guess = curves[f"val_{guess}"].last if f"val_{guess}" in curves else None
         if guess is not None:
             panel.axhline(guess, color="0.4", linestyle="--", linewidth=1, label=metric.guess_label.format(guess=guess))
         if metric.share:
@@ -55,11 +68,11 @@ def draw_loss(records: Iterable[dict[str, Any]], file: Path, title: str, metrics
     save(figure, file)
 
 
-def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarray, file: Path, title: str) -> None:
+def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, file: Path, title: str) -> None:
     """Balance of a mixture's experts, as a PNG: load and entropy over steps, and the share of each expert.
 
     Args:
-      records: of metrics.jsonl.
+      curves: by field of metrics.jsonl.
       step: the shares are those of this step.
       shares: of each expert in the assignments of its layer, [l, E], of the layers with experts.
       file: the picture.
@@ -70,16 +83,16 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
-    records, (layers, experts) = list(records), shares.shape
+    layers, experts = shares.shape
     balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
     figure = Figure(figsize=(12, 4 + height), dpi=120, layout="constrained")
     figure.suptitle(title, parse_math=False)  # a name may contain dollars
     panels = figure.subplot_mosaic([["load", "entropy"], ["shares", "shares"]], height_ratios=(4, height))
     load, entropy, heat = panels["load"], panels["entropy"], panels["shares"]
-    _draw_curves(load, records, "expert_load", "{:.2f}")
+    _draw_curves(load, curves, OF_EXPERTS[0], "{:.2f}")
     load.axhline(1, color="0.4", linestyle="--", linewidth=1, label="balanced, 1")
     load.set(xlabel="step", ylabel="load", title="busiest expert over the mean, in the worst layer")
-    _draw_curves(entropy, records, "router_entropy", "{:.3f}")
+    _draw_curves(entropy, curves, OF_EXPERTS[1], "{:.3f}")
     uniform = math.log(experts)
     entropy.axhline(uniform, color="0.4", linestyle="--", linewidth=1, label=f"uniform, log {experts} = {uniform:.3f}")
     entropy.set(xlabel="step", ylabel="nats per token", title="entropy of the router")
@@ -103,47 +116,39 @@ def draw_experts(records: Iterable[dict[str, Any]], step: int, shares: np.ndarra
     save(figure, file)
 
 
-def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_tokens: bool = False) -> None:
+def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "step") -> None:
     """Losses of runs: training, smoothed and raw, and validation; below, their difference from the first.
 
     Args:
-      runs: records of metrics.jsonl by name.
+      runs: losses in training and in validation by name of the run.
       file: .png, .pdf or .svg.
-      by_tokens: use tokens as the x axis, because steps of the runs have different numbers of tokens.
+      x: name of the x axis, step or tokens.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    x = "tokens" if by_tokens else "step"
-    measured = {
-        name: {record[x]: record["loss"] for record in records if record.get("loss") is not None}
-        for name, records in runs.items()
-    }
-    (first, reference), *others = measured.items()
-    common = {name: [at for at in values if at in reference] for name, values in others}
-    apart = any(common.values())
+    ((first, (reference, _)), *others) = runs.items()
+    distances = {name: _difference(training, reference) for name, (training, _) in others}
+    apart = any(distances.values())
     figure = Figure(figsize=(8, 6.5 if apart else 4.5), dpi=120, layout="constrained")
     axes, *below = figure.subplots(
         2 if apart else 1, 1, squeeze=False, sharex=True, height_ratios=(2, 1) if apart else None
     )[:, 0]
-    for number, (name, values) in enumerate(measured.items()):
+    for number, (name, (training, validation)) in enumerate(runs.items()):
         # Where curves coincide, each shows at the sides of the next.
-        colour, wider = COLOURS[number % len(COLOURS)], (len(measured) - 1 - number) / len(measured)
-        averaged = smoothed(list(values.values()))
-        label = f"{name}, last {averaged[-1]:.4f}"
-        axes.plot(values.keys(), averaged, color=colour, linewidth=1.2 + 6 * wider, label=label)
-        axes.plot(values.keys(), values.values(), color=colour, alpha=0.25, linewidth=0.7, zorder=1)
-        validation = [(record[x], record["val_loss"]) for record in runs[name] if record.get("val_loss") is not None]
-        if validation:
-            axes.plot(*zip(*validation, strict=True), "o", color=colour, markersize=4 + 6 * wider)
+        color, wider = COLORS[number % len(COLORS)], (len(runs) - 1 - number) / len(runs)
+        label = f"{name}, last {training.last:.4f}"
+        axes.plot(training.steps, training.smoothed, color=color, linewidth=1.2 + 6 * wider, label=label)
+        _draw_raw(axes, training, color=color, alpha=0.25, linewidth=0.7, zorder=1)
+        if validation.bins:
+            axes.plot(validation.steps, validation.means, "o", color=color, markersize=4 + 6 * wider)
         if below and name != first:
-            distance = [values[at] - reference[at] for at in common[name]]
-            below[0].plot(common[name], distance, color=colour, linewidth=1)
+            below[0].plot(*zip(*distances[name], strict=True), color=color, linewidth=1)
     axes.set(
         ylabel="loss (nats per token)", title="Loss in training (lines: averaged; thin: raw) and validation (dots)"
     )
     if below:
-        below[0].axhline(0, color=COLOURS[0], linewidth=1)
+        below[0].axhline(0, color=COLORS[0], linewidth=1)
         below[0].set_title(f"Training loss minus the loss of {first}", parse_math=False)  # a name may contain dollars
         below[0].set_ylabel("nats per token")
         below[0].ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
@@ -158,37 +163,31 @@ def draw_runs(runs: Mapping[str, Sequence[dict[str, Any]]], file: Path, by_token
     save(figure, file)
 
 
-def _draw_curves(axes: Axes, records: list[dict[str, Any]], name: str, form: str) -> None:
+def _draw_curves(axes: Axes, curves: Mapping[str, Curve], name: str, form: str) -> None:
     """The values of a metric in training and in evaluations, each with its last value in the legend."""
-
-    def curve(name: str) -> list[tuple[int, float]]:
-        return [(record["step"], record[name]) for record in records if record.get(name) is not None]
-
-    if training := curve(name):
-        steps, values = zip(*training, strict=True)
-        averaged = smoothed(values)
-        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=0.8)
-        last = form.format(averaged[-1])
-        axes.plot(steps, averaged, color="tab:blue", linewidth=1.8, label=f"training, last {last}")
-    if validation := curve(f"val_{name}"):
-        steps, values = zip(*validation, strict=True)
-        last = form.format(values[-1])
-        axes.plot(steps, values, "o-", color="tab:orange", markersize=4, label=f"validation, last {last}")
+    if training := curves.get(name):
+        _draw_raw(axes, training, color="tab:blue", alpha=0.3, linewidth=0.8)
+        last = form.format(training.last)
+        axes.plot(training.steps, training.smoothed, color="tab:blue", linewidth=1.8, label=f"training, last {last}")
+    if validation := curves.get(f"val_{name}"):
+        last = form.format(validation.recent[-1])
+        axes.plot(
+            validation.steps, validation.means, "o-", color="tab:orange", markersize=4, label=f"validation, last {last}"
+        )
 
 
-def smoothed(values: Sequence[float]) -> Sequence[float]:
-    """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
+def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:
+    """The values of a curve; of one with bins of several steps, the lowest and the highest value in each."""
+    if curve.width == 1:
+        axes.plot(curve.steps, curve.means, **style)
+    else:
+        steps = [step for step in curve.steps for _ in range(2)]
+        axes.plot(steps, [value for part in curve.bins.values() for value in (part.low, part.high)], **style)
 
-    An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
-    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1).
-    """
-    half = min(50, len(values) // 30) // 2
-    if not half:
-        return values
-    import numpy as np
 
-    width = 2 * half + 1  # SciPy's savgol_filter does the same, and takes a second to import
-    inner = np.convolve(values, np.full(width, 1 / width), "valid")
-    ends = values[:width], values[-width:]
-    first, last = (np.polyval(np.polyfit(range(width), end, 1), range(width)) for end in ends)
-    return [*first[:half].tolist(), *inner.tolist(), *last[-half:].tolist()]
+def _difference(curve: Curve, reference: Curve) -> list[tuple[float, float]]:
+    """Step and difference of two curves in the bins that both have."""
+    width = max(curve.width, reference.width)
+    bins, others = curve.merged(width).bins, reference.merged(width).bins
+    end = min(max(bins, default=0), max(others, default=0)) + (width == 1)  # a last bin may have steps of one alone
+    return [(part.step, part.mean - others[key].mean) for key, part in bins.items() if key in others and key < end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,9 +101,10 @@ def write_config(config: Config, file: Path, about: str) -> None:
       UsageError: the file exists already, or its folder does not.
     """
     check_new(file)
-    temporary = file.with_name(f"{file.stem}.tmp.py")
+    temporary = file.with_name(f"{file.stem}.{secrets.token_hex(4)}.tmp.py")
     try:
-        temporary.write_text(config_source(config, about))
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(config_source(config, about))
         assert to_dict(load_config(str(temporary))) == to_dict(config), f"{file} does not reproduce the config"
         check_new(file)  # do not overwrite a file that has appeared in the meantime
         put(temporary, file)

@@ -41,10 +41,10 @@ from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
 from mjax.config.model import TUNING, ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
-from mjax.config.plain_values import build
+from mjax.config.plain_values import read
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
-from mjax.utils.files import read_json, write_whole
+from mjax.utils.files import write_whole
 from mjax.utils.stores import resolved
 
 
@@ -280,11 +280,7 @@ def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str
 def _saved_digests(file: Path) -> dict[str, list[str]] | None:
     if not file.exists():
         return None
-    fix = "remove it to continue without comparing the data with those of the run"
-    saved = read_json(file, fix)
-    if not isinstance(saved, dict):
-        raise UsageError(f"{file} is damaged; {fix}")
-    return saved
+    return read(dict[str, list[str]], file, "remove it to continue without comparing the data with those of the run")
 
 
 def _shown(value: Any) -> str:
@@ -318,7 +314,7 @@ class Origin:
 
     run: str
     step: int | None
-    changed: dict[str, list[str]]
+    changed: dict[str, tuple[str, str]]
 
     def __str__(self) -> str:
         step = "" if self.step is None else f", checkpoint {self.step}"
@@ -333,9 +329,7 @@ def origin_of(folder: Path) -> Origin | None:
       UsageError: the file is damaged.
     """
     file = folder / ORIGIN
-    if not file.is_file():
-        return None
-    return build(Origin, read_json(file, "remove it to forget where the weights of this run come from"), str(file))
+    return read(Origin, file, "remove it to forget where the weights of this run come from") if file.exists() else None
 
 
 def save_origin(folder: Path, origin: Origin | None) -> None:
@@ -390,7 +384,7 @@ def _check_same(folder: Path, init: Path, step: int | None) -> None:
         )
 
 
-def _changed(init: Path, config: Config) -> dict[str, list[str]]:
+def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     """The fields of the model that differ, with the value there and here.
 
     Raises:
@@ -428,7 +422,7 @@ def _changed(init: Path, config: Config) -> dict[str, list[str]]:
             f"--init {init} holds the weights of another model ({values}); type {flags}, "
             f"or {new_run_flags(init, saved.model)} for its own settings"
         )
-    return {f"model.{name}": [str(value) for value in values] for name, values in changed.items()}
+    return {f"model.{name}": (str(there), str(here)) for name, (there, here) in changed.items()}
 
 
 def _value(model: ModelConfig, name: str) -> Any:

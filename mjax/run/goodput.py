@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from mjax.cluster.launch import COMPILING, STEP
-from mjax.utils.files import write_whole
+from mjax.config.plain_values import read
+from mjax.errors import UsageError
+from mjax.utils.files import set_aside, write_whole
 
 FILE = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
@@ -22,6 +25,16 @@ KINDS = {
 }  # fmt: skip
 """Activities with their titles in a table; steps come first, which are the goodput."""
 EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself
+
+
+class Start(TypedDict):
+    """An entry of goodput.json: when a start of the run began and was last seen, its steps, and seconds by activity."""
+
+    began: str
+    seen: str
+    first: int
+    last: int
+    seconds: dict[str, float]
 
 
 class Goodput:
@@ -37,14 +50,14 @@ class Goodput:
         self.file: Path | None = None
         self.seconds: Counter[str] = Counter()
         self._began, self._doing, self._since = _now(), STARTING, time.monotonic()
-        self._starts: list[dict[str, Any]] = []
+        self._starts: list[Start] = []
         self._first = self._last = self._done = 0
         self._written = self._since
 
-    def begin(self, folder: Path, step: int) -> None:
-        """Write to the run `folder` from now on; the run continues after `step`."""
+    def begin(self, folder: Path, step: int, say: Callable[[str], None] = print) -> None:
+        """Write to the run `folder` from now on; the run continues after `step`; `say` reports a damaged file."""
         self.file, self._first, self._last = folder / FILE, step, step
-        self._starts = read_goodput(folder)
+        self._starts = read_starts(Start, self.file, say)
         self._done = max((start["last"] for start in self._starts), default=0)
 
     def at(self, step: int, doing: str = STEP) -> None:
@@ -71,29 +84,48 @@ class Goodput:
         self._since = now
         seconds = {name: round(self.seconds[name], 3) for name in KINDS if name in self.seconds}
         last = max(self._done, self._last)
-        entry = {"began": self._began, "seen": _now(), "first": self._first, "last": last, "seconds": seconds}
+        entry = Start(began=self._began, seen=_now(), first=self._first, last=last, seconds=seconds)
         try:
             write_whole(self.file, json.dumps([*self._starts, entry], indent=1) + "\n")
         except OSError:
             self.file = None
 
 
-def read_goodput(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a run's goodput.json; none if it has no such file or it is damaged."""
+def read_starts(kind: type, file: Path, say: Callable[[str], None]) -> list[Any]:
+    """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside, and `say` told."""
     try:
-        starts = json.loads((folder / FILE).read_bytes())
-        return [start for start in starts if isinstance(start["seconds"], dict) and type(start["last"]) is int]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return read(list[kind], file, "") if file.exists() else []
+    except UsageError:
+        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
         return []
 
 
-def summed(starts: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by activity over all starts, and `between` them, when the run did not exist."""
+def read_goodput(folder: Path) -> list[Start]:
+    """The entries of a run's goodput.json; none if it has no such file.
+
+    Raises:
+      UsageError: it is damaged.
+    """
+    file = folder / FILE
+    return read(list[Start], file, "remove it to count from the next start") if file.exists() else []
+
+
+def summed(starts: list[Start]) -> dict[str, float]:
+    """Seconds by activity over all starts, and `between` them, when the run did not exist.
+
+    Raises:
+      UsageError: the times of two starts cannot be compared.
+    """
     seconds = Counter(dict.fromkeys(KINDS, 0.0))
     for start in starts:
-        seconds.update({name: float(value) for name, value in start["seconds"].items() if name in KINDS})
-    times = [tuple(datetime.fromisoformat(start[name]) for name in ("began", "seen")) for start in starts]
-    between = sum(max((began - seen).total_seconds(), 0.0) for (_, seen), (began, _) in pairwise(times))
+        seconds.update({name: value for name, value in start["seconds"].items() if name in KINDS})
+    between = 0.0
+    for before, start in pairwise(starts):
+        try:
+            pause = datetime.fromisoformat(start["began"]) - datetime.fromisoformat(before["seen"])
+        except (ValueError, TypeError) as error:  # no time, or only one of both with a zone
+            raise UsageError(f"{FILE} has a time that cannot be used ({error}); remove it") from None
+        between += max(pause.total_seconds(), 0.0)
     return dict(seconds) | {"between": between}
 
 

@@ -34,7 +34,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -42,12 +42,14 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config, HealthConfig
 from mjax.config.model_file import run_flags
+from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError
 from mjax.run.metrics import Record
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
-from mjax.utils.files import read_json, write_whole
+from mjax.utils.files import write_whole
 
+T = TypeVar("T")
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
 
 FAR = 10.0  # times the mean: a spike if too few losses are known for a deviation, or in an evaluation
@@ -56,6 +58,34 @@ LEAST_DEVIATION = 0.01  # of the mean: a nearly constant loss has no spikes of a
 MOST_REWINDS = 3  # to one checkpoint
 REWIND_BATCHES = 10  # skipped by a rewind, up to and including that of the spike
 PASSED_OVER, UNHEALTHY = "passed_over.json", "unhealthy.json"
+
+Rewind = TypedDict("Rewind", {"steps": tuple[int, int], "spike": int, "loss": float, "from": int})
+"""An entry of passed_over.json: first and last step, the spike with its loss, and the checkpoint gone back to."""
+
+
+class HealthState(TypedDict):
+    """The result of `Health.as_dict`."""
+
+    losses: list[float]
+    unhealthy: list[int]
+    skipped_in_a_row: int
+    limits: tuple[float | None, float | None]
+
+
+class HostValues(TypedDict, total=False):
+    """The values that a run stores in the manifest of each checkpoint."""
+
+    health: HealthState
+    suspect: bool
+    passed_over: list[Rewind]
+    continued_from: int | None
+
+
+class UnhealthyEnd(TypedDict):
+    """The content of unhealthy.json."""
+
+    problem: str
+    way_out: str
 
 
 class Health:
@@ -66,7 +96,7 @@ class Health:
       skipped_in_a_row: consecutive skipped steps up to this one.
     """
 
-    def __init__(self, config: HealthConfig, step: int = 0, known: dict[str, Any] | None = None):
+    def __init__(self, config: HealthConfig, step: int = 0, known: HealthState | None = None):
         """Begin after `step`, with the result of `as_dict` there; None: from scratch."""
         known = known or {"losses": [], "unhealthy": [], "skipped_in_a_row": 0, "limits": [None, None]}
         self.config, self.step = config, step
@@ -75,7 +105,7 @@ class Health:
         self._unhealthy = deque(known["unhealthy"], maxlen=config.window)  # whether a step was; no settling ones
         self._limits = tuple(math.inf if limit is None else limit for limit in known["limits"])  # of the next two steps
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> HealthState:
         """The whole state as plain values, exactly."""
         return {
             "losses": list(self._losses),
@@ -169,7 +199,7 @@ class Guard:
 
     Attributes:
       health: of the last step that was observed.
-      passed_over: rewinds: [{"steps": [first, last], "spike": step, "loss": …, "from": checkpoint}, …].
+      passed_over: rewinds.
       good: the last good checkpoint; None if none is known.
       continued_from: the checkpoint that the user chose to continue from, if any.
       spike: step and loss of a spike that the run has to go back from; None: continue.
@@ -180,10 +210,11 @@ class Guard:
         self.config, self.checkpoints, self.say = config, checkpoints, say
         self.folder = checkpoints.folder.parent if checkpoints else Path()
         self.health = Health(config.health)
-        self.passed_over: list[dict[str, Any]] = []
+        self.passed_over: list[Rewind] = []
         self.good: int | None = None
         self.continued_from: int | None = None
         self.spike: tuple[int, float] | None = None
+        self._good_before: int | None = None  # the last but one
         self._candidate: int | None = None  # a checkpoint that may become good
         self._healthy_since = 0  # healthy steps after the candidate
         self._put_off = False
@@ -191,13 +222,14 @@ class Guard:
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
         there = self.checkpoints is not None and start in self.checkpoints.steps()
-        known = self.checkpoints.host_values(start) if there else {}
+        known = _host_values(self.checkpoints, start) if there else HostValues()
         self.health = Health(self.config.health, start, known.get("health"))
         if self.continued_from is None:
             self.continued_from = known.get("continued_from")
         if self.checkpoints is not None:
             self.good = self.checkpoints.good()
-            self.passed_over = _read(self.folder / PASSED_OVER, known.get("passed_over", []))
+            rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
+            self.passed_over = known.get("passed_over", []) if rewinds is None else rewinds
         self.spike, self._put_off, self._healthy_since = None, False, 0
         self._candidate = start if there and start > 0 and not known.get("suspect") else None
         if known.get("suspect"):
@@ -241,7 +273,7 @@ class Guard:
         self._follow(state)
         return wrong
 
-    def _passes_over(self, step: int) -> dict[str, Any] | None:
+    def _passes_over(self, step: int) -> Rewind | None:
         return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
 
     def _scale_settles(self, record: Record) -> bool:
@@ -261,7 +293,15 @@ class Guard:
 
     def _confirm(self) -> None:
         self.checkpoints.confirm(self._candidate)
-        self.good, self._candidate = self._candidate, None
+        self._good_before, self.good, self._candidate = self.good, self._candidate, None
+
+    def _forget_failed(self) -> None:
+        """Forget a checkpoint whose save failed: it is not a candidate, and not good."""
+        self.checkpoints.settle()
+        if self._candidate in self.checkpoints.failed:
+            self._candidate = None
+        if self.good in self.checkpoints.failed:
+            self.good = self._good_before
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -271,7 +311,12 @@ class Guard:
         return self._put_off or bool(interval and step % interval == 0)
 
     def save(self, step: int, state: Any, ends: bool) -> bool:
-        """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun."""
+        """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun.
+
+        Raises:
+          RunError: two saves in a row failed.
+        """
+        self._forget_failed()
         if self.spike is not None:
             return False  # steps after the last good checkpoint will be abandoned
         suspect = self.health.suspect
@@ -282,13 +327,13 @@ class Guard:
             return False
         if self._candidate is not None and self._healthy_since > 0:
             self._confirm()
-        host = {
+        host: HostValues = {
             "health": self.health.as_dict(),
             "suspect": suspect,
             "passed_over": self.passed_over,
             "continued_from": self.continued_from,
         }
-        self.checkpoints.save(step, state, host, rotate=not suspect)
+        self.checkpoints.save(step, state, host, rotate=not suspect, last=ends)
         self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
         return True
 
@@ -304,12 +349,15 @@ class Guard:
         Raises:
           UnhealthyError: there were too many rewinds to it.
         """
+        self._forget_failed()
         (step, loss), good = self.spike, self.good
+        if good is None:
+            self.give_up("the loss spiked, and the checkpoint to rewind to could not be saved")
         if sum(entry["from"] == good for entry in self.passed_over) >= MOST_REWINDS:
             self.give_up(f"the loss spiked again after {MOST_REWINDS} rewinds to checkpoint {good}")
         self.checkpoints.abandon(after=good)
         first = max(good + 1, step - REWIND_BATCHES + 1)
-        entry = {"steps": [first, step], "spike": step, "loss": loss, "from": good}
+        entry: Rewind = {"steps": (first, step), "spike": step, "loss": loss, "from": good}
         if is_first():
             write_whole(self.folder / PASSED_OVER, json.dumps([*self.passed_over, entry], indent=1) + "\n")
         self.say(f"rewinding to checkpoint {good}")
@@ -322,7 +370,7 @@ class Guard:
         Raises:
           UnhealthyError: always; it names the command that continues from the last good checkpoint.
         """
-        self.checkpoints.wait()
+        self._forget_failed()
         steps, good = self.checkpoints.steps(), self.good
         if not steps:
             raise UnhealthyError(
@@ -341,7 +389,7 @@ class Guard:
         raise UnhealthyError(f"{problem}; {way_out}")
 
 
-def _told(entry: dict[str, Any]) -> str:
+def _told(entry: Rewind) -> str:
     first, last = entry["steps"]
     return (
         f"steps {first} to {last} train on nothing, because the loss spiked at step {entry['spike']} "
@@ -349,8 +397,13 @@ def _told(entry: dict[str, Any]) -> str:
     )
 
 
-def _read(file: Path, default: Any) -> Any:
-    return read_json(file, "restore it, or remove it") if file.exists() else default
+def _read(kind: type[T], file: Path) -> T | None:
+    return read(kind, file, "restore it, or remove it") if file.exists() else None
+
+
+def _host_values(checkpoints: Checkpoints, step: int) -> HostValues:
+    source = f"the manifest of checkpoint {checkpoints.folder / str(step)}"
+    return check(HostValues, checkpoints.host_values(step), source, "continue from another one with --step")
 
 
 def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
@@ -387,9 +440,11 @@ def check_start(folder: Path, step: int | None) -> None:
     """Reject a run that ended unhealthy, unless a checkpoint to continue from is given.
 
     Raises:
+      UsageError: unhealthy.json or passed_over.json is damaged.
       UnhealthyError: it did, and no checkpoint was given to continue from.
     """
-    if step is None and (marked := _read(folder / UNHEALTHY, None)):
+    _read(list[Rewind], folder / PASSED_OVER)
+    if step is None and (marked := _read(UnhealthyEnd, folder / UNHEALTHY)):
         raise UnhealthyError(f"{folder} ended unhealthy ({marked['problem']}); {marked['way_out']}")
 
 
@@ -400,7 +455,7 @@ def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None
     has saved since record that they follow from `step`.
     """
     steps, marker = checkpoints.steps(), checkpoints.folder.parent / UNHEALTHY
-    repeated = not marker.exists() and checkpoints.host_values(steps[-1]).get("continued_from") == step
+    repeated = not marker.exists() and _host_values(checkpoints, steps[-1]).get("continued_from") == step
     if from_first(repeated):  # process 0 removes the marker
         say(f"checkpoint {steps[-1]} continues from {step} already; to go back again, move the later ones away")
         return

@@ -103,6 +103,8 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         )
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
+        if checkpoints.steps() in ([], [0]):  # 0: converted
+            checkpoints.try_save(mesh)
         with status("compiling and filling the state", display.console):
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.say)
         announce_start(display, resolved, program, data, folder, start)
@@ -119,7 +121,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             metrics = config.model.metrics
             log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
             stack.enter_context(contextlib.closing(log))
-            goodput.begin(folder, start)
+            goodput.begin(folder, start, display.say)
             stack.callback(goodput.write)
 
         # --- Steps ----------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class Run:
                 if ends or self.guard.spike is not None:
                     break
                 self._at(step, "waiting for its batch")
-            self.checkpoints.wait()  # here, where a second SIGTERM cannot end the process before the save is committed
+            self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
         if stop.requested and done < last and self.guard.spike is None:
             display.say(
                 f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"

@@ -9,25 +9,36 @@ import json
 import math
 import os
 import platform
+import secrets
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mjax.config.model import Metric
+from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError
-from mjax.pictures.runs import draw_experts, draw_loss
-from mjax.utils.files import free_name, make_folder, to_disk, write_whole
+from mjax.pictures.curves import Curve
+from mjax.pictures.runs import draw_experts, draw_loss, names_of
+from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
-REDRAW = 10.0  # seconds between two drawings of the pictures, at least; training waits while they are drawn
+OF_ANOTHER_TYPE = {"skipped", "nonfinite", "unhealthy"}  # fields of a record that are not numbers
+REDRAW = 10.0  # seconds between two drawings of the pictures, at least
+LAST = 100  # steps at the end of a run, of which the skipped ones are counted
+BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
+MANY_BYTES = 2**26  # of a metrics.jsonl that takes seconds to read
+VALIDATION = b'"val_loss"'
+LARGEST = sys.float_info.max
 
 
 @dataclass
@@ -96,36 +107,123 @@ def finite_or_none(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def read_metrics(file: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, or those in its last `tail` bytes; damaged lines are skipped.
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; damaged lines are skipped."""
+    return [record for _, record in read_lines(file, [])]
 
-    A crash truncates the last line.
+
+def read_lines(file: Path, damaged: list[int]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line of a metrics.jsonl with its record; the numbers of damaged lines are added to `damaged`.
+
+    A last line without its end is not counted: a crash truncates it.
+
+    Raises:
+      UsageError: the file cannot be read.
     """
-    return _read(file, tail)[0]
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if record := _record(line):
+                yield line.rstrip(b"\n") + b"\n", record
+            elif line.endswith(b"\n"):
+                damaged.append(number)
 
 
-def _read(file: Path, tail: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers of the damaged lines; a last line without its end is not counted."""
-    records, damaged = [], []
+@dataclass
+class End:
+    """The end of a metrics.jsonl.
+
+    Attributes:
+      last: the last record; empty if there is none.
+      loss, val_loss: the last ones that are finite.
+      steps, skipped: number of the last steps, at most `LAST`, and how many of them were skipped.
+      problem: what is wrong with the last line; empty if nothing is.
+    """
+
+    last: dict[str, Any] = field(default_factory=dict)
+    loss: float | None = None
+    val_loss: float | None = None
+    steps: int = 0
+    skipped: int = 0
+    problem: str = ""
+
+
+def read_end(file: Path, tail: int) -> End:
+    """The end of a metrics.jsonl, from its last `tail` bytes at most.
+
+    Raises:
+      UsageError: the file cannot be read.
+    """
+    end, torn = End(), True
+    for line in _lines_from_end(file, tail, lambda block: end.steps < LAST or end.loss is None or VALIDATION in block):
+        needed = (
+            not end.last
+            or (end.loss is None and b'"loss": null' not in line)
+            or (end.val_loss is None and VALIDATION in line)
+            or (end.steps < LAST and b"true" in line)
+        )  # to parse all of them would take a millisecond
+        record = _record(line) if needed else {}
+        if record is None and not (torn or end.last):
+            end.problem = "the last line of metrics.jsonl is damaged"
+        torn = False
+        if record is None:
+            continue
+        if not end.last:
+            end.last = record
+            if "tokens" not in record:
+                end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
+        end.loss = record.get("loss") if end.loss is None else end.loss
+        end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
+        if end.steps < LAST:
+            end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
+        elif end.loss is not None and end.val_loss is not None:
+            break
+    return end
+
+
+def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -> Iterator[bytes]:
+    """Lines in the last `tail` bytes of a file, the last one first, without blocks that are not needed."""
+    rest = b""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
+        position = stream.seek(0, os.SEEK_END)
+        first = max(position - tail, 0)
+        while position > first:
+            begin = max(position - BLOCK, first)
+            stream.seek(begin)
+            block, position = stream.read(position - begin) + rest, begin
+            rest = block.split(b"\n", 1)[0] if position else b""
+            if is_needed(block):
+                yield from reversed(block.split(b"\n")[bool(position) :])
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
     try:
         with file.open("rb") as stream:
-            start = 0 if tail is None else max(0, os.fstat(stream.fileno()).st_size - tail)
-            stream.seek(start)
-            lines = stream.read().split(b"\n")[1 if start else 0 :]
+            yield stream
     except (FileNotFoundError, NotADirectoryError):
-        lines = []
+        raise
     except OSError as error:  # a folder, a failing disk
         raise UsageError(f"{file} cannot be read ({error.strerror}); move it away to begin a new one") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError):  # blank, torn, zeros after a power failure, not UTF-8
-            record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-        elif number < len(lines):
-            damaged.append(number)
-    return records, damaged
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if it is damaged."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):  # blank, torn, zeros after a power failure, not UTF-8
+        return None
+    return record if isinstance(record, dict) and _is_valid(record) else None
+
+
+def _is_valid(record: dict[str, Any]) -> bool:
+    """True if the values of a record have their types."""
+    counts = record.get("step"), record.get("tokens", 0)
+    numbers = (value for name, value in record.items() if name not in OF_ANOTHER_TYPE and value is not None)
+    return (
+        all(type(count) is int and 0 <= count < WHOLE for count in counts)
+        and type(record.get("skipped", False)) is bool
+        and all(type(number) in (int, float) and abs(number) <= LARGEST for number in numbers)  # NaN is not
+    )
 
 
 class Announced:
@@ -173,17 +271,11 @@ class MetricsLog:
         say: Callable[[str], None] = print,
         metrics: Sequence[Metric] = (),
     ):
-        self.folder, self.metrics = folder, metrics
+        self.folder, self.metrics, self._names = folder, metrics, names_of(metrics)
         self._announced = Announced(say)
-        file = folder / "metrics.jsonl"
-        found, damaged = _read(file)
-        if damaged:
-            aside = free_name(file, "damaged")
-            shutil.copyfile(file, aside)
-            to_disk(aside)
-            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
-        self._begin_with([record for record in found if record["step"] <= step])
+        self._begin_after(step)
+        self._drawing: Future | None = None
+        self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
         self._drawn = -math.inf
         self._tensorboard = self._wandb = None
         if tensorboard:
@@ -196,7 +288,7 @@ class MetricsLog:
     def write(self, record: Record) -> None:
         """Record one step."""
         values = record.as_dict()
-        self.records.append(values)
+        self._add(values)
         if "expert_shares" in record.arrays:
             self._shares = record.step, record.arrays["expert_shares"]
         with self._announced("metrics.jsonl"):
@@ -213,7 +305,7 @@ class MetricsLog:
         """Add how the model continues prompts after a step to samples.jsonl."""
         with self._announced("samples.jsonl"):
             file = self.folder / "samples.jsonl"
-            with file.open("a", encoding="utf-8") as stream:
+            with open_no_link(file, "a", encoding="utf-8") as stream:
                 for prompt, continuation in zip(prompts, continuations, strict=True):
                     record = {"step": step, "prompt": prompt, "continuation": continuation}
                     stream.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -223,32 +315,69 @@ class MetricsLog:
         """Drop the lines after `step`, because the run goes back to it. TensorBoard and W&B show both runs of these
         steps."""
         self._file.close()
-        self._begin_with([record for record in self.records if record["step"] <= step])
+        self._begin_after(step)
 
-    def _begin_with(self, records: list[dict[str, Any]]) -> None:
-        file = self.folder / "metrics.jsonl"
-        write_whole(file, "".join(json.dumps(record) + "\n" for record in records))
-        self.records, self._file, self._torn = records, file.open("ab", buffering=0), False
+    def _begin_after(self, step: int) -> None:
+        """Keep the lines up to `step`, and add further ones to them."""
+        file, damaged = self.folder / "metrics.jsonl", []
+        self.curves: dict[str, Curve] = {}
         self._shares: tuple[int, np.ndarray] | None = None  # of experts, and the step that they are of
+        if file.is_symlink():  # its damaged lines would be copied into the folder
+            raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
+        if file.is_file() and (size := file.stat().st_size) > MANY_BYTES:
+            self._announced.say(f"reading {file}: {size / 1e6:,.0f} MB")
+        temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+        with contextlib.ExitStack() as undo:
+            whole = undo.enter_context(temporary.open("xb"))
+            undo.callback(temporary.unlink)
+            for line, record in read_lines(file, damaged):
+                if record["step"] <= step:
+                    whole.write(line)
+                    self._add(record)
+            undo.pop_all()
+            whole.close()
+        if damaged:
+            aside = free_name(file, "damaged")
+            shutil.copyfile(file, aside)
+            to_disk(aside)
+            lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
+            self._announced.say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
+        put(temporary, file)
+        self._file, self._torn = open_no_link(file, "ab", buffering=0), False
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        """Add a record to the curves that the pictures show."""
+        for name in self._names:
+            if (value := record.get(name)) is not None:
+                self.curves.setdefault(name, Curve()).add(record["step"], value)
 
     def draw(self, last: bool = True) -> None:
-        """Redraw the pictures, unless others follow and those that are there are less than `REDRAW` seconds old."""
-        if last or time.monotonic() - self._drawn > REDRAW:
-            if self._shares:
-                self._draw_experts(*self._shares)
-            with self._announced("loss.png"):
-                draw_loss(self.records, self.folder / "loss.png", self.folder.name, self.metrics)
-                self._drawn = time.monotonic()
+        """Redraw the pictures: the last ones now, others in the background, unless those that are there are less than
+        `REDRAW` seconds old or are being drawn."""
+        busy = self._drawing is not None and not self._drawing.done()
+        if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
+            return
+        curves = {name: curve.merged() for name, curve in self.curves.items()}
+        self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
+        if last:
+            self._drawing.result()
 
-    def _draw_experts(self, step: int, shares: np.ndarray) -> None:
+    def _draw(self, curves: Mapping[str, Curve], shares: tuple[int, np.ndarray] | None) -> None:
+        if shares:
+            self._draw_experts(curves, *shares)
+        with self._announced("loss.png"):
+            draw_loss(curves, self.folder / "loss.png", self.folder.name, self.metrics)
+
+    def _draw_experts(self, curves: Mapping[str, Curve], step: int, shares: np.ndarray) -> None:
         with self._announced("experts.json"):
             rows = [[round(share, 6) for share in layer] for layer in shares.tolist()]
             write_whole(self.folder / "experts.json", json.dumps({"step": step, "shares": rows}) + "\n")
         with self._announced("experts.png"):
-            draw_experts(self.records, step, shares, self.folder / "experts.png", self.folder.name)
+            draw_experts(curves, step, shares, self.folder / "experts.png", self.folder.name)
 
     def close(self) -> None:
-        """Finish all files."""
+        """Finish all files and pictures."""
+        self._painter.shutdown()
         with self._announced("metrics.jsonl"):
             self._file.close()
         if self._tensorboard:
@@ -279,7 +408,7 @@ class _Scalars:
         """Create a file in `folder`; TensorBoard hides what older ones have for the steps from `first` on."""
         make_folder(folder)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}"
-        self._file, self._flushed = (folder / name).open("wb"), time.monotonic()
+        self._file, self._flushed = (folder / name).open("xb"), time.monotonic()
         self._add(0, b"\x1a" + _sized(b"brain.Event:2"))  # file_version
         self._add(first, b"\x3a" + _sized(b"\x08\x01"))  # session_log: its status is START
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -30,11 +31,12 @@ from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
+from mjax.run.goodput import read_starts
 from mjax.step.layout import initial_weights
 from mjax.step.step import TrainProgram
 from mjax.step.train_state import TrainState
 from mjax.utils import packages
-from mjax.utils.files import set_aside, write_whole
+from mjax.utils.files import copy_whole, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
 # NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
@@ -109,7 +111,7 @@ def write_folder(
         if tokenizer.is_dir() and not same_files(data.tokenizer, tokenizer):
             say(f"{tokenizer} is replaced by the other tokenizer of the data; a chat template in it is gone")
             shutil.rmtree(tokenizer)
-        shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True)
+        shutil.copytree(data.tokenizer, tokenizer, dirs_exist_ok=True, copy_function=copy_whole)
 
 
 def write_origin(
@@ -121,7 +123,7 @@ def write_origin(
     if base is not None:
         save_base(folder, base)
     if origin and (card := read_folder(origin.run) / "README.md").is_file():  # whose front matter has the license
-        shutil.copy(card, folder)
+        copy_whole(str(card), str(folder / card.name))
     tokenizer = read_folder(origin.run) / "tokenizer" if origin else None
     if tokenizer is None or not tokenizer.is_dir():
         return
@@ -134,7 +136,7 @@ def write_origin(
             )
         # The data's own description says what ends documents.
         ignored = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))
-        shutil.copytree(tokenizer, folder / "tokenizer", dirs_exist_ok=True, ignore=ignored)
+        shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
         say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")
 
@@ -188,15 +190,7 @@ def write_environment(config: Config, folder: Path, say: Callable[[str], None]) 
     A file that is not such a list is kept under another name; `say` is told about that and about other failures.
     """
     file = folder / "environment.json"
-    try:
-        starts = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        starts = []
-    except (ValueError, RecursionError, IsADirectoryError):  # torn, or not UTF-8
-        starts = None
-    if not isinstance(starts, list):
-        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
-        starts = []
+    starts = read_starts(dict[str, Any], file, say)
     write_whole(file, json.dumps([*starts, describe_environment(config, say)], indent=2) + "\n")
 
 

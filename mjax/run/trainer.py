@@ -21,6 +21,7 @@ from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
 from mjax.run.metrics import Record
 from mjax.run.options import Options, Result
 from mjax.step.schedule import decay_end
+from mjax.utils.files import without_parents
 
 Callback = Callable[[Record], bool | None]
 
@@ -71,7 +72,7 @@ class Trainer:
         Raises:
           UsageError: with the sentence that `train.py` would print.
         """
-        self.folder, self.callbacks = run_to_train(folder), tuple(callbacks)
+        self.folder, self.callbacks = without_parents(run_to_train(folder)), tuple(callbacks)
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
@@ -89,7 +90,7 @@ class Trainer:
             config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
         validate(config, str(folder))
         self.config = config
-        origin = choose_origin(self.folder, config, None if init is None else local_run(init))
+        origin = choose_origin(self.folder, config, None if init is None else without_parents(local_run(init)))
         self.changes = changes_since(self.folder, config, allow_change)
         self.options = Options(
             name=str(self.folder),

@@ -41,6 +41,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.step.kernel_trial import with_kernel
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
+from mjax.utils.files import without_parents
 
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 MOST_TOKENS = 256  # to generate if a task does not say, as in the harness's other models
@@ -88,7 +89,7 @@ class HarnessModel(TemplateLM):
             raise UsageError("--model mjax needs a run; add --run runs/NAME, or run=runs/NAME to --model_args")
         if max_batch_size is not None:
             raise UsageError(f"--max_batch_size {max_batch_size} is not supported by --model mjax; use --batch_size")
-        run = Path(folder)
+        run = without_parents(Path(folder))
         load_own_model(config, run, tqdm.write)
         saved = read_run(run, *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):

@@ -12,10 +12,12 @@ import fcntl
 import itertools
 import json
 import os
+import re
+import secrets
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mjax.errors import UsageError
 
@@ -48,6 +50,18 @@ def path_below(folder: Path, name: str, what: str = "name") -> Path:
     if problem is not None:
         raise UsageError(f"{what} {_shorten(name)} {problem}; use a relative path such as a/b, without ..")
     return folder / name
+
+
+def without_parents(path: Path) -> Path:
+    """`path` without `..`, which the library of checkpoints rejects; relative if it is below the working folder.
+
+    Call it where a path enters. Links before `..` are followed, as the system does; addresses stay as they are.
+    """
+    if ".." not in path.parts or re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
+        return path
+    end = len(path.parts) - path.parts[::-1].index("..")
+    resolved = Path(os.path.realpath(Path(*path.parts[:end])), *path.parts[end:])
+    return resolved.relative_to(Path.cwd()) if Path.cwd() in resolved.parents else resolved
 
 
 def check_run_name(name: str) -> None:
@@ -87,6 +101,24 @@ def name_problem(name: Any) -> str | None:
 def _shorten(name: Any) -> str:
     text = repr(name)
     return text if len(text) <= 100 else f"{text[:60]}…{text[-20:]}"
+
+
+def open_no_link(file: Path, mode: str, **options: Any) -> IO:
+    """`open` for a name that another user can predict: not through a link in place of `file`.
+
+    Raises:
+      UsageError: the file is a link.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # nor wait for the reader of a pipe
+
+    try:
+        return open(file, mode, opener=opener, **options)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(f"{file} is a link, through which mjax does not write; remove it") from None
 
 
 def take_lock(stream: BinaryIO, say: Callable[[str], None]) -> bool:
@@ -137,11 +169,35 @@ def put(temporary: Path, path: Path) -> None:
     rename(temporary, path)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text file atomically: it has the new content or the old, whenever the process ends."""
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    put(temporary, file)
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a file atomically: it has the new content or the old, whenever the process ends.
+
+    The temporary name is random, and a link in place of `file` is replaced: nothing is written through a link.
+
+    Args:
+      file: replaced if it exists.
+      content: text is written in UTF-8.
+    """
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+        put(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk needs the space
+        raise
+
+
+def copy_whole(source: str, target: str) -> None:
+    """Copy a file atomically, replacing a link: the `copy_function` of `shutil.copytree`."""
+    write_whole(Path(target), Path(source).read_bytes())
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what `write_whole` left in `folder` when its process was killed; only while nobody else writes there."""
+    for file in folder.glob("*.tmp"):
+        if re.fullmatch(r".+\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
+            file.unlink()
 
 
 def make_folder(folder: Path) -> None:

@@ -47,9 +47,10 @@ def test_fsync_error_keeps_the_old_content(tmp_path, monkeypatch, number, write)
     file = tmp_path / "config.json"
     file.write_text("old")
     monkeypatch.setattr(os, "fsync", failing(number))
-    with pytest.raises(OSError, match=f"{os.strerror(number)}: '{file}.tmp'"):
+    with pytest.raises(OSError, match=rf"{os.strerror(number)}: '{file}\.\w+\.tmp'"):
         write(file)
     assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_disk_without_fsync_is_written(tmp_path, monkeypatch):
@@ -61,7 +62,9 @@ def test_disk_without_fsync_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize("write", WRITES)
 def test_file_is_synced_before_and_after_rename(tmp_path, disk, write):
     write(tmp_path / "file")
-    assert disk == [("sync", tmp_path / "file.tmp"), ("rename", tmp_path / "file"), ("sync", tmp_path)]
+    (_, temporary), *others = disk
+    assert re.fullmatch(r"file\.[0-9a-f]{8}\.tmp", temporary.name)
+    assert others == [("rename", tmp_path / "file"), ("sync", tmp_path)]
 
 
 def test_folder_is_synced_with_its_content(tmp_path, disk):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.data.tokenizers import SCHEMES, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
 from mjax.data.tokenizers.huggingface import ENDS
 from mjax.errors import UsageError
 from tests.data.vocabularies import (
@@ -142,6 +142,14 @@ def test_damaged_description_is_rejected(tmp_path, description, message):
     (tmp_path / "mjax_tokenizer.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         tokenizer_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("description", [[], {"kind": "bytes"}, BYTES | {"bos": "x"}])
+def test_damaged_description_of_a_run_is_named(tmp_path, description):
+    (tmp_path / "mjax_tokenizer.json").write_text(json.dumps(description))
+    for read in (bos_of, lambda folder: same_files(folder, folder)):
+        with pytest.raises(UsageError, match=r"does not describe a tokenizer: .*; prepare the data again"):
+            read(tmp_path)
 
 
 # --- Wrong uses -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ reader independent of mjax, if the format is simple enough for one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -15,7 +16,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import EllipsisType
@@ -27,17 +28,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.aot.saved_program import open_program
-from mjax.checkpoint.folders import check_files, read_manifest, write_manifest
-from mjax.config import Config, read_config, save_config, to_dict
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import Base, check_files, read_base, read_manifest, write_manifest
+from mjax.commands.runs import row_of
+from mjax.config import Config, HealthConfig, read_config, save_config, to_dict
 from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata, read_metadata
+from mjax.config.model_file import ModelFile, model_file_of
 from mjax.data.cache import WORTH_KEEPING, IndexCache
 from mjax.data.corpus import TextFiles
 from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, write_metadata
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
+from mjax.errors import UnhealthyError
 from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
 from mjax.finetuning.seed import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
+from mjax.run.continuing import Origin, _saved_digests, origin_of
+from mjax.run.goodput import read_goodput, summed
+from mjax.run.health import Health, check_start
 from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.zero_shot import Lambada, WikiText103
@@ -215,6 +223,47 @@ EPOCHS = [{"epoch": n, "step": 8 * n, "loss": 1.0 / n, "figures": {"accuracy": 0
 METRICS = "".join(json.dumps({"step": n, "loss": 2.0, "val_loss": None, "tokens": 8 * n}) + "\n" for n in range(1, 9))
 
 
+RECORDS = [
+    {"step": n, "loss": 9.0 - n, "tokens": 8 * n, "tokens_per_second": 5.0, "skipped": False} | more
+    for n, more in enumerate(({}, {"val_loss": 7.0}, {"nonfinite": None, "expert_load": 1.0}), start=1)
+]
+START = {"began": "2026-01-01T00:00:00+00:00", "seen": "2026-01-01T01:00:00+00:00", "first": 0, "last": 3}
+REWIND = {"steps": [1, 2], "spike": 2, "loss": 9.5, "from": 1}
+HOST = {"health": Health(HealthConfig()).as_dict(), "suspect": True, "passed_over": [REWIND], "continued_from": None}
+RUN_FILES = {
+    "config.json": to_dict(small_config()),
+    "metrics.jsonl": RECORDS,
+    "environment.json": [{"parameters": 1000, "mesh": "data 1"}],
+    "goodput.json": [START | {"seconds": {"steps": 60.0}}, START | {"seconds": {"saving": 1.5}}],
+    "checkpoints/good.json": {"step": 3},
+    "checkpoints/3/manifest.json": HOST,  # its values for the host; damage to others changes its checksum
+    "base.json": asdict(Base("/runs/base", 3, "00ff")),
+    "init.json": asdict(Origin("/runs/origin", 3, {"model.dropout": ("0.1", "0.0")})),
+    "data.json": {"path": ["5d41", "402a"]},
+    "model.json": asdict(ModelFile("/models/file.py", "00ff", 1000)),
+    "experts.json": {"step": 3, "shares": [[0.5, 0.5]]},
+    "passed_over.json": [REWIND],
+    "unhealthy.json": {"problem": "4 steps in a row were skipped", "way_out": "continue with --step 1"},
+}
+
+
+def _write_run_files(folder: Path) -> None:
+    for name in RUN_FILES.keys() - {"config.json", "metrics.jsonl", "checkpoints/3/manifest.json", "experts.json"}:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(RUN_FILES[name]))
+
+
+def _read_run_files(folder: Path) -> list:
+    said = []
+    with contextlib.suppress(UnhealthyError):
+        check_start(folder, None)
+    with Checkpoints(folder / "checkpoints", on_notice=said.append) as checkpoints:
+        checkpoints.good()
+    save_config(small_config(), folder / "config.json")
+    readers = (read_base, origin_of, model_file_of, read_goodput, lambda folder: _saved_digests(folder / "data.json"))
+    return [row_of(folder), said, *(str(read(folder)) for read in readers), summed(read_goodput(folder))]
+
+
 def _write_checkpoint(folder: Path) -> None:
     (folder / "5" / "model").mkdir(parents=True)
     for name in ("model/a", "model/b", "_METADATA"):
@@ -332,6 +381,7 @@ READERS = [
         _write("metrics.jsonl", METRICS.encode()),
         lambda folder: read_metrics(folder / "metrics.jsonl"),
     ),
+    Reader("small files of a run", _write_run_files, _read_run_files),
     Reader("checkpoint", _write_checkpoint, _read_checkpoint, checked=("*",)),
     Reader(
         "calibration",

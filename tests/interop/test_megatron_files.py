@@ -139,7 +139,7 @@ def test_metadata_is_read_as_data(tmp_path):
     ("make", "words"),
     [
         (lambda folder: Called(open, str(folder / "sprung"), "w"), f"wants to call {open.__module__}.open, which is"),
-        (lambda folder: metadata(file="../secret"), "names '../secret', which is not a file beside it"),
+        (lambda folder: metadata(file="../secret"), "the file of decoder.final, '../secret' has the part '..'"),
         (lambda folder: metadata(offsets=(1, 0)), "is truncated or not a .metadata"),
         (lambda folder: metadata(transform_descriptors=["zstd"]), "is stored as ['zstd']"),
     ],

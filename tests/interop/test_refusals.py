@@ -124,6 +124,11 @@ def test_tensors_that_do_not_fit_are_refused(config, change, tensors, words, tmp
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
+def through_a_link(folder):
+    (folder / "out").symlink_to(folder.parent)
+    content(INDEX, lambda text: text.replace(SECOND.encode(), b"out/model.safetensors"))(folder)
+
+
 def content(file, change):
     return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes()))
 
@@ -143,7 +148,11 @@ FILES = {
     "no tensors": (1, lambda folder: (folder / ONE).unlink(), f"has no {ONE}"),
     "a pickle": (1, only_a_pickle, "in pytorch_model.bin only, a pickle"),
     "a missing file": (2, lambda folder: (folder / SECOND).unlink(), "does not exist, though"),
-    "a file elsewhere": (2, content(INDEX, lambda text: text.replace(b"model-00002", b"../x")), "not a file beside it"),
+    "a file elsewhere": (
+        2, content(INDEX, lambda text: text.replace(b"model-00002", b"../x")),
+        "model.safetensors.index.json: file '../x-of-00002.safetensors' has the part '..'",
+    ),
+    "a file through a link": (2, through_a_link, "file 'out/model.safetensors' leads out of"),
     "a tensor twice": (2, lambda folder: save_file(tensors_of(CONFIG), folder / SECOND), "is in another file too"),
     "a tokenizer of more ids": (
         1, lambda folder: hf_byte_pairs().save(str(folder / "tokenizer.json")), "has 330 ids and the model's embedding",

@@ -102,7 +102,7 @@ def test_impossible_longest_is_rejected(monkeypatch):
 
 def test_figure_labels_agree_with_table(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file: (drawn.append(figure), file.touch()))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, format: drawn.append(figure))
     draw_longest({"over context": [(32, 693_248), (64, 9_863_168)]}, tmp_path / "longest.png", "llama", "h100")
     labels = [text.get_text() for text in drawn[0].axes[0].texts]
     assert {"693k", "9.86M"} <= set(labels)

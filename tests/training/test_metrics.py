@@ -3,7 +3,10 @@
 import contextlib
 import json
 import math
+import sys
+import threading
 import time
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,9 +16,10 @@ from matplotlib.figure import Figure
 
 from mjax.config import BERTConfig, load_config
 from mjax.config.model import Metric
-from mjax.pictures import runs
+from mjax.pictures import curves, runs
+from mjax.pictures.curves import Curve, smoothed
 from mjax.pictures.figures import add_perplexity
-from mjax.pictures.runs import draw_experts, draw_loss, smoothed
+from mjax.pictures.runs import draw_experts, draw_loss
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record, read_metrics
 from mjax.trace.flops import hardware_flops, model_flops, peak_tflops
@@ -159,12 +163,18 @@ BERT = {"mlm_loss": 8.0, "order_accuracy": 0.5, "val_loss": 6.5, "val_mlm_loss":
 EXPERTS = {"loss": 5.0, "expert_load": 1.5, "router_entropy": None}
 
 
+def curves_in(records):
+    names = {name for record in records for name in record if name != "step"}
+    found = {name: [(r["step"], r[name]) for r in records if r.get(name) is not None] for name in names}
+    return {name: Curve(values) for name, values in found.items() if values}
+
+
 @pytest.mark.parametrize("changes", [[], [{"loss": 5.0}], [{"loss": None}, {"loss": 5.0}], [BERT, BERT], [EXPERTS]])
 def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
     records = [{"step": step, "loss": 9.0} | more for step, more in enumerate(changes, start=1)]
-    draw_loss(records, tmp_path / "loss.png", r"\frac{a_$b_$ näme €", BERTConfig.metrics)
+    draw_loss(curves_in(records), tmp_path / "loss.png", r"\frac{a_$b_$ näme €", BERTConfig.metrics)
     if EXPERTS in changes:
-        draw_experts(records, 1, np.full((3, 8), 1 / 8), tmp_path / "experts.png", "$")
+        draw_experts(curves_in(records), 1, np.full((3, 8), 1 / 8), tmp_path / "experts.png", "$")
     pictures = list(tmp_path.iterdir())
     assert len(pictures) == 1 + (EXPERTS in changes)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
@@ -183,7 +193,7 @@ def test_pictures_are_drawn_from_any_beginning(tmp_path, changes):
 def test_curves_are_those_the_model_names(tmp_path, monkeypatch, record, shown, panels):
     drawn = []
     monkeypatch.setattr(runs, "save", lambda figure, file: drawn.append(figure))
-    draw_loss([{"step": 1, "loss": 9.0} | record], tmp_path / "loss.png", "run", shown)
+    draw_loss(curves_in([{"step": 1, "loss": 9.0} | record]), tmp_path / "loss.png", "run", shown)
     texts = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes}
     assert texts.keys() == panels.keys()
     assert all(any(text in label for label in texts[title]) for title, text in panels.items())
@@ -218,4 +228,108 @@ def test_picture_is_redrawn_when_ten_seconds_old(tmp_path, monkeypatch):
         for now in (100.0, 109.0, 111.0, 120.0, 121.5):
             clock.monotonic = lambda now=now: now
             log.draw(last=now == 120.0)
+            log._painter.submit(int).result()  # after the picture, in the same thread
     assert drawn == [100.0, 111.0, 120.0]
+
+
+# --- Runs of any length -----------------------------------------------------------------------------------------------
+
+
+def noisy(count):
+    return (np.random.default_rng(count).normal(5, 1, count) + 100 / np.arange(1, count + 1)).tolist()
+
+
+@pytest.mark.parametrize("count", [1, 1800, curves.MAX_POINTS])
+def test_curve_of_short_run_is_exact(count):
+    values = noisy(count)
+    curve = Curve(enumerate(values, start=1))
+    assert (curve.steps, curve.means) == ([*range(1, count + 1)], values)
+    assert [*curve.smoothed] == [*smoothed(values)]
+    assert curve.last == smoothed(values)[-1]
+
+
+@pytest.mark.parametrize("first", [0, 1, 10**12])
+def test_curve_of_long_run_has_bounded_bins(monkeypatch, first):
+    monkeypatch.setattr(curves, "MAX_POINTS", 64)
+    values = noisy(10_000)
+    curve = Curve(enumerate(values, start=first))
+    assert 32 <= len(curve.bins) <= 64
+    assert curve.width == 256
+    for key, part in list(curve.bins.items())[1:-1]:
+        inside = values[key * 256 - first : (key + 1) * 256 - first]
+        assert (part.count, part.low, part.high) == (256, min(inside), max(inside))
+        assert part.mean == pytest.approx(np.mean(inside))
+        assert part.step == pytest.approx(key * 256 + 127.5)
+    assert curve.last == pytest.approx(smoothed(values)[-1])
+
+
+def lines_executed(call):
+    """Lines of Python that a call executes in this thread."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_steps_of_a_long_run_cost_the_same(tmp_path, monkeypatch):
+    """Counted in lines of Python, of the loop and of the pictures; bins are doubled in neither of the two parts."""
+    monkeypatch.setattr(curves, "MAX_POINTS", 256)
+    points = []
+    monkeypatch.setattr(metrics, "draw_loss", lambda curves, *_: points.append(len(curves["loss"].bins)))
+
+    def steps(first):
+        for step in range(first, first + 100):
+            log.write(record(step))
+            log.draw(last=False)
+        log.draw()
+
+    with log_of(tmp_path) as log:
+        early = lines_executed(lambda: steps(1))
+        for step in range(101, 20_001):
+            log._add(record(step).as_dict())
+        late = lines_executed(lambda: steps(20_001))
+    assert late < 1.5 * early
+    assert max(points) <= 256
+
+
+def test_start_of_a_long_run_takes_little_memory(tmp_path):
+    lines = (json.dumps(record(step, val_loss=9.0).as_dict()) + "\n" for step in range(1, 20_001))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    tracemalloc.start()
+    with log_of(tmp_path, step=19_999) as log:
+        _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5e6  # with a dict for each line it was 30 MB
+    assert [len(log.curves[name].bins) for name in ("loss", "val_loss")] == [2500, 2500]
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 19_999
+
+
+def test_pictures_are_drawn_while_training_continues(tmp_path, monkeypatch):
+    begun, free, drawn = threading.Event(), threading.Event(), []
+
+    def draw(curves, *_):
+        drawn.append(curves["loss"].steps[-1])
+        begun.set()
+        free.wait(60)
+
+    monkeypatch.setattr(metrics, "draw_loss", draw)
+    monkeypatch.setattr(metrics, "REDRAW", 0.0)
+    with log_of(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(record(step))
+            log.draw(last=False)
+            begun.wait(60)
+        free.set()
+        log.draw()
+        assert drawn == [1, 3]
+        log.draw(last=False)
+    assert drawn == [1, 3, 3]  # `close` has waited

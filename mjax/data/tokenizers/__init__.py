@@ -17,8 +17,9 @@ you name it once, on the command line of `mjax prepare`.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from mjax.config.plain_values import check, read
 from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
 from mjax.data.tokenizers.bert import train_wordpiece as train_wordpiece
@@ -77,13 +78,8 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             f"{folder} has no {DESCRIPTION}, so it is not a tokenizer that `mjax prepare` saved; "
             "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
         )
-    values = read_json(description, "prepare the data again")
-    try:
-        kind, stated, sums = values["kind"], (values["vocabulary"], values["eod"]), values["sha256"]
-        if not (isinstance(kind, str) and isinstance(sums, dict) and all(type(number) is int for number in stated)):
-            raise TypeError
-    except (KeyError, TypeError):
-        raise UsageError(f"{description} does not describe a tokenizer; prepare the data again") from None
+    values = _described(folder)
+    kind, stated, sums = values["kind"], (values["vocabulary"], values["eod"]), values["sha256"]
     if kind not in SCHEMES:
         raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(SCHEMES)}")
 
@@ -115,7 +111,23 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
 
 def bos_of(folder: Path) -> int | None:
     """The id that begins texts of the tokenizer that `Tokenizer.save` wrote into `folder`, which is not opened."""
-    return read_json(folder / DESCRIPTION, "prepare the data again").get("bos")
+    return _described(folder).get("bos")
+
+
+class _Vocabulary(TypedDict):
+    kind: str
+    vocabulary: int
+    eod: int
+    sha256: dict[str, str]
+
+
+class _Description(_Vocabulary, total=False):
+    bos: int | None
+
+
+def _described(folder: Path) -> _Description:
+    file, fix = folder / DESCRIPTION, "prepare the data again"
+    return check(_Description, read_json(file, fix), f"{file} does not describe a tokenizer", fix)
 
 
 def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
@@ -137,13 +149,10 @@ def optional_object(file: Path) -> dict[str, Any]:
     Raises:
       UsageError: the file is damaged.
     """
-    value = read_json(file, "restore it") if file.is_file() else {}
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} is not an object of JSON; restore it")
-    return value
+    return read(dict[str, Any], file, "restore it") if file.is_file() else {}
 
 
 def same_files(one: Path, other: Path) -> bool:
     """True if two folders of `Tokenizer.save` hold the same tokenizer, which may end documents differently."""
-    saved = [read_json(folder / DESCRIPTION, "prepare the data again") for folder in (one, other)]
+    saved = [_described(folder) for folder in (one, other)]
     return all(saved[0][name] == saved[1][name] for name in ("kind", "sha256"))

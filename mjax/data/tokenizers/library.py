@@ -28,6 +28,7 @@ import tokenizers
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers.fast import WORTH, EncodersDiffer, FastEncoder, fast_encoder
 from mjax.errors import UsageError
+from mjax.utils.files import write_whole
 
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -147,12 +148,12 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         files = dict(zip(self.stored, self.contents, strict=True))
         for name, content in files.items():
-            (folder / name).write_bytes(content)
+            write_whole(folder / name, content)
         values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod}
         if self.bos is not None:
             values["bos"] = self.bos
         values["sha256"] = {name: sha256(content) for name, content in files.items()}
-        (folder / DESCRIPTION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_whole(folder / DESCRIPTION, json.dumps(values, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
