@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles, parse
 from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
+from mjax.utils import files
 from tests.conftest import ROOT
 from tests.data import cluster
 
@@ -213,6 +215,24 @@ def test_interruption_keeps_finished_tasks(corpus, monkeypatch, capsys, command,
     assert not working.exists()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd, command):
+    """The same command could not continue: it would refuse to replace the output."""
+    run(command, corpus, tasks=1)
+    expected, module = hashes(), "mjax.commands.prepare" if command == "prepare" else "mjax.data.corpus.outputs"
+
+    def put_and_interrupt(file, path):
+        files.put(file, path)
+        if file.name in ("kept", "idx"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(f"{module}.put", put_and_interrupt)
+    run(command, corpus, tasks=1, overwrite=True)
+    assert f"{OUTPUTS[command]} is complete; removing {OUTPUTS[command]}.tmp" in capfd.readouterr().err
+    assert hashes() == expected
+    assert not list(Path().glob("*.tmp"))
+
+
 def test_changed_filter_starts_over(corpus, monkeypatch, capsys):
     """What a function of --keep has kept is not continued by another one of that name, nor a tokenizer by another."""
     Path("own.py").write_text("def keep(text):\n    return 1 / 0\n")
@@ -254,6 +274,17 @@ def test_working_folder_of_others_is_rejected(corpus, monkeypatch, change, sente
     with pytest.raises(UsageError, match=sentence):
         run("clean", corpus, tasks=2)
     assert sorted(Path().rglob("*")) == before
+
+
+def test_slurm_logs_of_others_are_rejected(corpus, tmp_path, monkeypatch):
+    """datatrove's jobs unpickle a file there."""
+    pytest.importorskip("datatrove")
+    monkeypatch.setenv("PATH", cluster.install(tmp_path / "bin")["PATH"])
+    Path("out.jsonl.logs").mkdir()
+    Path("out.jsonl.logs").chmod(0o777)
+    with pytest.raises(UsageError, match=r"others can write into out.jsonl.logs; type chmod go-w out.jsonl.logs"):
+        run("dedup", corpus, tasks=2, executor="slurm", sbatch=("partition=cpu",))
+    assert not list((tmp_path / "bin" / "jobs").iterdir())
 
 
 @pytest.mark.parametrize("content", [b"", b'[{"read": {"name"', pickle.dumps([1])], ids=["empty", "torn", "a pickle"])

@@ -86,8 +86,9 @@ class Job:
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Call before the last files get their names: once all have, an interruption comes too late."""
-        INTERRUPTS.delayed = not self.copies
+        """Call before the last files get their names: an interruption comes too late."""
+        if not self.copies:
+            INTERRUPTS.too_late = f"{self.output} is complete; removing {self.folder}\n"
 
     def result(self) -> Any:
         """The result of the command, from the marker of the last stage."""

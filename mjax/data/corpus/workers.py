@@ -83,8 +83,10 @@ class Workers:
             while running:
                 yield running.popleft().result()
         except BrokenProcessPool:
-            which = f"one of {self.count} worker processes" if self.count > 1 else "the worker process"
-            raise RunError(f"{which} was killed, most likely for lack of memory; use fewer --workers") from None
+            which, fix = "the worker process", "more --tasks"
+            if self.count > 1:
+                which, fix = f"one of {self.count} worker processes", "fewer --workers"
+            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
 
     def _submit(self, function: Callable[..., Result], item: Item) -> "Future[Result]":
         """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
@@ -97,14 +99,18 @@ class Workers:
 
 
 class Interrupts:
-    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt in the block, unless they are `delayed`."""
+    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt in the block, unless they are `delayed`.
+
+    Attributes:
+      too_late: if set, they print this instead: the output is complete.
+    """
 
     def __init__(self):
-        self.delayed = self._came = False
+        self.too_late, self.delayed, self._came = "", False, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> None:
-        self.delayed = self._came = False
+        self.too_late, self.delayed, self._came = "", False, False
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -116,7 +122,9 @@ class Interrupts:
 
     def _answer(self, *_) -> None:
         self._came = self.delayed
-        if not self.delayed:
+        if self.too_late:
+            os.write(2, self.too_late.encode())  # `print` may be what is interrupted
+        elif not self.delayed:
             raise KeyboardInterrupt
 
     @contextmanager
