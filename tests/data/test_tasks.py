@@ -276,6 +276,19 @@ def test_working_folder_of_others_is_rejected(corpus, monkeypatch, change, sente
     assert sorted(Path().rglob("*")) == before
 
 
+def test_work_of_a_living_process_is_not_removed(corpus, monkeypatch):
+    """Nor by another command for the same output, which would start over."""
+    run_until("clean", 1, monkeypatch, "clean", corpus, tasks=2)
+    before = sorted(Path().rglob("*"))
+    with Path("out.jsonl.tmp/plan.json").open() as plan:
+        assert files.take_lock(plan, pytest.fail)
+        for tasks in (2, 3):
+            with pytest.raises(UsageError, match=r"another process is writing out.jsonl; wait for it, or choose"):
+                run("clean", corpus, tasks=tasks)
+    assert sorted(Path().rglob("*")) == before
+    run("clean", corpus, tasks=2)
+
+
 def test_slurm_logs_of_others_are_rejected(corpus, tmp_path, monkeypatch):
     """datatrove's jobs unpickle a file there."""
     pytest.importorskip("datatrove")

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO
 
 import numpy as np
 
@@ -337,21 +337,24 @@ def _working_folder(job: Job) -> Iterator[None]:
     _results.cache_clear()
     try:
         _check_private(job, job.folder)
-        if not (file.is_file() and file.read_text() == plan):
-            if file.is_file():
-                print(
-                    f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr
-                )
-            job.close()
-            _check_private(job, job.folder)
-            write_whole(file, plan)
-        _remove_damaged(job)
+        with file.open() if file.is_file() else contextlib.nullcontext() as older:
+            if older is not None:
+                _lock(job, older)
+            if older is None or older.read() != plan:
+                if older is not None:
+                    print(
+                        f"{job.folder} has the work of another command or another --tasks; starting over",
+                        file=sys.stderr,
+                    )
+                job.close()
+                _check_private(job, job.folder)
+                write_whole(file, plan)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
     with file.open() as stream:
-        if not take_lock(stream, print):
-            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        _lock(job, stream)
         try:
+            _remove_damaged(job)
             yield
         except UsageError:
             if job.arguments.executor is None and not job.copies:
@@ -363,6 +366,11 @@ def _working_folder(job: Job) -> Iterator[None]:
                 error = RunError(f"writing {job.output} stopped: {reason}")
             error.add_note(f"{CONTINUES} from {job.folder}")
             raise error
+
+
+def _lock(job: Job, plan: TextIO) -> None:
+    if not take_lock(plan, print):
+        raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
 
 
 def _check_private(job: Job, folder: Path) -> None:
