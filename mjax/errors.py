@@ -17,6 +17,10 @@ from pathlib import Path
 LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
 UNREAD = 141
 """Exit code of a command whose reader is gone: 128 + SIGPIPE, as in shells for `yes | head`."""
+STOPPED = 75
+"""Exit code of interrupted work that the same command continues."""
+CONTINUES = "the same command continues"
+"""How a note of the exception begins that says so; other notes are for tracebacks, such as JAX's."""
 
 
 def one_sentence(message: str) -> str:
@@ -80,9 +84,11 @@ def exit_code(error: BaseException) -> int:
 
 def explain(error: BaseException) -> int:
     """Print what went wrong, as one sentence if the user can fix it, and return the exit code."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(CONTINUES)]
     if isinstance(error, KeyboardInterrupt):
-        print("mjax: interrupted; completed files are intact", file=sys.stderr)
-        return 130
+        words = ["stopping", *notes] if notes else ["interrupted", "completed files are intact"]
+        print(f"mjax: {'; '.join(words)}", file=sys.stderr)
+        return STOPPED if notes else 130
     if isinstance(error, BrokenPipeError) and output_is_unread():
         return UNREAD
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -93,7 +99,7 @@ def explain(error: BaseException) -> int:
             file=sys.stderr,
         )
     elif isinstance(error, UsageError | RunError):
-        print(f"mjax: error: {error}", file=sys.stderr)
+        print(f"mjax: error: {'; '.join([str(error), *notes])}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     return exit_code(error)

@@ -67,6 +67,10 @@ def test_folder_is_private(own_home):
     said = []
     keep_programs(several=False, say=said.append)
     assert f"others can write into {place}" in said[0]
+    place.rename(own_home / "elsewhere")
+    place.symlink_to(own_home / "elsewhere")
+    keep_programs(several=False, say=said.append)
+    assert f"{place} is a link or a file, not a folder; type rm {place}" in said[1]
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
 
 

@@ -17,7 +17,7 @@ from mjax.cluster.hardware import USABLE_FRACTION
 from mjax.cluster.huge_pages import SET_BY_MJAX
 from mjax.config.bounds import Bounds
 from mjax.errors import UsageError
-from mjax.utils.files import cache_home
+from mjax.utils.files import cache_home, make_private
 
 # Two names of one setting; JAX refuses to start with both.
 MEMORY_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
@@ -215,11 +215,8 @@ def problem_with(folder: Path) -> str | None:
     Programs are machine code that runs when it is loaded, so no one else may write there.
     """
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
-        if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
-            return f"others can write into {folder}, and programs there are run (chmod go-w {folder}, if it is yours)"
+        if problem := make_private(folder):
+            return problem
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"1")
     except OSError as error:

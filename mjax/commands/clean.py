@@ -30,8 +30,9 @@ from mjax.data.corpus import Document, MalformedLines, TextFiles, decontaminate,
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
 from mjax.data.corpus.outputs import FilterJob, Tally, check_outputs
-from mjax.data.tokenizers import load_tokenizer
+from mjax.data.tokenizers import files_of, load_tokenizer
 from mjax.errors import RunError, UsageError
+from mjax.utils.remote import located
 
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
 NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
@@ -66,33 +67,46 @@ class CleanJob(FilterJob):
     """The stages of `mjax clean`; `grams` is the text of `evaluation`, the evaluation sets, if any."""
 
     single = ("common", "finish")
+    readers = ("lines", "count", "clean")
 
     def __init__(self, arguments: CleanArguments, corpus: TextFiles, evaluation: list[str], grams: Grams | None):
         counting = ["count", "common"] * (grams is not None)
         super().__init__(arguments, corpus, [*counting, "clean", "merge", "finish"])
         self.evaluation, self.grams = evaluation, grams
+        sources = [spec.rpartition(":")[0] for spec in arguments.keep]
+        sources = [getattr(sys.modules.get(source), "__file__", None) or source for source in sources]
+        tokenizer = files_of(arguments.tokenizer) if arguments.tokenizer else []
+        self.settings = [*map(located, map(Path, (*evaluation, *sources))), *tokenizer]
 
-    def count(self, rank: int) -> Counter[int]:
+    def count(self, rank: int) -> None:
         """Count how often each run of evaluation text occurs in a share."""
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
             for document in parse(block, self.corpus.key)[0]:
                 counts.update(decontaminate.count_matches(document.text, self.grams))
-        return counts
+        with self.writing(rank, "runs", "counts") as (runs, numbers):
+            np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
+            np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)
 
-    def common(self, rank: int) -> tuple[Grams, dict[str, Any]]:
-        """The runs without the common phrases, and the numbers of the report."""
+    def common(self, rank: int) -> dict[str, Any]:
+        """Write the runs without the common phrases; returns the numbers of the report."""
         counts: Counter[int] = Counter()
-        for part in self.results("count"):
-            counts.update(part)
+        for task in range(self.tasks):
+            runs, numbers = self.mapped("runs", task, np.uint64), self.mapped("counts", task, np.int64)
+            counts.update(dict(zip(runs.tolist(), numbers.tolist(), strict=True)))
         grams = decontaminate.without_common(self.grams, counts, self.arguments.common)
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
+        with self.writing(rank, "grams") as (stream,):
+            np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
         numbers = {"files": self.evaluation, "words": GRAM, "runs": runs, "runs_met": len(counts)}
-        return grams, numbers | {"common": self.arguments.common, "common_runs": runs - left}
+        return numbers | {"common": self.arguments.common, "common_runs": runs - left}
 
     @cached_property
     def _cleaner(self) -> "Cleaner":
-        return Cleaner(self.arguments, None if self.grams is None else self.results("common")[0][0])
+        if self.grams is None:
+            return Cleaner(self.arguments, None)
+        with np.load(self.part("grams", 0), allow_pickle=False) as grams:
+            return Cleaner(self.arguments, {int(length): hashes for length, hashes in grams.items()})
 
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
@@ -110,11 +124,11 @@ class CleanJob(FilterJob):
         """Write the report and give the files their names."""
         how, tallies = self.arguments, {}
         for part, _ in self.results("clean"):
-            _merge(tallies, part)
+            _merge(tallies, {name: Tally(**tally) for name, tally in part.items()})
         report = {"command": "clean", "inputs": self.corpus.names}
         report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
-            report["decontaminate"] = self.results("common")[0][1]
+            report["decontaminate"] = self.results("common")[0]
         malformed = self.malformed([part for _, part in self.results("clean")])
         return self.put_files(report | _in_order(tallies, how), malformed)
 
@@ -178,8 +192,8 @@ class Cleaner:
     """Applies all steps to documents; `grams` is the evaluation text to cut out, if any.
 
     Raises:
-      UsageError: the tokenizer or a function cannot be loaded.
-      RunError: a function fails on a document, or returns something other than True or False.
+      UsageError: the tokenizer or a function cannot be loaded, or a function returns neither True nor False.
+      RunError: a function fails on a document.
     """
 
     def __init__(self, how: CleanArguments, grams: Grams | None):
@@ -270,5 +284,5 @@ def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> 
     except Exception as error:
         raise RunError(f"--keep {spec} failed on {document.source}: {error!r}") from error
     if not isinstance(verdict, bool | np.bool_):
-        raise RunError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
+        raise UsageError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
     return bool(verdict)

@@ -58,14 +58,7 @@ class Choice(NamedTuple):
     examples: dict[str, list[int]]
     clusters: int
     largest: int
-    by_jaccard: np.ndarray
-
-
-class Part(NamedTuple):
-    """Counts of a share, and the texts of the documents that are SHOWN, by number."""
-
-    tallies: dict[str, Tally]
-    texts: dict[int, str]
+    by_jaccard: list[int]
 
 
 class DedupJob(FilterJob):
@@ -79,6 +72,7 @@ class DedupJob(FilterJob):
     """
 
     single = ("join", "join_others", "choose", "finish")
+    readers = ("lines", "read", "shingle", "write")
 
     def __init__(self, arguments: DedupArguments, corpus: TextFiles, bands: Bands):
         near = ["share", "shingle", "collect", "compare", "join", "compare_others", "join_others"]
@@ -322,10 +316,14 @@ class DedupJob(FilterJob):
         for part in self._all_documents():
             clusters += int((sizes[part] > 1).sum())
             largest = max(largest, int(sizes[part].max()))
-        return Choice(examples, clusters, largest, by_jaccard)
+        return Choice(examples, clusters, largest, by_jaccard.tolist())
 
-    def write(self, rank: int) -> Part:
-        """Write the documents of a share that are kept, and the sources of those that are named."""
+    def write(self, rank: int) -> tuple[dict[str, Tally], dict[int, str]]:
+        """Write the documents of a share that are kept, and the sources of those that are named.
+
+        Returns:
+          Counts of the share, and the texts of the documents that are SHOWN, by number.
+        """
         part = slice(*self.firsts[rank : rank + 2].tolist())
         fate, tallies, texts = self.fate(part), {name: Tally(name) for name in ("read", EXACT, NEAR, "kept")}, {}
         reasons = np.select([fate.exact, fate.near], [EXACT, NEAR], "kept").tolist()
@@ -346,7 +344,7 @@ class DedupJob(FilterJob):
                         texts[part.start + row] = document.text
                     row += 1
             np.array([*numbers, *ends], np.int64).tofile(named)
-        return Part(tallies, texts)
+        return tallies, texts
 
     def _source(self, number: int) -> str:
         """The source of a document that `needed` has as NAMED."""
@@ -380,12 +378,13 @@ class DedupJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""
-        parts, choice, read = self.results("write"), self.results("choose")[0], self.results("read")
+        choice, texts = Choice(*self.results("choose")[0]), {}
         tallies = {name: Tally(name) for name in (EXACT, NEAR, "read", "kept")}
-        texts = {number: text for part in parts for number, text in part.texts.items()}
+        for counts, shown in self.results("write"):
+            texts |= {int(number): text for number, text in shown.items()}
+            for name, tally in tallies.items():
+                tally.merge(Tally(**counts[name]))
         for name, tally in tallies.items():
-            for part in parts:
-                tally.merge(part.tallies[name])
             for number in choice.examples.get(name, ()):
                 fate = self.fate(slice(number, number + 1))
                 text, other = where_they_differ(texts[number], texts[int(fate.similar[0])])
@@ -395,7 +394,7 @@ class DedupJob(FilterJob):
         report |= {"removed": steps, "kept": tallies["kept"]}
         if not self.arguments.exact:
             report["near_duplicates"] = self._near_report(choice)
-        return self.put_files(report, self.malformed([malformed for _, malformed in read]))
+        return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
 
     def _near_report(self, choice: Choice) -> dict[str, Any]:
         """The report's section about near-duplicates: how they were found, and how many."""
@@ -415,7 +414,7 @@ class DedupJob(FilterJob):
             "pairs_confirmed": sum(len(edges) for turn in range(len(turns)) for edges in self._edges(turn)),
             "clusters": choice.clusters,
             "largest_cluster": choice.largest,
-            "removed_by_jaccard": dict(zip(ranges, choice.by_jaccard.tolist(), strict=True)),
+            "removed_by_jaccard": dict(zip(ranges, choice.by_jaccard, strict=True)),
         }
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:

@@ -12,22 +12,23 @@ The rules are those of Megatron's tools/preprocess_data.py: a sequence without t
 text has no sequence but stays in the dataset, and documents keep their numbers; the end-of-document id is appended to
 the last sequence of a document, if it has one.
 
-Files get their final names when everything is done, the index last. A run that is interrupted removes its files; one
-that is killed leaves PREFIX.tmp, where the same command continues, with the same result.
+Files get their final names when everything is done, the index last. A run that is interrupted or killed leaves
+PREFIX.tmp, where the same command continues, with the same result.
 """
 
 import dataclasses
+import functools
 import json
 import random
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import filesize
@@ -58,8 +59,8 @@ from mjax.data.corpus import (
     tasks,
 )
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.outputs import speed, text_progress
-from mjax.data.corpus.workers import useful_workers
+from mjax.data.corpus.outputs import speed
+from mjax.data.corpus.workers import Workers
 from mjax.data.indexed import (
     Shape,
     check_ids,
@@ -74,11 +75,18 @@ from mjax.data.indexed import (
     token_file,
 )
 from mjax.data.samples import advice
-from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece, train_wordpiece
+from mjax.data.tokenizers import (
+    Tokenizer,
+    files_of,
+    load_tokenizer,
+    tokenizer_from_folder,
+    train_sentencepiece,
+    train_wordpiece,
+)
 from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import EncodersDiffer
 from mjax.errors import RunError, UsageError
-from mjax.utils.progress import facts
+from mjax.utils.progress import facts, watched
 from mjax.utils.remote import RemoteFile, put, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
@@ -144,7 +152,7 @@ class EncodedShare(NamedTuple):
     shape: Shape
     text_bytes: int
     trained: int
-    counts: np.ndarray
+    counts: list[int]
     malformed: MalformedLines
     encoder: str
 
@@ -156,10 +164,14 @@ class PrepareJob(tasks.Job):
       UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
     """
 
+    readers = ("lines", "encode")
+
     def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool, fast: bool = True):
         super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
         self.began, self.following, self.encoding_began = began, following, began
         self.given = None if _trains(arguments) else _with_bos(load_tokenizer(arguments.tokenizer), arguments)
+        tokenizer = [] if _trains(arguments) else files_of(arguments.tokenizer)
+        self.settings = [*tokenizer, Path(arguments.template or "")]
         self.differ, self.slow = self.folder / "differ", self.folder / "slow"
         self.fast = fast and not self.slow.exists()
 
@@ -178,15 +190,25 @@ class PrepareJob(tasks.Job):
         if not folder.exists():
             part = self.folder / "tokenizer.part"
             shutil.rmtree(part, ignore_errors=True)
-            tokenizer = given or _with_bos(_train(self.corpus, how), how)
-            if how.chat:
-                tokenizer.bos = None  # the template writes it
-                save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
-            tokenizer.save(part)
+            if given is None:
+                self._train(part)
+            else:
+                if how.chat:
+                    given.bos = None  # the template writes it
+                    save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
+                given.save(part)
             put(part, folder)
         if how.preview and not how.json:
             show_first(how, self.corpus, folder)
         self.encoding_began = time.time()
+
+    def _train(self, folder: Path) -> None:
+        """Train a tokenizer and save it, in a process that Ctrl-C can end: the training is one call of a library."""
+        read, train = functools.partial(self.counted, "tokenizer"), functools.partial(_train, self)
+        label, after = "reading for the tokenizer", "training the tokenizer"
+        shown = watched(label, self.corpus.size, read, self.pace, after=after)
+        with Workers(min(self.processes, 1)) as workers, shown:
+            list(workers.map(train, [folder]))
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -229,11 +251,15 @@ class PrepareJob(tasks.Job):
                 tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
                 counts += (block.dropped, block.cut, block.endless)
         shape = Shape(documents, sequences, tokens)
-        return EncodedShare(shape, text_bytes, trained, counts, malformed, encoder.tokenizer.encoder)
+        return EncodedShare(shape, text_bytes, trained, counts.tolist(), malformed, encoder.tokenizer.encoder)
+
+    @cached_property
+    def _shares(self) -> list[EncodedShare]:
+        return [EncodedShare(*share) for share in self.results("encode")]
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        shapes = np.array([part.shape for part in self.results("encode")])
+        shapes = np.array([part.shape for part in self._shares])
         before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
         dtype = self._dtype
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
@@ -242,12 +268,12 @@ class PrepareJob(tasks.Job):
         lengths = np.fromfile(self.part("lengths", rank), np.int32)
         put_index(self.folder / "idx", dtype, before, whole, lengths, np.fromfile(self.part("ends", rank), np.int64))
 
-    def finish(self, rank: int) -> PrepareSummary:
-        """Write the metadata and give all files their names, the index last."""
-        how, parts, prefix = self.arguments, self.results("encode"), self.arguments.output
+    def finish(self, rank: int) -> dict[str, Any]:
+        """Write the metadata and give all files their names, the index last; returns a summary without its files."""
+        how, parts, prefix = self.arguments, self._shares, self.arguments.output
         tokenizer = self._tokenizer
         documents, sequences, tokens = np.array([part.shape for part in parts]).sum(axis=0).tolist()
-        counts = sum(part.counts for part in parts).tolist()
+        counts = np.sum([part.counts for part in parts], axis=0).tolist()
         malformed = self.malformed([part.malformed for part in parts])
         if tokens == 0 and counts[0]:
             raise UsageError(
@@ -280,14 +306,21 @@ class PrepareJob(tasks.Job):
             put_beside(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
+            self.complete()
             for name, file in (("bin", token_file(prefix)), ("mask", mask_file(prefix)), ("idx", index_file(prefix))):
                 if (self.folder / name).exists():
                     put(self.folder / name, file)
-        workers = min(useful_workers(how.workers, self.corpus.size), self.tasks)
-        workers = (how.workers or self.tasks) if how.executor else workers
-        now = time.time()
-        files, encoder = dataset_files(prefix), min(part.encoder for part in parts)  # gigatoken, if it took some
-        return PrepareSummary(metadata, files, encoder, workers, now - self.began, now - self.encoding_began, *counts)
+        workers = (how.workers or self.tasks) if how.executor else max(self.processes, 1)
+        now, encoder = time.time(), min(part.encoder for part in parts)  # gigatoken, if it took some
+        values = {"metadata": metadata, "encoder": encoder, "workers": workers}
+        values |= {"seconds": now - self.began, "encoding_seconds": now - self.encoding_began}
+        return values | dict(zip(("dropped", "cut", "endless"), counts, strict=True))
+
+    def result(self) -> PrepareSummary:
+        """The summary, with the files of the dataset."""
+        values = super().result()
+        metadata, files = DatasetMetadata(**values["metadata"]), dataset_files(self.arguments.output)
+        return PrepareSummary(**{**values, "metadata": metadata, "files": files})
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
@@ -344,7 +377,13 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     return tokenizer
 
 
-def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
+def _train(job: PrepareJob, folder: Path) -> None:
+    """Train the tokenizer of a job and save it."""
+    with job.counting("tokenizer", 0):
+        _with_bos(_learned(job.corpus, job.arguments, job.advance), job.arguments).save(folder)
+
+
+def _learned(corpus: Corpus, arguments: PrepareArguments, advance: Callable[[int], None]) -> Tokenizer:
     """Train a sentencepiece or BERT vocabulary on the corpus, or on a fixed random sample of a large one."""
     of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
     vocabulary = arguments.vocabulary or (of_demo if arguments.demo else 8192)
@@ -352,12 +391,12 @@ def _train(corpus: Corpus, arguments: PrepareArguments) -> Tokenizer:
     draw = random.Random(0)
 
     def chunks() -> Iterator[str]:
-        with text_progress("reading", corpus.size) as advance:
-            for document in corpus:
-                for first in range(0, len(document.text), CHUNK):
-                    if draw.random() < share:
-                        yield document.text[first : first + CHUNK]
-                advance(document.size, 1, len(document.text))
+        for document in corpus:
+            for first in range(0, len(document.text), CHUNK):
+                if draw.random() < share:
+                    yield document.text[first : first + CHUNK]
+            advance(document.size)
+        advance(corpus.size)  # of blank lines too
 
     if arguments.tokenizer is None:
         return train_sentencepiece(chunks(), vocabulary)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -206,6 +207,26 @@ def make_folder(folder: Path) -> None:
         missing.mkdir(exist_ok=True)
         _sync(missing.parent)
     folder.mkdir(exist_ok=True)  # raises where it is a file
+
+
+def make_private(folder: Path) -> str | None:
+    """Make a folder that nobody else can write to, or check the one that is there.
+
+    Returns:
+      Why what is in `folder` may be somebody else's, and what to type; None if it cannot be.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+        return None
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{folder} is a link or a file, not a folder; type rm {folder}"
+    if status.st_uid not in (0, os.getuid()):
+        return f"{folder} belongs to another user (number {status.st_uid}); ask them to remove it"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write into {folder}; type chmod go-w {folder} if it is yours"
+    return None
 
 
 def remove(file: Path) -> None:

@@ -1,18 +1,26 @@
-"""A progress bar and a spinner, on a terminal only: elsewhere nothing is printed. And a table of facts."""
+"""A progress bar and a spinner on a terminal, a line now and then for a long wait elsewhere, and a table of facts."""
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 
+from rich import filesize
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.table import Table
 
@@ -37,6 +45,70 @@ def progress(
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=transient) as shown:
         task = shown.add_task("", total=total)
         yield lambda done, **changes: shown.update(task, advance=done, **changes)
+
+
+INTERVAL, FIRST_LINE, NEXT_LINE = 0.2, 1.7, 30.0
+"""Seconds between two looks at the work, until the first line where there is no terminal, and until the next ones."""
+
+
+class Pace:
+    """The time of the next line about a command, where there is no terminal."""
+
+    def __init__(self):
+        self.due = time.monotonic() + FIRST_LINE
+
+
+@contextmanager
+def watched(
+    verb: str, total: int, count: Callable[[], int], pace: Pace, unit: str = "bytes", after: str = ""
+) -> Iterator[None]:
+    """Show how far work is that other threads or processes do: a bar, or without a terminal a line now and then.
+
+    Args:
+      verb: label.
+      total: amount of work.
+      count: returns how much of `total` is done; it is called in another thread.
+      pace: of the command.
+      unit: of `total`; for bytes their rate is shown.
+      after: label of the work that follows when all of `total` is done.
+    """
+    console = Console(stderr=True)
+    rate = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (TextColumn("{task.description}"), BarColumn(), *rate, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        number, ended = shown.add_task(verb, total=total, completed=min(count(), total)), threading.Event()
+        task = shown.tasks[0]
+
+        def follow() -> None:
+            while not ended.wait(INTERVAL):
+                done = min(count(), total)
+                task.total = total if done < total else None  # without, the bar moves
+                shown.update(number, completed=done, description=verb if done < total else after or verb)
+                if not console.is_terminal and time.monotonic() >= pace.due:
+                    console.print(_line(task, unit), highlight=False, soft_wrap=True, markup=False)
+                    pace.due = time.monotonic() + NEXT_LINE
+
+        follower = threading.Thread(target=follow, daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+        task.total = total
+        shown.update(number, completed=total)
+
+
+def _line(task: Task, unit: str) -> str:
+    """`read (1 of 15): 1.2 GB of 5.0 GB, 35.1 MB/s, 0:01:48 left`."""
+    if task.total is None:
+        return f"{task.description}: {timedelta(seconds=int(task.elapsed))}"
+    if unit != "bytes":
+        return f"{task.description}: {task.completed:,.0f} of {task.total:,.0f} {unit}"
+    line = f"{task.description}: {filesize.decimal(int(task.completed))} of {filesize.decimal(int(task.total))}"
+    if not task.speed:
+        return line
+    return f"{line}, {filesize.decimal(int(task.speed))}/s, {timedelta(seconds=int(task.time_remaining))} left"
 
 
 def status(text: str, console: Console) -> AbstractContextManager[object]:

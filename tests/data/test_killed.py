@@ -44,7 +44,7 @@ STALLED = """
 import sys, time
 from pathlib import Path
 import mjax.data.corpus.blocks
-from mjax.commands.prepare import PrepareArguments, prepare
+from mjax.commands import cli
 
 def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
     for number, block in enumerate(read(*arguments)):
@@ -56,8 +56,8 @@ def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
 mjax.data.corpus.blocks.SIZE = 200
 mjax.data.corpus.read_blocks = three_blocks
 if __name__ == "__main__":
-    how = {"tokenizer": "bytes", "workers": 2, "tasks": 2}
-    prepare(PrepareArguments(output=sys.argv[2], inputs=(Path(sys.argv[1]),), **how))
+    how = ["--tokenizer", "bytes", "--workers", "2", "--tasks", "2"]
+    sys.exit(cli.main(["prepare", sys.argv[1], "--output", sys.argv[2], *how]))
 """
 
 
@@ -68,18 +68,31 @@ def fields_of(process: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks processes up in /proc, as Linux has it")
-def test_workers_die_with_a_killed_parent(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_workers_die_with_an_interrupted_parent(tmp_path, number):
+    """However busy they are; and what interrupts, but for SIGKILL, is answered in one line within two seconds."""
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps({"text": f"document {i} with some words"}) + "\n" for i in range(60)))
     (tmp_path / "stalled.py").write_text(STALLED)
     line = [sys.executable, str(tmp_path / "stalled.py"), str(lines), str(tmp_path / "d")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(line, **pipes, text=True, env=environment, start_new_session=True) as parent:
         assert parent.stdout.readline() == "stalled\n"
         processes = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         workers = [process for process in processes if fields_of(process)[1] == str(parent.pid)]
         assert len(workers) >= 2
-        parent.send_signal(signal.SIGKILL)
+        sent = time.monotonic()
+        if number == signal.SIGINT:
+            os.killpg(parent.pid, number)  # as a terminal does
+        else:
+            parent.send_signal(number)
+        error = parent.stderr.read()
+        assert time.monotonic() < sent + 2
+    if number != signal.SIGKILL:
+        assert parent.returncode == 75
+        assert error.splitlines()[-1] == f"mjax: stopping; the same command continues from {tmp_path}/d.tmp"
+        assert all(line.startswith(("mjax: stopping", "encode (2 of 4): ")) for line in error.splitlines())
     deadline = time.monotonic() + 60
     while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"

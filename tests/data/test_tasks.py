@@ -1,27 +1,35 @@
 """The bytes of an output depend neither on the number of tasks, nor on the executor, nor on tasks that were killed."""
 
+import contextlib
+import errno
 import gzip
 import hashlib
 import json
 import os
+import pickle
 import random
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from mjax.commands import cli
 from mjax.commands.clean import CleanArguments, clean
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles, parse
 from mjax.data.corpus.tasks import Job
 from mjax.errors import RunError, UsageError
+from mjax.utils import files
 from tests.conftest import ROOT
 from tests.data import cluster
 
@@ -131,6 +139,201 @@ def test_killed_work_continues_or_starts_over(corpus, monkeypatch, capsys):
         assert (("clean", 0) in done) == (change is not None)
         assert ("starting over" in capsys.readouterr().err) == (change is not None)
         assert (hashes() == expected) == (change != "input")
+
+
+def stop_at(monkeypatch, stage, rank, error):
+    """Let a task raise `error` instead of doing its work."""
+
+    def run_task(job, this_stage, this_rank):
+        if (this_stage, this_rank) == (stage, rank):
+            raise error
+        return plain(job, this_stage, this_rank)
+
+    plain = Job.run_task
+    monkeypatch.setattr(Job, "run_task", run_task)
+
+
+def run_until(stage, rank, monkeypatch, command, corpus, **options):
+    """Run a command until a worker process is killed."""
+    with monkeypatch.context() as patch:
+        stop_at(patch, stage, rank, RunError("a worker was killed"))
+        with pytest.raises(RunError, match="was killed"):
+            run(command, corpus, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_progress_counts_the_input_as_it_is_read(corpus, monkeypatch, command):
+    """Within a task, and all of it once; stages that read nothing count their tasks."""
+    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 500)
+    size, counts = sum(Path(file).stat().st_size for file in corpus), {}
+
+    @contextlib.contextmanager
+    def watch(verb, total, count, pace, unit="bytes"):
+        counts[verb] = []
+
+        def advance(job, read, plain=Job.advance):
+            plain(job, read)
+            counts[verb].append(count())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "advance", advance)
+            yield
+        assert max(counts[verb]) == count() == total == (size if unit == "bytes" else total)
+
+    monkeypatch.setattr("mjax.data.corpus.tasks.watched", watch)
+    run(command, corpus, tasks=3)
+    several = [verb for verb, values in counts.items() if len(set(values)) > 10]
+    assert len(several) == {"dedup": 3, "clean": 2, "prepare": 1}[command]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (KeyboardInterrupt(), 75, "mjax: stopping; the same command continues from out"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, r"No space left on device; the same command continues"),
+        (RunError("a worker was killed"), 1, "mjax: error: a worker was killed; the same command continues from out"),
+    ],
+    ids=["Ctrl-C", "full disk", "killed worker"],
+)
+def test_interruption_keeps_finished_tasks(corpus, monkeypatch, capsys, command, error, code, sentence):
+    run(command, corpus, tasks=1)
+    expected, stage = hashes(), {"dedup": "write", "clean": "clean", "prepare": "encode"}[command]
+    line = [*typed(command, corpus, "--tasks", "4", "--overwrite")[3:]]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        stop_at(patch, stage, 2, error)
+        assert cli.main(line) == code
+    assert re.search(sentence, capsys.readouterr().err)
+    working = Path(f"{OUTPUTS[command]}.tmp")
+    assert working.stat().st_mode & 0o777 == 0o700
+    assert len(list(working.glob(f"{stage}.*.done"))) == 2
+    assert not list(working.rglob("*.pkl"))
+    stop_at(monkeypatch, "lines", 0, AssertionError("a finished task runs again"))
+    assert cli.main(line) == 0
+    assert hashes() == expected
+    assert not working.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd, command):
+    """The same command could not continue: it would refuse to replace the output."""
+    run(command, corpus, tasks=1)
+    expected, module = hashes(), "mjax.commands.prepare" if command == "prepare" else "mjax.data.corpus.outputs"
+
+    def put_and_interrupt(file, path):
+        files.put(file, path)
+        if file.name in ("kept", "idx"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(f"{module}.put", put_and_interrupt)
+    run(command, corpus, tasks=1, overwrite=True)
+    assert f"{OUTPUTS[command]} is complete; removing {OUTPUTS[command]}.tmp" in capfd.readouterr().err
+    assert hashes() == expected
+    assert not list(Path().glob("*.tmp"))
+
+
+def test_changed_filter_starts_over(corpus, monkeypatch, capsys):
+    """What a function of --keep has kept is not continued by another one of that name, nor a tokenizer by another."""
+    Path("own.py").write_text("def keep(text):\n    return 1 / 0\n")
+    line = typed("clean", corpus, "--keep", "own.py:keep", "--tasks", "3")[3:]
+    assert cli.main(line) == 1
+    assert "failed on" in capsys.readouterr().err
+    Path("own.py").write_text("def keep(text):\n    return True\n")
+    assert cli.main(line) == 0
+    assert "starting over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("link", r"out.jsonl.tmp is a link or a file, not a folder; type rm out.jsonl.tmp, or choose another --output"),
+        ("file", r"out.jsonl.tmp is a link or a file"),
+        ("user", r"out.jsonl.tmp belongs to another user \(number 12345\); ask them to remove it, or choose another"),
+        ("group", r"others can write into out.jsonl.tmp; type chmod go-w out.jsonl.tmp if it is yours, or choose"),
+        ("others", r"others can write into out.jsonl.tmp"),
+    ],
+)
+def test_working_folder_of_others_is_rejected(corpus, monkeypatch, change, sentence):
+    folder = Path("out.jsonl.tmp")
+    run_until("clean", 1, monkeypatch, "clean", corpus, tasks=2)
+    if change == "link":
+        folder.rename("elsewhere")
+        folder.symlink_to("elsewhere")
+    elif change == "file":
+        shutil.rmtree(folder)
+        folder.write_text("precious")
+    elif change == "user":
+        monkeypatch.setattr(os, "getuid", lambda: 54321)
+        plain = Path.lstat
+        mine = [*[*plain(folder)][:4], 12345, 0, 0, 0, 0, 0]
+        monkeypatch.setattr(Path, "lstat", lambda path: os.stat_result(mine) if path == folder else plain(path))
+    else:
+        folder.chmod(0o770 if change == "group" else 0o707)
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(UsageError, match=sentence):
+        run("clean", corpus, tasks=2)
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_work_of_a_living_process_is_not_removed(corpus, monkeypatch):
+    """Nor by another command for the same output, which would start over."""
+    run_until("clean", 1, monkeypatch, "clean", corpus, tasks=2)
+    before = sorted(Path().rglob("*"))
+    with Path("out.jsonl.tmp/plan.json").open() as plan:
+        assert files.take_lock(plan, pytest.fail)
+        for tasks in (2, 3):
+            with pytest.raises(UsageError, match=r"another process is writing out.jsonl; wait for it, or choose"):
+                run("clean", corpus, tasks=tasks)
+    assert sorted(Path().rglob("*")) == before
+    run("clean", corpus, tasks=2)
+
+
+def test_slurm_logs_of_others_are_rejected(corpus, tmp_path, monkeypatch):
+    """datatrove's jobs unpickle a file there."""
+    pytest.importorskip("datatrove")
+    monkeypatch.setenv("PATH", cluster.install(tmp_path / "bin")["PATH"])
+    Path("out.jsonl.logs").mkdir()
+    Path("out.jsonl.logs").chmod(0o777)
+    with pytest.raises(UsageError, match=r"others can write into out.jsonl.logs; type chmod go-w out.jsonl.logs"):
+        run("dedup", corpus, tasks=2, executor="slurm", sbatch=("partition=cpu",))
+    assert not list((tmp_path / "bin" / "jobs").iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b'[{"read": {"name"', pickle.dumps([1])], ids=["empty", "torn", "a pickle"])
+def test_damaged_marker_is_announced_and_repeated(corpus, monkeypatch, capsys, content):
+    """With what comes after it, which may rely on it."""
+    run("dedup", corpus, tasks=1)
+    expected = hashes()
+    run_until("explain", 1, monkeypatch, "dedup", corpus, tasks=3, overwrite=True)
+    Path("out.jsonl.tmp/join.00000.done").write_bytes(content)
+    done, plain = [], Job.run_task
+    monkeypatch.setattr(Job, "run_task", lambda job, stage, rank: done.append(stage) or plain(job, stage, rank))
+    run("dedup", corpus, tasks=3, overwrite=True)
+    error = capsys.readouterr().err
+    assert "out.jsonl.tmp/join.00000.done is damaged: join and the stages after it run again" in error
+    assert done[0] == "join"
+    assert hashes() == expected
+
+
+def test_markers_cannot_run_code(corpus, monkeypatch):
+    """A pickle in the place of a result, or of an array in one, is data that cannot be read."""
+
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (Path("exploded"),)
+
+    run_until("clean", 0, monkeypatch, "clean", corpus, tasks=2)
+    folder = Path("out.jsonl.tmp")
+    for marker in folder.glob("*.done"):
+        marker.write_bytes(pickle.dumps(Bomb()))
+    run("clean", corpus, tasks=2)
+    run_until("clean", 0, monkeypatch, "clean", corpus, tasks=2, overwrite=True)
+    np.savez(folder / "bomb", **{"13": np.array([Bomb()], object)})
+    (folder / "bomb.npz").rename(folder / "grams.00000")
+    with pytest.raises(ValueError, match="allow_pickle"):
+        run("clean", corpus, tasks=2, overwrite=True)
+    assert not Path("exploded").exists()
 
 
 @pytest.mark.ci

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -110,12 +110,12 @@ class Corpus:
     key: str
     malformed: MalformedLines
 
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
         """The part of the input for one of `tasks` tasks as raw pieces; `lines` is what `lines` returned for each."""
         raise NotImplementedError
 
-    def lines(self, rank: int, tasks: int) -> dict[int, int]:
-        """Line ends in a task's share of each file that is cut, by the number of the file."""
+    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
+        """Line ends in a task's share of each file that is cut, by the number of the file; `advance` takes bytes."""
         return {}
 
     def blocks(self) -> Iterator[Block]:
@@ -168,18 +168,22 @@ class TextFiles(Corpus):
         self.sizes = [file.stat().st_size for file in files]
         self.size = sum(self.sizes)
 
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
         """The blocks of a range of bytes of all files; a compressed file or a text belongs to whom it begins with."""
         for number, begin, end in self._ranges(rank, tasks):
-            before = sum(counts.get(number, 0) for counts in lines[:rank])
+            before = sum(counts.get(str(number), 0) for counts in lines[:rank])
             for block in read_blocks(self.files[number], self.key, self.all_fields, self.most, begin, end, before):
                 yield replace(block, split=self.split)
 
-    def lines(self, rank: int, tasks: int) -> dict[int, int]:
+    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
         """Line ends in a task's share of each .jsonl file that is cut."""
-        ranges = [part for part in self._ranges(rank, tasks) if ending_of(self.files[part[0]]) == ".jsonl"]
-        cut = [part for part in ranges if part[2] - part[1] < self.sizes[part[0]]]
-        return {number: count_lines(self.files[number], begin, end) for number, begin, end in cut}
+        counts = {}
+        for number, begin, end in self._ranges(rank, tasks):
+            if ending_of(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
+                counts[str(number)] = count_lines(self.files[number], begin, end, advance)
+            else:
+                advance(end - begin)
+        return counts
 
     def _ranges(self, rank: int, tasks: int) -> Iterator[tuple[int, int, int]]:
         """Number of each file in a task's share, and the bytes where its part begins and ends."""
@@ -443,7 +447,7 @@ class Wikipedia(Corpus):
         self.key, self.malformed = "text", MalformedLines("stop")
         self.size = sum(len(text.encode()) for text in self._texts)
 
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
         """The paragraphs, some hundred per block."""
         first, end = (len(self._texts) * number // tasks // ROWS * ROWS for number in (rank, rank + 1))
         for start in range(first, len(self._texts) if rank + 1 == tasks else end, ROWS):
@@ -454,7 +458,7 @@ class Wikipedia(Corpus):
 class Questions(Wikipedia):
     """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
 
-    def share(self, rank: int, tasks: int, lines: Sequence[dict[int, int]]) -> Iterator[Block]:
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
         """The pairs, some hundred per block."""
         for block in super().share(rank, tasks, lines):
             yield replace(block, content=[_question(row["text"]) for row in block.content])

@@ -15,7 +15,7 @@ is read, so that memory does not grow with it.
 import gzip
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -70,13 +70,14 @@ def ending_of(file: Path) -> str | None:
     return next((ending for ending in (*ENDINGS, *text) if file.name.endswith(ending)), None)
 
 
-def count_lines(file: Path, begin: int, end: int) -> int:
-    """Line ends in the bytes from `begin` to `end` of a file."""
+def count_lines(file: Path, begin: int, end: int, advance: Callable[[int], None]) -> int:
+    """Line ends in the bytes from `begin` to `end` of a file; `advance` takes the bytes of each piece."""
     lines, left = 0, end - begin
     with file.open("rb") as stream:
         stream.seek(begin)
         while left and (piece := stream.read(min(left, 8 * SIZE))):
             lines, left = lines + piece.count(b"\n"), left - len(piece)
+            advance(len(piece))
     return lines
 
 

@@ -5,30 +5,28 @@
     OUTPUT.report.json     documents and bytes that each step removed, with examples
 
 All three are written into the folder OUTPUT.jsonl.tmp and renamed, or copied to a store, when everything is done,
-OUTPUT.jsonl last: if it exists, it is complete. After a run that was killed, the same command continues. The same input
+OUTPUT.jsonl last: if it exists, it is complete. After an interruption the same command continues. The same input
 gives the same bytes, whatever the number of tasks and workers.
 
-Tables and progress bars of the commands that read text are here too.
+Tables of the commands that read text are here too.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich import filesize
 from rich.console import Console
-from rich.progress import TextColumn
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, Document, FilterArguments, MalformedLines
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
-from mjax.utils.progress import facts, progress
+from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, located, put
 
 EXAMPLES = 10  # of each step, in the report
@@ -103,6 +101,7 @@ class FilterJob(Job):
         if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
             (self.folder / "report").write_bytes(text.encode())
         self.copies = isinstance(self.arguments.output, RemoteFile)
+        self.complete()
         for name, file in output_files(self.arguments.output).items():
             if (self.folder / name).exists():
                 put(self.folder / name, file)
@@ -158,24 +157,6 @@ def _plain(value: Any) -> Any:
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def text_progress(verb: str, size: int) -> Iterator[Callable[[int, int, int], None]]:
-    """Show progress over `size` bytes of input, with the mean rates of documents and of text.
-
-    Yields a function to call with the bytes of input, documents and bytes of text done since the last call.
-    """
-    began, documents, text_bytes = time.perf_counter(), 0, 0
-    with progress(verb, size, TextColumn("{task.description}")) as show:
-
-        def advance(done: int, more_documents: int, more_text_bytes: int) -> None:
-            nonlocal documents, text_bytes
-            documents, text_bytes = documents + more_documents, text_bytes + more_text_bytes
-            figures = speed(documents, text_bytes, time.perf_counter() - began)
-            show(done, description=f"{documents:,} documents  {figures}")
-
-        yield advance
 
 
 def speed(documents: int, text_bytes: int, seconds: float) -> str:

@@ -7,35 +7,38 @@ files of its own into the working folder. Its marker, written last, holds what i
     OUTPUT.tmp/STAGE.RANK.done     a task is finished; a task without it runs again from its beginning
     OUTPUT.tmp/NAME.RANK           files of a task
 
-So a killed task costs that task, and the bytes of the output depend neither on the number of tasks nor on the executor.
-The number of tasks is part of the plan: another number starts over. Markers are pickles, which only this program writes
-and reads; datatrove sends tasks the same way.
+    OUTPUT.tmp/STAGE.bytes         input that each task of a stage has read, for who watches
+
+So an interruption costs the tasks that were running, and the bytes of the output depend neither on the number of tasks
+nor on the executor. The number of tasks is part of the plan: another number starts over.
+
+Markers are JSON, and arrays are files of numbers: nothing that is read here can run anything. Nobody else may write to
+the folder. The one pickle is datatrove's: its jobs on Slurm read OUTPUT.logs/STAGE/executor.pik, and that folder is as
+private.
 """
 
 import contextlib
 import functools
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO
 
 import numpy as np
-from rich.console import Console
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines, TextArguments
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.workers import WORTH_A_WORKER, Workers, useful_workers
-from mjax.errors import RunError, UsageError
-from mjax.utils.files import put, remove, take_lock, to_disk, write_whole
-from mjax.utils.progress import progress, status
+from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, useful_workers
+from mjax.errors import CONTINUES, RunError, UsageError
+from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
+from mjax.utils.progress import Pace, watched
 from mjax.utils.remote import beside
 
 MANY = 256  # tasks by default, for less than LARGE bytes each
@@ -48,7 +51,7 @@ def useful_tasks(asked: int | None, size: int) -> int:
 
 
 class Job:
-    """A command as stages; a stage is a method that takes the rank of a task and returns what its marker keeps.
+    """A command as stages; a stage is a method that takes the rank of a task and returns what its marker keeps: JSON.
 
     Attributes:
       arguments, corpus: of the command.
@@ -57,24 +60,39 @@ class Job:
       stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
       folder, logs: of the work: beside the output, or in the current folder for one in a store.
       copies: whether `finish` is copying files to a store, and leaves them in `folder` if it fails.
+      readers: stages that read the input.
+      settings: files besides the input that the result depends on, such as a tokenizer's.
     """
 
     single: ClassVar[tuple[str, ...]] = ("finish",)
+    readers: ClassVar[tuple[str, ...]] = ("lines",)
+    settings: Sequence[Path] = ()
     copies = False
+    _counter: tuple[int, int] | None = None
 
     def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder, self.logs = Path(f"{beside(output)}.tmp"), Path(f"{beside(output)}.logs")
         self.tasks = useful_tasks(arguments.tasks, corpus.size)
+        self.pace = Pace()
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
 
     def begin(self) -> None:
         """Do what comes before all tasks, here; repeated when a killed run continues."""
 
     def finish(self, rank: int) -> Any:
-        """The last stage: put the output in place; returns the result of the command, which can be repeated."""
+        """The last stage: put the output in place; it can be repeated."""
         raise NotImplementedError
+
+    def complete(self) -> None:
+        """Call before the last files get their names: an interruption comes too late."""
+        if not self.copies:
+            INTERRUPTS.too_late = f"{self.output} is complete; removing {self.folder}\n"
+
+    def result(self) -> Any:
+        """The result of the command, from the marker of the last stage."""
+        return self.results(self.stages[-1])[0]
 
     def show(self, result: Any) -> None:
         """Print a summary of the result."""
@@ -82,20 +100,45 @@ class Job:
 
     # --- In a task ----------------------------------------------------------------------------------------------------
 
-    def lines(self, rank: int) -> dict[int, int]:
+    def lines(self, rank: int) -> dict[str, int]:
         """Line ends in each file that is cut, by its number: shares begin to count where earlier ones end."""
-        return self.corpus.lines(rank, self.tasks)
+        return self.corpus.lines(rank, self.tasks, self.advance)
 
     def blocks(self, rank: int) -> Iterator[Block]:
         """The blocks of a task's share of the input."""
         lines = self.results("lines") if "lines" in self.stages else []
-        return self.corpus.share(rank, self.tasks, lines)
+        for block in self.corpus.share(rank, self.tasks, lines):
+            yield block
+            self.advance(block.size)
 
-    def malformed(self, parts: Sequence[MalformedLines] = ()) -> MalformedLines:
-        """The malformed lines of all `parts`, under the policy of the command."""
+    @contextmanager
+    def counting(self, stage: str, rank: int) -> Iterator[None]:
+        """Let `advance` count the bytes that a task reads."""
+        descriptor = os.open(self.folder / f"{stage}.bytes", os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            self._counter, self._read = (descriptor, rank), 0
+            self.advance(0)
+            yield
+        finally:
+            self._counter = None
+            os.close(descriptor)
+
+    def advance(self, size: int) -> None:
+        """Add to the bytes of input that the running task has read, or to its results if it reads none."""
+        self._read += size
+        descriptor, rank = self._counter
+        os.pwrite(descriptor, self._read.to_bytes(8, "little"), 8 * rank)
+
+    def counted(self, stage: str) -> int:
+        """What `advance` has counted in all tasks of a stage."""
+        file = self.folder / f"{stage}.bytes"
+        return int(np.fromfile(file, "<i8").sum()) if file.exists() else 0
+
+    def malformed(self, parts: Sequence[dict[str, Any]] = ()) -> MalformedLines:
+        """The malformed lines of all `parts`, which come from markers, under the policy of the command."""
         together = MalformedLines(self.arguments.malformed)
         for part in parts:
-            together.merge(part)
+            together.merge(MalformedLines(**part))
         return together
 
     def part(self, name: str, rank: int) -> Path:
@@ -144,6 +187,12 @@ class Job:
 
     # --- Running ------------------------------------------------------------------------------------------------------
 
+    @property
+    def processes(self) -> int:
+        """Worker processes; 0: little text is done by this one, which answers Ctrl-C when a call of a library ends."""
+        workers = min(useful_workers(self.arguments.workers, self.corpus.size), self.tasks)
+        return workers if workers > 1 or self.corpus.size >= WORTH_A_WORKER else 0
+
     def tasks_of(self, stage: str) -> int:
         """Number of tasks of a stage."""
         return 1 if stage in self.single else self.tasks
@@ -155,26 +204,28 @@ class Job:
 
     def run_task(self, stage: str, rank: int) -> None:
         """Do a task that has not been done, and mark it."""
-        marker, failed = self.part(stage, rank).with_suffix(f".{rank:05}.done"), self.part(f"{stage}.failed", rank)
+        marker, failed = _marker(self.folder, stage, rank), self.part(f"{stage}.failed", rank)
         if marker.exists():
             return
+        failed.unlink(missing_ok=True)
         for earlier in self.stages[: self.stages.index(stage)][-1:]:
             if left := self.left(earlier):
                 raise RunError(f"task {left[0]} of stage {earlier} has not finished; repeat the command")
         try:
-            value = getattr(self, stage)(rank)
+            with self.counting(stage, rank):
+                value = getattr(self, stage)(rank)
+                self.advance(stage not in self.readers)
         except Exception as error:
             with contextlib.suppress(OSError):  # of a full disk
                 failed.write_text(str(error) if isinstance(error, UsageError | RunError) else repr(error))
             raise
-        temporary = Path(f"{marker}.tmp")
-        temporary.write_bytes(pickle.dumps(value))
-        put(temporary, marker)
+        write_whole(marker, json.dumps(value, default=asdict))
 
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
         how = replace(self.arguments, executor=None, workers=None, overwrite=False, json=False, sbatch=())
-        files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self.corpus.files]
+        files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
+        files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
         return json.dumps({**values, "mjax_version": __version__}, indent=2)
 
@@ -200,20 +251,25 @@ def _mapped(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarra
 
 @functools.lru_cache(maxsize=16)
 def _results(folder: Path, stage: str, count: int) -> list[Any]:
-    files = (folder / f"{stage}.{rank:05}.done" for rank in range(count))
-    return [pickle.loads(file.read_bytes()) for file in files]
+    return [json.loads(_marker(folder, stage, rank).read_bytes()) for rank in range(count)]
+
+
+def _marker(folder: Path, stage: str, rank: int) -> Path:
+    return folder / f"{stage}.{rank:05}.done"
 
 
 def run(job: Job) -> Any:
     """Run all stages on the executor of --executor, print a summary and return the result; None if Slurm has them.
 
     Raises:
-      UsageError: as the tasks, or datatrove is missing, or another process writes the same output.
-      RunError: a worker was killed, or a task failed on an executor; the same command continues.
+      UsageError: as the tasks, or datatrove is missing, or another process writes the same output, or another user may
+        have written the working folder.
+      RunError: a worker was killed, a task failed, or the disk is full; the same command continues.
+      KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; the same command continues.
     """
     kind = job.arguments.executor
     pipeline = _pipelines(job) if kind else None
-    with _working_folder(job):
+    with INTERRUPTS, _working_folder(job):
         if kind == "slurm":
             _submit(job, pipeline)
             return None
@@ -223,7 +279,7 @@ def run(job: Job) -> Any:
         for stage in job.stages:
             if job.left(stage):
                 _run_there(job, stage, pipeline)
-        result = job.results(job.stages[-1])[0]
+        result = job.result()
         job.close()
     job.show(result)
     return result
@@ -231,25 +287,27 @@ def run(job: Job) -> Any:
 
 def _run_here(job: Job) -> None:
     """Run the tasks in worker processes of this one, which runs stages of one task itself."""
-    workers = min(useful_workers(job.arguments.workers, job.corpus.size), job.tasks)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(Workers(workers, _same, (job,))) if workers > 1 else None
+    with Workers(job.processes, _same, (job,)) as workers:
         for stage in job.stages:
-            ranks = job.left(stage)
-            with progress(stage, len(ranks)) as advance:
-                if pool is None or stage in job.single:
-                    results = (job.run_task(stage, rank) for rank in ranks)
-                else:
-                    results = pool.map(functools.partial(_task, stage), ranks)
-                with contextlib.closing(results):
-                    for _ in results:
-                        advance(1)
+            ranks, task = job.left(stage), functools.partial(_task, stage)
+            results = (task(job, rank) for rank in ranks) if stage in job.single else workers.map(task, ranks)
+            with _watched(job, stage), contextlib.closing(results):
+                for _ in results:
+                    pass
+
+
+def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
+    """Show how far a stage is: by the input it reads, or by tasks."""
+    verb = f"{stage} ({job.stages.index(stage) + 1} of {len(job.stages)})"
+    if stage in job.readers:
+        return watched(verb, job.corpus.size, lambda: job.counted(stage), job.pace)
+    return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
 
 
 def _run_there(job: Job, stage: str, pipeline: Callable[..., Any]) -> None:
     """Run the tasks of a stage on an executor, and name the first that failed."""
     reason = "it was killed"
-    with status(f"{stage}: {len(job.left(stage))} tasks", Console(stderr=True)):
+    with _watched(job, stage):
         try:
             pipeline(stage).run()
         except Exception as error:  # the reasons of tasks are in files
@@ -259,7 +317,7 @@ def _run_there(job: Job, stage: str, pipeline: Callable[..., Any]) -> None:
         failed = next((rank for rank, file in reasons.items() if file.exists()), left[0])
         reason = reasons[failed].read_text() if reasons[failed].exists() else reason
         raise RunError(
-            f"task {failed} of {job.tasks_of(stage)} of stage {stage} failed: {reason}; the same command continues "
+            f"task {failed} of {job.tasks_of(stage)} of stage {stage} failed: {reason} "
             f"(logs: {job.folder}/logs/{stage})"
         )
 
@@ -278,29 +336,61 @@ def _working_folder(job: Job) -> Iterator[None]:
     plan, file = job.plan(), job.folder / "plan.json"
     _results.cache_clear()
     try:
-        if job.folder.is_dir() and not (file.is_file() and file.read_text() == plan):
-            if file.is_file():
-                print(
-                    f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr
-                )
-            job.close()
-        job.folder.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
-            write_whole(file, plan)
+        _check_private(job, job.folder)
+        with file.open() if file.is_file() else contextlib.nullcontext() as older:
+            if older is not None:
+                _lock(job, older)
+            if older is None or older.read() != plan:
+                if older is not None:
+                    print(
+                        f"{job.folder} has the work of another command or another --tasks; starting over",
+                        file=sys.stderr,
+                    )
+                job.close()
+                _check_private(job, job.folder)
+                write_whole(file, plan)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
     with file.open() as stream:
-        if not take_lock(stream, print):
-            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        _lock(job, stream)
         try:
+            _remove_damaged(job)
             yield
-        except BaseException as error:
-            killed = isinstance(error, RunError) and not any(job.folder.glob("*.failed.*"))
-            if job.arguments.executor is None and not killed and not job.copies:
-                job.close()
-            if isinstance(error, OSError):
-                raise RunError(f"writing {job.output} stopped: {error}; nothing was left under that name") from error
+        except UsageError:
+            if job.arguments.executor is None and not job.copies:
+                job.close()  # the command or its input has to change, and with it the plan
             raise
+        except BaseException as error:
+            if isinstance(error, OSError):  # NumPy's about a full disk has no number
+                reason = error if error.errno else f"the disk may be full ({error})"
+                error = RunError(f"writing {job.output} stopped: {reason}")
+            error.add_note(f"{CONTINUES} from {job.folder}")
+            raise error
+
+
+def _lock(job: Job, plan: TextIO) -> None:
+    if not take_lock(plan, print):
+        raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+
+
+def _check_private(job: Job, folder: Path) -> None:
+    """Make a folder of a job, or make sure that nobody else has written what is in it."""
+    if problem := make_private(folder):
+        raise UsageError(f"{problem}, or choose another --output than {job.output}")
+
+
+def _remove_damaged(job: Job) -> None:
+    """Remove the marker of a damaged result, with those of its stage and of all later ones, which may rely on it."""
+    for index, stage in enumerate(job.stages):
+        for marker in sorted(job.folder.glob(f"{stage}.*.done")):
+            try:
+                json.loads(marker.read_bytes())
+            except ValueError:
+                print(f"{marker} is damaged: {stage} and the stages after it run again", file=sys.stderr)
+                for again in job.stages[index:]:
+                    for file in (job.folder / f"{again}.bytes", *job.folder.glob(f"{again}.*.done")):
+                        remove(file)
+                return
 
 
 # --- datatrove --------------------------------------------------------------------------------------------------------
@@ -319,7 +409,7 @@ class Step:
             return
         self.job.run_task(self.stage, rank)  # a failure cancels the stages that follow
         if self.stage == self.job.stages[-1]:
-            self.job.show(self.job.results(self.stage)[0])
+            self.job.show(self.job.result())
             self.job.close()
 
 
@@ -392,6 +482,7 @@ def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
         answer = subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True)
         if answer.stdout.strip():
             raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(ids)}; wait, or scancel them first")
+    _check_private(job, job.logs)
     job.begin()
     job.folder, previous, ids = job.folder.resolve(), None, []
     for stage in job.stages:

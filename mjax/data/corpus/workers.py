@@ -1,7 +1,8 @@
 """Map a function over batches on all cores, with results in order.
 
 Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Only a few batches wait,
-so memory does not grow with the corpus. With one worker everything happens in this process.
+so memory does not grow with the corpus. When the work is interrupted they are killed, whatever they do: what a task has
+not finished is done again anyway.
 """
 
 import multiprocessing
@@ -10,8 +11,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,22 +36,30 @@ def useful_workers(asked: int | None, size: int) -> int:
 
 
 class Workers:
-    """A pool of `count` processes, each of which calls `make(*arguments)` once. Use it as a context manager."""
+    """A pool of `count` processes, each of which calls `make(*arguments)` once; of 0, this process does the work.
+
+    Use it as a context manager: an exception kills the processes.
+    """
 
     def __init__(self, count: int, make: Callable[..., Any] | None = None, arguments: tuple = ()):
         self.count, self._starting = count, (make, arguments)
         self._pool: ProcessPoolExecutor | None = None
+        self._others: list[multiprocessing.Process] = []
 
     def __enter__(self) -> "Workers":
-        if self.count > 1:
+        self._others = multiprocessing.active_children()
+        if self.count:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=self._starting)
         else:
             _make(*self._starting)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if self._pool:
+            for process in multiprocessing.active_children() if kind else ():
+                if process not in self._others:
+                    process.kill()
             self._pool.shutdown(cancel_futures=True)
         _make(None, ())
 
@@ -67,15 +77,69 @@ class Workers:
         running = deque()
         try:
             for item in items:
-                running.append(self._pool.submit(_call, function, item))
+                running.append(self._submit(function, item))
                 if len(running) >= WAITING * self.count:
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
         except BrokenProcessPool:
-            raise RunError(
-                f"one of {self.count} worker processes was killed, most likely for lack of memory; use fewer --workers"
-            ) from None
+            which, fix = "the worker process", "more --tasks"
+            if self.count > 1:
+                which, fix = f"one of {self.count} worker processes", "fewer --workers"
+            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
+
+    def _submit(self, function: Callable[..., Result], item: Item) -> "Future[Result]":
+        """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
+        with INTERRUPTS.delay():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return self._pool.submit(_call, function, item)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Interrupts:
+    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt in the block, unless they are `delayed`.
+
+    Attributes:
+      too_late: if set, they print this instead: the output is complete.
+    """
+
+    def __init__(self):
+        self.too_late, self.delayed, self._came = "", False, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        self.too_late, self.delayed, self._came = "", False, False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._answer)
+
+    def __exit__(self, *_) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _answer(self, *_) -> None:
+        self._came = self.delayed
+        if self.too_late:
+            os.write(2, self.too_late.encode())  # `print` may be what is interrupted
+        elif not self.delayed:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        """Let the block end first."""
+        self.delayed = True
+        try:
+            yield
+        finally:
+            self.delayed = False
+        if self._came:
+            raise KeyboardInterrupt
+
+
+INTERRUPTS = Interrupts()
 
 
 _made: Any = None  # in this process
@@ -91,7 +155,6 @@ def _call(function: Callable[..., Result], item: Item) -> Result:
 
 
 def _start(*starting: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     _make(*starting)
 

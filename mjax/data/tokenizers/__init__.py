@@ -65,6 +65,12 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return SCHEMES[kind].from_files(files)
 
 
+def files_of(spec: str) -> list[Path]:
+    """The files that `load_tokenizer(spec)` reads."""
+    kind, _, files = spec.partition(":")
+    return sorted((Path(files) / "tokenizer").iterdir()) if kind == "run" else [*map(Path, files.split(","))]
+
+
 def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote into `folder`.
 
