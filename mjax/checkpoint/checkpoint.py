@@ -39,6 +39,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -85,6 +86,15 @@ REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this
 # Orbax logs through absl, with a stack trace for each of its threads that fails. What a user needs of that is in our
 # errors, so its records are dropped here; those of other users of absl pass.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname)
+
+
+def _report_unraisable(problem: Any) -> None:
+    """Say nothing when the other parts of a save that failed find the event loop of Orbax closed."""
+    if not (problem.exc_type is RuntimeError and str(problem.exc_value) == "Event loop is closed"):
+        _report_any(problem)
+
+
+_report_any, sys.unraisablehook = sys.unraisablehook, _report_unraisable
 
 
 @dataclass(frozen=True)
