@@ -195,8 +195,7 @@ class Checkpoints:
                 self.folder.rmdir()
         if error is not None:
             raise UsageError(
-                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another "
-                "folder with --runs"
+                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another folder"
             ) from error
 
     def save(
@@ -238,6 +237,9 @@ class Checkpoints:
           RunError: the last two saves failed, or one of several processes could not write its part of one. Earlier
             checkpoints are intact.
         """
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.result()
         if self._pending is None:
             return
         (step, _), before = self._pending, self._error
@@ -325,9 +327,6 @@ class Checkpoints:
 
     def _outcome(self) -> Exception | None:
         """Wait for the save in progress, and return what went wrong in one of the processes; None if nothing did."""
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.result()
         (_, commit), self._pending = self._pending, None
         error = commit.result()
         if self._others_wait:
@@ -355,7 +354,10 @@ class Checkpoints:
         if self.mirror is not None:
             self.mirror.saved(step)
         if rotate:
-            self._remove_old(step, pins)
+            try:
+                self._remove_old(step, pins)
+            except OSError as error:
+                self.on_notice(f"older checkpoints could not be removed: {reason(error)}")
 
     def _discard(self, folder: Path, size: int) -> None:
         """Remove the checkpoint of `try_save`, by the steps in which others get their names."""
