@@ -39,6 +39,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,6 +88,15 @@ REPLICA_SLICE_BYTES = 1 << 20  # replicas share the writing of arrays above this
 # Orbax logs through absl, with a stack trace for each of its threads that fails. What a user needs of that is in our
 # errors, so its records are dropped here; those of other users of absl pass.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname)
+
+
+def _report_unraisable(problem: Any) -> None:
+    """Say nothing when the other parts of a save that failed find the event loop of Orbax closed."""
+    if not (problem.exc_type is RuntimeError and str(problem.exc_value) == "Event loop is closed"):
+        _report_any(problem)
+
+
+_report_any, sys.unraisablehook = sys.unraisablehook, _report_unraisable
 
 
 @dataclass(frozen=True)
@@ -187,8 +197,7 @@ class Checkpoints:
                 self.folder.rmdir()
         if error is not None:
             raise UsageError(
-                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another "
-                "folder with --runs"
+                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another folder"
             ) from error
 
     def save(
@@ -230,6 +239,9 @@ class Checkpoints:
           RunError: the last two saves failed, or one of several processes could not write its part of one. Earlier
             checkpoints are intact.
         """
+        pinning, self._pinning = self._pinning, None
+        if pinning is not None:
+            pinning.result()
         if self._pending is None:
             return
         (step, _), before = self._pending, self._error
@@ -317,9 +329,6 @@ class Checkpoints:
 
     def _outcome(self) -> Exception | None:
         """Wait for the save in progress, and return what went wrong in one of the processes; None if nothing did."""
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.result()
         (_, commit), self._pending = self._pending, None
         error = commit.result()
         if self._others_wait:
@@ -347,7 +356,10 @@ class Checkpoints:
         if self.mirror is not None:
             self.mirror.saved(step)
         if rotate:
-            self._remove_old(step, pins)
+            try:
+                self._remove_old(step, pins)
+            except OSError as error:
+                self.on_notice(f"older checkpoints could not be removed: {reason(error)}")
 
     def _discard(self, folder: Path, size: int) -> None:
         """Remove the checkpoint of `try_save`, by the steps in which others get their names."""

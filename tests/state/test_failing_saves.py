@@ -20,6 +20,7 @@ from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.small import small_config
 from tests.training.test_metrics import record
+from tests.training.test_what_fails_beside_training import error_of, fail_with
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
 
@@ -187,3 +188,13 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
         assert guard.go_back() == 20
         assert (guard.good, checkpoints.good(), checkpoints.steps()) == (20, 20, [20])
         checkpoints.save(40, state)
+
+
+def test_rotation_that_fails_is_no_failed_save(tmp_path, monkeypatch):
+    notices = []
+    with Checkpoints(tmp_path, on_notice=notices.append) as checkpoints:
+        monkeypatch.setattr(checkpoint, "read_manifest", fail_with(error_of(errno.EIO)))
+        checkpoints.save(1, {"model": jnp.ones(3)})
+        checkpoints.settle()
+    assert (checkpoints.failed, checkpoints.steps()) == (set(), [1])
+    assert notices[-1] == "older checkpoints could not be removed: Input/output error"
