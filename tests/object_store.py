@@ -37,7 +37,8 @@ class Server:
                 pass
 
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
+        self._listen = lambda port: make_server("127.0.0.1", port, self._answer, threaded=True, request_handler=Quiet)
+        self._server = self._listen(0)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.requests, self.rule, self.delay, self.lag, self.conditions = [], None, 0.0, 0.0, True
         self._written = {}
@@ -49,6 +50,16 @@ class Server:
 
     def __exit__(self, *_):
         self._server.shutdown()
+
+    def stop(self):
+        """Answer nothing from now on, until `start`."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def start(self):
+        """Answer again, with the same objects."""
+        self._server = self._listen(self._server.server_port)
+        self.__enter__()
 
     def environment(self):
         return {

@@ -44,7 +44,7 @@ from typing import Any
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.errors import RunError, UsageError
 from mjax.utils import stores
-from mjax.utils.files import free_name, path_below, rename, take_lock, write_whole
+from mjax.utils.files import free_name, open_no_link, path_below, rename, take_lock, write_whole
 from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
@@ -194,9 +194,9 @@ def bring(
 def is_locked(folder: Path) -> bool:
     """True if a process of this machine trains in `folder`; nothing is written to find out."""
     try:
-        with (folder / LOCK).open("rb") as file:
+        with open_no_link(folder / LOCK, "rb") as file:
             return not take_lock(file, lambda line: None)
-    except OSError:
+    except (OSError, UsageError):
         return False
 
 

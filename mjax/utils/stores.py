@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mjax.errors import RunError, UsageError, one_sentence
-from mjax.utils.files import cache_home, name_problem, put
+from mjax.utils.files import cache_home, name_problem, open_no_link, put
 
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -106,13 +106,9 @@ def resolved(path: Path) -> str:
 def alone(path: Path) -> Iterator[None]:
     """Keep other processes of this machine from changing the same local copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path.parent / f".{path.name[:200]}.fetching", flags, 0o600)
-    try:
+    with open_no_link(path.parent / f".{path.name[:200]}.fetching", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(file)
 
 
 def with_addresses(text: str) -> str:
