@@ -45,7 +45,7 @@ import numpy as np
 
 from mjax.config.datasets import DatasetMetadata, metadata_file
 from mjax.errors import RunError, UsageError
-from mjax.utils.files import lock, open_no_link
+from mjax.utils.files import lock, open_no_link, remove_temporary
 from mjax.utils.ranges import Ranges, local_prefix
 from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
 
@@ -579,5 +579,8 @@ def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:
 
 def write_metadata(prefix: str | Path, metadata: DatasetMetadata) -> None:
     """Write PREFIX.json, atomically."""
+    file = metadata_file(prefix)
+    if not isinstance(file, RemoteFile):
+        remove_temporary(file.parent, file.name)
     values = json.dumps(dataclasses.asdict(metadata), indent=2, ensure_ascii=False)
-    write_whole(metadata_file(prefix), f"{values}\n")
+    write_whole(file, f"{values}\n")

@@ -194,10 +194,13 @@ def copy_whole(source: str, target: str) -> None:
     write_whole(Path(target), Path(source).read_bytes())
 
 
-def remove_temporary(folder: Path) -> None:
-    """Remove what `write_whole` left in `folder` when its process was killed; only while nobody else writes there."""
+def remove_temporary(folder: Path, name: str = "") -> None:
+    """Remove what `write_whole` left in `folder`, or of the file `name`, when its process was killed.
+
+    Call it only while nobody else writes there.
+    """
     for file in folder.glob("*.tmp"):
-        if re.fullmatch(r".+\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
+        if re.fullmatch((re.escape(name) or ".+") + r"\.[0-9a-f]{8}\.tmp", file.name) and file.is_file():
             file.unlink()
 
 

@@ -59,7 +59,7 @@ WORST = [
     ("checkpoint", "5/manifest.json", to(DEEP), "manifest.json is not what was written"),
     ("request.json", "request.json", json_with("train", [["a.tsv"]]), "--train ['a.tsv'], now a.tsv"),
     ("epochs.json", "epochs.json", to(b"[1]"), "is not a list of epochs"),
-    ("tokenizer.json", "tokenizer.json", json_with("normalizer", CHARACTERS), "that is cut off"),
+    ("tokenizer.json", "tokenizer.json", json_with("normalizer", CHARACTERS), "takes more than 4096 MiB"),
     ("tokenizer.json", "tokenizer.json", json_with("model", "vocab", "a", 2**32 - 1), "the id 4,294,967,295"),
     ("vocab.json, merges.txt", "merges.txt", lambda content: content + b"a " + DIGITS, "does not belong to"),
     ("sentencepiece model", "a.model", lambda content: content + NEW_PIECE, "is not a sentencepiece model"),

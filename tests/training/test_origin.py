@@ -147,10 +147,10 @@ def test_fields_not_seen_in_weights_may_differ(there, tmp_path):
     longer = replace(LLAMA.model, sequence=32, rope_theta=1e6, window=8, vocabulary=200, feed_forward=256, head_dim=8)
     origin = choose_origin(tmp_path / "new", replace(LLAMA, model=longer), there)
     assert origin.changed == {
-        "model.sequence": ["16", "32"],
-        "model.vocabulary": ["257", "200"],
-        "model.rope_theta": ["10000.0", "1000000.0"],
-        "model.window": ["None", "8"],
+        "model.sequence": ("16", "32"),
+        "model.vocabulary": ("257", "200"),
+        "model.rope_theta": ("10000.0", "1000000.0"),
+        "model.window": ("None", "8"),
     }
     with pytest.raises(UsageError, match="holds a Llama and this config describes a GPT; choose a config of the same"):
         choose_origin(tmp_path / "new", CONFIG, there)
