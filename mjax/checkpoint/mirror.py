@@ -239,12 +239,19 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
     """True if the folder that this machine writes has what the store has, and perhaps more."""
     here, marked = steps_in(written / "checkpoints"), _marked(objects, address, say)
     if marked:
-        newest = f"checkpoints/{marked[-1]}/{MANIFEST}"
-        if _known(written).get(newest, [None])[0] != version(objects[newest]):
-            return False  # this machine has never had it
+        newest, known = f"checkpoints/{marked[-1]}/{MANIFEST}", _known(written)
+        if known.get(newest, [None])[0] != version(objects[newest]) or not _names_here(written, marked[-1], known):
+            return False  # this machine has never had it, or has it no more
     if here and here[-1] > max(marked, default=-1):
         say(f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training")
     return bool(here) or (written / "config.json").is_file()
+
+
+def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]:
+    """The name of a checkpoint that the store has, or had, in a run here: another one if it was set aside."""
+    checkpoints, copied = folder / "checkpoints", known.get(f"checkpoints/{step}/{MANIFEST}", [])[1:]
+    files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]  # not deleting
+    return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
 
 
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
@@ -543,7 +550,7 @@ class Mirror:
         """Remove or rename the checkpoints in the store that were removed or renamed here, once the newest is there."""
         checkpoints, beaten = self.folder / "checkpoints", False
         here = steps_in(checkpoints)
-        if here and here[-1] in self._due:
+        if not here or here[-1] in self._due:  # a run that trains has one, unless somebody else removes files here
             return
         for step, files in _steps(self.store.files(self.address)).items():
             there, unknown = f"{self.address}/checkpoints/{step}", self._manifest(step) not in self._known
@@ -552,7 +559,7 @@ class Mirror:
             if not beaten:
                 self._beat()  # the run is still this process's
                 beaten = True
-            renamed = [entry.name for entry in checkpoints.glob(f"{step}.*") if "writing" not in entry.name]
+            renamed = _names_here(self.folder, step, self._known)
             self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
             for name in sorted(files.keys() - {COMMIT}, key=lambda name: name != MANIFEST):
                 if renamed:
