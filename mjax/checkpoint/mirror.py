@@ -56,6 +56,7 @@ POLL = 2.0  # seconds between two looks at another's lock
 LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the end only, such as TensorBoard's
 STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
+IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
 TO_TRAIN, TO_READ = ("--run", "--resume"), ("--run", "--resume", "--checkpoint", "--init", "--base")
 """Flags whose value is a run, in commands that train it and in others."""
 NONE = {"size": -1}
@@ -258,7 +259,7 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
     """Make the cache of a run what the store has."""
     with alone(cache):
         known, marked = _known(cache), _marked(objects, address, store.say)
-        used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not STEP.fullmatch(name)}
+        used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)}
         used |= {f"checkpoints/{step}/{MANIFEST}" for step in marked}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
         wanted = listed | {f"checkpoints/{step}/{MANIFEST}" for step in marked[-1:]} if to_list else used
@@ -319,8 +320,7 @@ def _files_of(folder: Path) -> Iterator[str]:
     """Names of the files of a run, without those in folders of checkpoints and temporary ones."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        of_checkpoint = name.startswith("checkpoints/") and name.count("/") > 1
-        if not of_checkpoint and not name.startswith(".") and not name.endswith((".tmp", ".part")) and file.is_file():
+        if not IN_CHECKPOINT.match(name) and not name.startswith(".") and not name.endswith((".tmp", ".part")) and file.is_file():
             yield name
 
 
@@ -580,7 +580,7 @@ class Mirror:
         """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
         self._looked, names = time.monotonic(), list(_files_of(self.folder))
         self._send(name for name in names if everything or _size(self.folder / name) <= LARGE)
-        for name in [name for name in self._known if name not in names and not STEP.fullmatch(name)]:
+        for name in [name for name in self._known if name not in names and not IN_CHECKPOINT.match(name)]:
             self.store.remove([f"{self.address}/{name}"])
             del self._known[name]
         if everything:
