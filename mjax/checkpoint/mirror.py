@@ -386,6 +386,7 @@ class Mirror:
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
         self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._beats, self._token, self._beating = 0, secrets.token_hex(8), threading.Lock()
+        self._beaten = time.monotonic()
         self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
         self._claim()
         self.store.patience = 0.0  # from here on a failure is for the next attempt
@@ -506,6 +507,7 @@ class Mirror:
             if self._lacks(before, sizes) is None:
                 is_there = self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
             if not is_there:
+                self._beat()  # the run is still this process's
                 # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
                 old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
                 self.store.remove([f"{there}/{name}" for name in old if name in before])
@@ -571,6 +573,8 @@ class Mirror:
 
     def _send(self, names: Iterable[str]) -> None:
         """Copy files of the run that have changed since they were copied."""
+        if self.lost or time.monotonic() - self._beaten > ALIVE / 2:
+            self._beat()  # the run is still this process's
         changed = [name for name in names if not _is_known(self.folder, name, self._known)]
         now = {name: ["", *_stat(self.folder / name)] for name in changed}
         self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
@@ -648,13 +652,14 @@ class Mirror:
         """
         with self._beating:
             held = _read(self.store, f"{self.address}/{LOCK}")
-            if held is not None and _lock_of(held).get("token") != self._token:
+            if _lock_of(held).get("token") != self._token and not self._released.is_set():
                 self.lost = _holder(held)
                 self._wake.set()
                 raise RunError(f"it is trained by {self.lost} now")
             if not self._released.is_set():
                 self._beats += 1
                 self.store.write(f"{self.address}/{LOCK}", self._state())
+                self._beaten = time.monotonic()
 
     def _release(self) -> None:
         """Remove the lock, and those that it has succeeded, if it is still this process's."""
@@ -692,12 +697,14 @@ def _watch(store: Store, address: str, held: bytes) -> bool:
 
 def _lock_of(content: bytes | None) -> dict[str, Any]:
     """What a lock says; {} if there is none, or none of ours."""
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         if isinstance(lock := json.loads(content), dict):
             return lock
     return {}
 
 
-def _holder(content: bytes) -> str:
+def _holder(content: bytes | None) -> str:
+    if content is None:
+        return "nobody (its lock is gone: another process has ended it, or it was removed)"
     lock = _lock_of(content)
     return f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
