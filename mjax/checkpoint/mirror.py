@@ -432,7 +432,7 @@ class Mirror:
             if self._copies.is_alive():
                 self.store.say(f"waiting until the run is copied to {self.address}")
             self._copies.join()
-            lacking = dict(self._failed)
+            lacking = self._failed or dict.fromkeys(map("checkpoint {}".format, self._due), "it was not tried")
             self._attempt("the end of its lock", self._release)
         finally:
             self._released.set()
@@ -452,26 +452,28 @@ class Mirror:
 
     def _copy_until_ended(self) -> None:
         """In a thread: copy what is due, again and again, with growing pauses while the store fails."""
-        pause, end = 1.0, None
+        pause, left = 1.0, None  # the next pause, and at the end the seconds of all that follow
         while not self.lost:
-            if self._ended.is_set() and end is None:
-                pause, end = 1.0, time.monotonic() + stores.PATIENCE
+            if self._ended.is_set() and left is None:
+                pause, left = 1.0, stores.PATIENCE
             self._failed = {}
             for step in sorted(self._due, reverse=True):
                 self._attempt(f"checkpoint {step}", partial(self._upload, step))
-            self._attempt("its metrics and settings", partial(self._copy_files, everything=end is not None))
+            self._attempt("its metrics and settings", partial(self._copy_files, everything=left is not None))
             self._attempt("its rotation", self._rotate)
-            if end is not None and (time.monotonic() >= end or not (self._failed or self._due)):
+            if left is not None and (left <= 0 or not (self._failed or self._due)):
                 return
-            wait = EVERY if end is None else 0.0
+            wait, begun = EVERY if left is None else 0.0, time.monotonic()
             if self._failed:
-                wait = min(pause * random.uniform(1, 1.25), *([max(end - time.monotonic(), 0.0)] if end else []), 75)
+                wait = pause * random.uniform(1, 1.25) if left is None else min(pause * random.uniform(1, 1.25), left)
                 pause = min(2 * pause, stores.MAX_PAUSE)
-                self.store.reconnect()
+                self._attempt("a new connection", self.store.reconnect)
             else:
                 pause = 1.0
             self._wake.wait(wait)
             self._wake.clear()
+            if left is not None:  # the time of uploads does not count
+                left -= time.monotonic() - begun
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         if self.lost:
