@@ -389,10 +389,10 @@ class Mirror:
         self._beaten = time.monotonic()
         self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
         self._claim()
-        self.store.patience = 0.0  # from here on a failure is for the next attempt
 
     def __enter__(self) -> Mirror:
         there, here = _steps(self.store.files(self.address)), steps_in(self.folder / "checkpoints")
+        self.store.patience = 0.0  # from here on a failure is for the next attempt
         for step, files in there.items():
             newer = step > max(here, default=-1) and self._manifest(step) not in self._known
             if newer and {COMMIT, MANIFEST} <= files.keys():
