@@ -122,7 +122,7 @@ def fetch_all(runs: Path) -> list[Path] | None:
         return [folder for folder in folders if (folder / "config.json").is_file()]
 
 
-def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False) -> Path:
+def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False, tries: int = 5) -> Path:
     """Return the local folder in which a run is to be read.
 
     It is the folder that this machine writes, while a process trains there, or if the store has nothing newer; else the
@@ -132,6 +132,7 @@ def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False) -> Pa
       folder: of a run; one that is no local copy is returned.
       say: takes one line about each problem.
       to_list: fetch only what a list of runs shows.
+      tries: listings at most, while objects that they have are removed.
     """
     if (address := address_of(folder)) is None:
         return folder
@@ -141,7 +142,12 @@ def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False) -> Pa
         objects = store.files(address)
         if not _is_ahead(written, address, objects, store.say):
             readable = mirror_of(address, FETCHED)
-            _refresh(readable, address, store, objects, to_list)
+            try:
+                _refresh(readable, address, store, objects, to_list)
+            except FileNotFoundError:  # as by the rotation of a process that trains elsewhere
+                if tries > 1:
+                    return fetch(folder, say, to_list, tries - 1)
+                raise
     if not to_list:
         _readable[address] = readable
     return readable
@@ -159,7 +165,7 @@ def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Pat
         return folder
     with alone(folder), alone(cache):
         # Another process of this run may have been faster.
-        if cache.is_dir() and _index(folder) != _index(cache):
+        if cache.is_dir() and not is_locked(folder) and _index(folder) != _index(cache):
             _clear(folder, say)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
