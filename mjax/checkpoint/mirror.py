@@ -68,7 +68,7 @@ def localized(argv: Iterable[str], also: bool = False, trains: bool = False) -> 
 
     Args:
       argv: of a command.
-      also: whether words without a flag are runs too.
+      also: whether all other addresses are runs too, as after --yes.
       trains: whether the command trains the run of --run.
 
     Raises:
@@ -89,7 +89,7 @@ def localized(argv: Iterable[str], also: bool = False, trains: bool = False) -> 
             value = str(mirror_of(value))
         elif ADDRESS.fullmatch(value) and trains and flag in TO_TRAIN:
             value = str(run_to_train(value))
-        elif ADDRESS.fullmatch(value) and (flag in TO_READ or (also and not flag)):
+        elif ADDRESS.fullmatch(value) and (also or flag in TO_READ):
             value = str(local_run(value))
         words.append(f"{flag}={value}" if equals else value)
         before = ""
