@@ -236,8 +236,8 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     if not dry:
         if LOCK in objects:
             _watch(store, address, store.read(f"{address}/{LOCK}"))
-        # First it is not a run any more, then it has no checkpoints.
-        order = sorted(objects, key=lambda name: (name != "config.json", not name.endswith(f"/{COMMIT}")))
+        # First it has no checkpoints; it is a run to the end, so that the same command continues.
+        order = sorted(objects, key=lambda name: (name == "config.json", not name.endswith(f"/{COMMIT}")))
         store.remove([f"{address}/{name}" for name in order])
     return sum(about["size"] for about in objects.values())
 
