@@ -24,6 +24,7 @@ import re
 import secrets
 import sys
 import time
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -106,7 +107,7 @@ def resolved(path: Path) -> str:
 def alone(path: Path) -> Iterator[None]:
     """Keep other processes of this machine from changing the same local copy."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_no_link(path.parent / f".{path.name[:200]}.fetching", "ab") as file:
+    with open_no_link(path.parent / f".{zlib.crc32(path.name.encode()):08x}.fetching", "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
