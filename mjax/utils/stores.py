@@ -166,18 +166,7 @@ class Store:
           UsageError: there is no such bucket, or it may not be read.
           RunError: the store does not answer.
         """
-        base = folder.partition("://")[2].rstrip("/")
-
-        def list_objects() -> dict[str, dict[str, Any]]:
-            self.fs.invalidate_cache()
-            return self.fs.find(base, detail=True)
-
-        try:
-            objects = self.again(f"listing {folder}", list_objects)
-        except FileNotFoundError:
-            objects = {}
-        if not objects:
-            self.check_bucket(folder)
+        base, objects = folder.partition("://")[2].rstrip("/"), self.check_bucket(folder)
         names = {key[len(base) + 1 :]: about for key, about in objects.items() if key.startswith(f"{base}/")}
         usable, skipped = {}, []
         for name, about in names.items():
@@ -209,12 +198,13 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def check_bucket(self, address: str) -> None:
-        """Refuse an address in a bucket that is not there or cannot be listed."""
-        bucket = address.partition("://")[2].partition("/")[0]
+    def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
+        """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""
+        base = address.partition("://")[2].rstrip("/")
         try:
-            self.again(f"listing {address}", lambda: self.fs.ls(bucket, refresh=True))
+            return self.again(f"listing {address}", lambda: self.fs.find(base, detail=True))
         except FileNotFoundError:
+            bucket = base.partition("/")[0]
             raise UsageError(
                 f"{address}: there is no bucket {bucket}; create it, or give another {self.scheme}://"
             ) from None
