@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
-from mjax.errors import RunError, UsageError
+from mjax.errors import RunError, UsageError, one_sentence
 from mjax.utils import stores
 from mjax.utils.files import free_name, open_no_link, path_below, rename, take_lock, write_whole
 from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
@@ -392,7 +392,7 @@ class Mirror:
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
         self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._beats, self._token, self._beating = 0, secrets.token_hex(8), threading.Lock()
-        self._beaten = time.monotonic()
+        self._beaten, self._tokens = time.monotonic(), {self._token}  # also of the process that this one succeeds
         self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
         self._claim()
 
@@ -488,7 +488,7 @@ class Mirror:
             call()
         except Exception as error:  # whatever it is: a run does not end because its store fails
             self._failed[what] = reason = str(error) or type(error).__name__
-            self.store.say(f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason))
+            self.lost or self.store.say(f"{self.address} lacks {what}: {reason}; it is copied later", (what, reason))
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -620,6 +620,7 @@ class Mirror:
                 # One process may succeed a lock that stands still, and the next one if that does not write it either.
                 attempt += 1
                 if self._create(f"{lock}-{zlib.crc32(held):08x}-{attempt}"):
+                    self._tokens.add(_lock_of(held).get("token", self._token))
                     self.store.write(lock, self._state())
             mine = _lock_of(_read(self.store, lock)).get("token") == self._token
 
@@ -660,7 +661,7 @@ class Mirror:
         """
         with self._beating:
             held = _read(self.store, f"{self.address}/{LOCK}")
-            if _lock_of(held).get("token") != self._token and not self._released.is_set():
+            if _lock_of(held).get("token") not in self._tokens and not self._released.is_set():
                 self.lost = _holder(held)
                 self._wake.set()
                 raise RunError(f"it is trained by {self.lost} now")
@@ -715,4 +716,4 @@ def _holder(content: bytes | None) -> str:
     if content is None:
         return "nobody (its lock is gone: another process has ended it, or it was removed)"
     lock = _lock_of(content)
-    return f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
+    return one_sentence(f"process {lock['process']} on {lock.get('host')}") if "process" in lock else "an unknown process"
