@@ -166,7 +166,7 @@ def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Pat
     with alone(folder), alone(cache):
         # Another process of this run may have been faster.
         if cache.is_dir() and not is_locked(folder) and _index(folder) != _index(cache):
-            _clear(folder, say)
+            _clear(folder, cache, say)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
     _readable[address] = folder
@@ -287,15 +287,22 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
             shutil.rmtree(cache, ignore_errors=True)
 
 
-def _clear(folder: Path, say: Callable[[str], None]) -> None:
-    """Remove a folder that this machine wrote if all of it is, or was, in the store; else set it aside."""
+def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
+    """Remove a folder that this machine wrote if all of it is, or was, in the store, whose run is a later state of the
+    same; else set it aside."""
     checkpoints, known = folder / "checkpoints", _known(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
     names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
-    if all(_is_known(folder, name, known) for name in names):
+    if _first_record(folder) == _first_record(cache) and all(_is_known(folder, name, known) for name in names):
         shutil.rmtree(folder, ignore_errors=True)
     else:
         say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {_set_aside(folder)}")
+
+
+def _first_record(folder: Path) -> bytes:
+    """The first line of the metrics, which has the time that a step took: no other run has the same."""
+    file = folder / "metrics.jsonl"
+    return file.open("rb").readline() if file.is_file() else b""
 
 
 def _set_aside(folder: Path) -> Path:
