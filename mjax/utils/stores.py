@@ -52,7 +52,7 @@ REFUSALS = {
     "RequestTimeTooSkewed": "set the clock of this machine, which is off",
     "ExpiredToken|InvalidToken|TokenRefresh|RefreshError|SSO": "the login has expired: log in again",
     "KeyTooLong|File name too long": "choose a shorter name",
-    "Credential|InvalidAccessKeyId|SignatureDoesNotMatch|PermissionError|AccessDenied|Forbidden": (
+    "Credential|Anonymous caller|InvalidAccessKeyId|SignatureDoesNotMatch|PermissionError|AccessDenied|Forbidden": (
         "check the credentials and the bucket"
     ),
 }
@@ -333,7 +333,7 @@ def explain_failure(error: Exception) -> tuple[str, str | None]:
     """The reason of a store's failure, without credentials, and what mends it; None if another attempt may."""
     code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
     reason = str(error).strip() or type(error).__name__
-    words = f"{type(error).__name__} {code} {reason[:200]}"
+    words = f"{type(error).__name__} {code} {re.sub(r'[^ ]*/[^ ]*', '', reason[:200])}"  # names are no reasons
     advice = next((advice for known, advice in REFUSALS.items() if re.search(known, words)), None)
     for name in SECRETS:
         if len(value := os.environ.get(name, "")) > 3:
