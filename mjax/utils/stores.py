@@ -239,9 +239,13 @@ class Store:
                 if version(file.details) != wanted:
                     raise FileNotFoundError(address)
                 if "generation" in file.details:  # of gs://
-                    return self.fs.cat_file(address, start=start, end=end, generation=file.details["generation"])
-                file.seek(start)
-                return file.read(end - start)  # of s3://: sends the ETag as If-Match
+                    part = self.fs.cat_file(address, start=start, end=end, generation=file.details["generation"])
+                else:
+                    file.seek(start)
+                    part = file.read(end - start)  # of s3://: sends the ETag as If-Match
+            if len(part) != end - start:
+                raise OSError(f"{len(part):,} bytes instead of {end - start:,}")
+            return part
 
         try:
             return self.again(f"reading {address}", read_part)
