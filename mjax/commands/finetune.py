@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mjax.checkpoint.folders import check_run_folder
@@ -23,6 +24,7 @@ from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
 from mjax.finetuning.recipe import FinetuneArguments
+from mjax.utils.stores import address_of
 
 if TYPE_CHECKING:  # they import jax, which has to see how many devices are simulated
     from mjax.cluster.watchdog import Watchdog
@@ -64,7 +66,8 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     say = lambda line: console.print(line, markup=False)  # noqa: E731
     run = arguments.checkpoint
     named = run if run.name else run.absolute()  # the current folder has no name
-    output = arguments.output or named.with_name(f"{named.name}-{arguments.task}")
+    near = Path() if address_of(named) else named.parent  # not into the cache of a store, which is evicted
+    output = arguments.output or near / f"{named.name}-{arguments.task}"
     check_run_folder(output)
     saved = read_run(run, False, "and labelled tasks need a BERT")
     tokenizer = run_tokenizer(run, saved.model, flag=None)
