@@ -257,7 +257,8 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
 def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]:
     """The name of a checkpoint that the store has, or had, in a run here: another one if it was set aside."""
     checkpoints, copied = folder / "checkpoints", known.get(f"checkpoints/{step}/{MANIFEST}", [])[1:]
-    files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]  # not deleting
+    # Not N.deleting or N.writing.
+    files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]
     return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
 
 
@@ -333,7 +334,8 @@ def _files_of(folder: Path) -> Iterator[str]:
     """Names of the files of a run, without those in folders of checkpoints and temporary ones."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if not IN_CHECKPOINT.match(name) and not name.startswith(".") and not name.endswith((".tmp", ".part")) and file.is_file():
+        left_out = IN_CHECKPOINT.match(name) or name.startswith(".") or name.endswith((".tmp", ".part"))
+        if not left_out and file.is_file():
             yield name
 
 
@@ -723,4 +725,6 @@ def _holder(content: bytes | None) -> str:
     if content is None:
         return "nobody (its lock is gone: another process has ended it, or it was removed)"
     lock = _lock_of(content)
-    return one_sentence(f"process {lock['process']} on {lock.get('host')}") if "process" in lock else "an unknown process"
+    return one_sentence(
+        f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
+    )
