@@ -247,8 +247,10 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
     here, marked = steps_in(written / "checkpoints"), _marked(objects, address, say)
     if marked:
         newest, known = f"checkpoints/{marked[-1]}/{MANIFEST}", _known(written)
-        if known.get(newest, [None])[0] != version(objects[newest]) or not _names_here(written, marked[-1], known):
-            return False  # this machine has never had it, or has it no more
+        if known.get(newest, [None])[0] != version(objects[newest]):
+            return False  # this machine has never had it
+        if here[-1:] < marked[-1:] and not _names_here(written, marked[-1], known):
+            return False  # it was removed here, and nothing newer was saved
     if here and here[-1] > max(marked, default=-1):
         say(f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training")
     return bool(here) or (written / "config.json").is_file()
@@ -294,7 +296,7 @@ def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
     checkpoints, known = folder / "checkpoints", _known(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
     names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
-    if _first_record(folder) == _first_record(cache) and all(_is_known(folder, name, known) for name in names):
+    if _first_record(folder) in (b"", _first_record(cache)) and all(_is_known(folder, name, known) for name in names):
         shutil.rmtree(folder, ignore_errors=True)
     else:
         say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {_set_aside(folder)}")
