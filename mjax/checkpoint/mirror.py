@@ -582,7 +582,8 @@ class Mirror:
                 beaten = True
             renamed = _names_here(self.folder, step, self._known)
             self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
-            for name in sorted(files.keys() - {COMMIT}, key=lambda name: name != MANIFEST):
+            order = {MANIFEST: 1, MADE_BY_ORBAX: 3}  # the last one tells what remains of a killed rotation
+            for name in sorted(files.keys() - {COMMIT}, key=lambda name: order.get(name, 2)):
                 if renamed:
                     self.store.move(f"{there}/{name}", f"{self.address}/checkpoints/{renamed[-1]}/{name}")
                 else:
