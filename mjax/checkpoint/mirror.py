@@ -408,7 +408,8 @@ class Mirror:
         self._claim()
 
     def __enter__(self) -> Mirror:
-        there, here = _steps(self.store.files(self.address)), steps_in(self.folder / "checkpoints")
+        objects, here = self.store.files(self.address), steps_in(self.folder / "checkpoints")
+        there, self._known = _steps(objects), {name: self._known[name] for name in self._known if name in objects}
         self.store.patience = 0.0  # from here on a failure is for the next attempt
         for step, files in there.items():
             newer = step > max(here, default=-1) and self._manifest(step) not in self._known
