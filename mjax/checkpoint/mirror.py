@@ -398,7 +398,7 @@ class Mirror:
         self.folder, self.address, self.store = folder, address, Store.of(address, say)
         self.lost: str | None = None
         self.uploading: int | None = None
-        self._known, self._looked = _known(folder), 0.0
+        self._known, self._looked, self._sent = _known(folder), 0.0, 0
         self._due: set[int] = set()
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
         self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -472,6 +472,7 @@ class Mirror:
         """In a thread: copy what is due, again and again, with growing pauses while the store fails."""
         pause, left = 1.0, None  # the next pause, and at the end the seconds of all that follow
         while not self.lost:
+            begun, sent = time.monotonic(), self._sent
             if self._ended.is_set() and left is None:
                 pause, left = 1.0, stores.PATIENCE
             self._failed = {}
@@ -481,7 +482,8 @@ class Mirror:
             self._attempt("its rotation", self._rotate)
             if left is not None and (left <= 0 or not (self._failed or self._due)):
                 return
-            wait, begun = EVERY if left is None else 0.0, time.monotonic()
+            wait = EVERY if left is None else 0.0
+            begun = begun if sent == self._sent else time.monotonic()  # the time of uploads that go on does not count
             if self._failed:
                 wait = pause * random.uniform(1, 1.25) if left is None else min(pause * random.uniform(1, 1.25), left)
                 pause = min(2 * pause, stores.MAX_PAUSE)
@@ -490,7 +492,7 @@ class Mirror:
                 pause = 1.0
             self._wake.wait(wait)
             self._wake.clear()
-            if left is not None:  # the time of uploads does not count
+            if left is not None:
                 left -= time.monotonic() - begun
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
@@ -600,6 +602,7 @@ class Mirror:
         now = {name: ["", *_stat(self.folder / name)] for name in changed}
         self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
         self._known |= now
+        self._sent += len(changed)
 
     def _copy_files(self, everything: bool = False) -> None:
         """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
