@@ -25,7 +25,7 @@ from mjax.checkpoint.arrays import named
 from mjax.checkpoint.blocks import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
-from mjax.checkpoint.mirror import local_run
+from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
@@ -45,7 +45,7 @@ def folder_of(base: Base, run: Path) -> Path:
     address = address_of(mirror_of(base.run))
     may_fetch = address is None or _is_named_by_user(address, run)
     near = path_below(run.resolve().parent, Path(base.run).name, f"{run / BASE}: run")
-    for folder in (*([local_run(base.run)] if may_fetch else []), near):
+    for folder in (*([read_folder(base.run)] if may_fetch else []), near):
         if (folder / "config.json").is_file():
             return folder
     if not may_fetch:
