@@ -44,7 +44,7 @@ from typing import Any
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
 from mjax.errors import RunError, UsageError, one_sentence
 from mjax.utils import stores
-from mjax.utils.files import free_name, open_no_link, path_below, rename, take_lock, write_whole
+from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
@@ -299,19 +299,14 @@ def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
     if _first_record(folder) in (b"", _first_record(cache)) and all(_is_known(folder, name, known) for name in names):
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {_set_aside(folder)}")
+        aside = set_aside(folder, "not-copied")
+        say(f"{address_of(folder)} has gone on elsewhere: this machine's files of it are kept as {aside}")
 
 
 def _first_record(folder: Path) -> bytes:
     """The first line of the metrics, which has the time that a step took: no other run has the same."""
     file = folder / "metrics.jsonl"
     return file.open("rb").readline() if file.is_file() else b""
-
-
-def _set_aside(folder: Path) -> Path:
-    aside = free_name(folder, "not-copied")
-    rename(folder, aside)
-    return aside
 
 
 def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -455,7 +450,7 @@ class Mirror:
         finally:
             self._released.set()
         if self.lost:
-            aside = _set_aside(self.folder)
+            aside = set_aside(self.folder, "not-copied")
             raise RunError(
                 f"{self.address} is trained by {self.lost} now, so this process has stopped; what it saved is kept on "
                 f"this machine as {aside}, which --run and --init take"
