@@ -34,16 +34,9 @@ class RemoteFile(PosixPath):
         scheme, _, rest = super().__str__().partition(":/")
         return f"{scheme}://{rest.lstrip('/')}"
 
-    @cached_property
+    @property
     def _fs(self) -> Any:
-        if self._is_in_store:
-            return self._store.fs
-        import fsspec
-
-        try:
-            return fsspec.filesystem(str(self).partition(":")[0])
-        except (ImportError, ValueError) as error:  # a package is missing, or no such scheme
-            raise UsageError(f"{self} cannot be read: {error}") from None
+        return self._store.fs
 
     @cached_property
     def _about(self) -> dict[str, Any] | None:
@@ -53,11 +46,7 @@ class RemoteFile(PosixPath):
             return None
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        return self._store.again(f"reading {self}", call) if self._is_in_store else call()
-
-    @property
-    def _is_in_store(self) -> bool:
-        return str(self).partition(":")[0] in stores.PACKAGES
+        return self._store.again(f"reading {self}", call)
 
     @property
     def _store(self) -> stores.Store:
@@ -112,7 +101,7 @@ class RemoteFile(PosixPath):
           UsageError: this is not in a store, or the store does not take it.
           RunError: the store does not answer.
         """
-        if not self._is_in_store:
+        if str(self).partition(":")[0] not in stores.PACKAGES:
             raise UsageError(
                 f"{self} is an address that is only read (s3:// and gs:// are written); give a local name such as "
                 f"{self.name}, then copy its files to {self.parent}, .idx or .jsonl last"

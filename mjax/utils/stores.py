@@ -364,12 +364,16 @@ def _named(addresses: Sequence[str]) -> str:
 
 @functools.cache
 def _file_system(scheme: str) -> Any:
-    package = PACKAGES[scheme]
+    package = PACKAGES.get(scheme, "fsspec")
     if importlib.util.find_spec(package) is None:
         raise UsageError(f"{scheme}:// needs the package {package}: pip install {package}")
     import fsspec
 
-    fs = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **SETTINGS[scheme])
+    options = {"use_listings_cache": False, "skip_instance_cache": True}
+    try:
+        fs = fsspec.filesystem(scheme, **options, **SETTINGS.get(scheme, {}))
+    except (ImportError, ValueError) as error:  # a package is missing, or no such scheme
+        raise UsageError(f"{scheme}:// cannot be read: {error}") from None
     if scheme == "s3":
         fs.retries = 3  # of one request, within a fraction of a second
     return fs
