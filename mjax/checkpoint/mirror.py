@@ -6,7 +6,7 @@
       .lock                          who trains here, and a counter that is written again every few seconds
 
 **While a run trains here, the folder here is the truth.** The store is a copy that is only ever behind. No command
-removes a file that this machine wrote because the store lacks it. What is fetched is kept apart, in a cache
+removes a file that this machine wrote because the store lacks it. A cache keeps fetched files apart
 (`utils/stores.py`); a run that is continued on another machine moves from its cache to the folder that is written.
 
 **A checkpoint counts when it is marked.** A store has no rename, so its files have their final names from the start and
@@ -57,6 +57,7 @@ LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the en
 STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
 IN_CHECKPOINT = re.compile(r"checkpoints/[^/]+/.+")  # also in one that was set aside
+NEEDED = re.compile(r"[^/]+\.jsonl?|tokenizer/.+")  # with each checkpoint: to continue the run elsewhere
 TO_TRAIN, TO_READ = ("--run", "--resume"), ("--run", "--resume", "--checkpoint", "--init", "--base")
 """Flags whose value is a run, in commands that train it and in others."""
 NONE = {"size": -1}
@@ -129,7 +130,7 @@ def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False, tries
     cache, which is made what the store has, without the files of checkpoints, which `bring` fetches.
 
     Args:
-      folder: of a run; one that is no local copy is returned.
+      folder: of a run; another path is returned as it is.
       say: takes one line about each problem.
       to_list: fetch only what a list of runs shows.
       tries: listings at most, while objects that they have are removed.
@@ -223,7 +224,7 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     """Remove what the store has of a run, so that it is never half a run; returns the bytes of it.
 
     Args:
-      folder: local, of the run; nothing happens for one that is no local copy.
+      folder: local, of the run; nothing happens for another path.
       dry: remove nothing.
 
     Raises:
@@ -244,9 +245,9 @@ def remove_there(folder: Path, dry: bool = False) -> int:
 
 def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Callable[[str], None]) -> bool:
     """True if the folder that this machine writes has what the store has, and perhaps more."""
-    here, marked = steps_in(written / "checkpoints"), _marked(objects, address, say)
+    here, marked = steps_in(written / "checkpoints"), _complete_steps(objects, address, say)
     if marked:
-        newest, known = f"checkpoints/{marked[-1]}/{MANIFEST}", _known(written)
+        newest, known = f"checkpoints/{marked[-1]}/{MANIFEST}", _read_known(written)
         if known.get(newest, [None])[0] != version(objects[newest]):
             return False  # this machine has never had it
         if here[-1:] < marked[-1:] and not _names_here(written, marked[-1], known):
@@ -267,7 +268,7 @@ def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
     """Make the cache of a run what the store has."""
     with alone(cache):
-        known, marked = _known(cache), _marked(objects, address, store.say)
+        known, marked = _read_known(cache), _complete_steps(objects, address, store.say)
         used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)}
         used |= {f"checkpoints/{step}/{MANIFEST}" for step in marked}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
@@ -293,7 +294,7 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
 def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
     """Remove a folder that this machine wrote if all of it is, or was, in the store, whose run is a later state of the
     same; else set it aside."""
-    checkpoints, known = folder / "checkpoints", _known(folder)
+    checkpoints, known = folder / "checkpoints", _read_known(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
     names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
     if _first_record(folder) in (b"", _first_record(cache)) and all(_is_known(folder, name, known) for name in names):
@@ -318,7 +319,7 @@ def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     return dict(sorted(steps.items()))
 
 
-def _marked(objects: Mapping[str, Any], address: str, say: Callable[[str], None]) -> list[int]:
+def _complete_steps(objects: Mapping[str, Any], address: str, say: Callable[[str], None]) -> list[int]:
     """The steps of the complete checkpoints of a run, ascending."""
     marked = {step: files for step, files in _steps(objects).items() if COMMIT in files}
     for step in [step for step, files in marked.items() if MANIFEST not in files]:
@@ -328,12 +329,14 @@ def _marked(objects: Mapping[str, Any], address: str, say: Callable[[str], None]
 
 
 def _files_of(folder: Path) -> Iterator[str]:
-    """Names of the files of a run, without those in folders of checkpoints and temporary ones."""
-    for file in sorted(folder.rglob("*")):
-        name = file.relative_to(folder).as_posix()
-        left_out = IN_CHECKPOINT.match(name) or name.startswith(".") or name.endswith((".tmp", ".part"))
-        if not left_out and file.is_file():
-            yield name
+    """Names of the files of a run, without those in folders of checkpoints, hidden ones and temporary ones."""
+    for parent, folders, files in os.walk(folder):  # ignores what vanishes meanwhile
+        inside = Path(parent).relative_to(folder)
+        if inside == Path("checkpoints"):
+            folders.clear()
+        for name in (str(inside / file) for file in sorted(files) if not file.endswith((".tmp", ".part"))):
+            if not name.startswith(".") and (folder / name).is_file():
+                yield name
 
 
 def _index(folder: Path) -> dict[str, Any]:
@@ -345,7 +348,7 @@ def _index(folder: Path) -> dict[str, Any]:
     return index if isinstance(index, dict) else {}
 
 
-def _known(folder: Path) -> dict[str, list]:
+def _read_known(folder: Path) -> dict[str, list]:
     """Version there, and size and time here, of each file that the store has, or had."""
     files = _index(folder).get("files")
     return files if isinstance(files, dict) else {}
@@ -393,7 +396,7 @@ class Mirror:
         self.folder, self.address, self.store = folder, address, Store.of(address, say)
         self.lost: str | None = None
         self.uploading: int | None = None
-        self._known, self._looked, self._sent = _known(folder), 0.0, 0
+        self._known, self._looked, self._sent = _read_known(folder), 0.0, 0
         self._due: set[int] = set()
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
         self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -516,7 +519,8 @@ class Mirror:
         missing += [name for name, (size, _) in described.items() if sizes.get(name) != size]
         if missing:  # rotation was faster, or it was fetched in part and is not in the store any more
             self._due.discard(step)
-            self.store.say(f"checkpoint {step} was not copied to {self.address}: here it has no {missing[0]} any more")
+            why = f"it has no {missing[0]} here" if sizes else "it was replaced here before its turn"
+            self.store.say(f"checkpoint {step} was not copied to {self.address}: {why}")
             return
         self.uploading = step
         try:
@@ -536,9 +540,10 @@ class Mirror:
                 for start in (0, *range(1, len(data), stores.TOGETHER)):
                     self._send([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
                     if time.monotonic() - self._looked > EVERY:
-                        self._copy_files()
+                        self._attempt("its metrics and settings", self._copy_files)
                 self._check_listed(there, {name: sizes[name] for name in data})
-                self._copy_files(everything=True)
+                self._send(name for name in _files_of(self.folder) if NEEDED.match(name))
+                self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
                 self._beat()  # the run is still this process's
                 self.store.put([(folder / MANIFEST, f"{there}/{MANIFEST}")])
                 self.store.put([(folder / COMMIT, f"{there}/{COMMIT}")])
@@ -662,7 +667,7 @@ class Mirror:
             try:
                 self._beat()
             except Exception as error:
-                self.store.say(f"{self.address} does not show that the run goes on: {error}")
+                self.store.say(f"{self.address} does not show that the run continues: {error}")
 
     def _beat(self) -> None:
         """Count the lock up.
@@ -716,7 +721,7 @@ def _watch(store: Store, address: str, held: bytes) -> bool:
 
 
 def _lock_of(content: bytes | None) -> dict[str, Any]:
-    """What a lock says; {} if there is none, or none of ours."""
+    """The content of a lock; {} if there is none, or none of ours."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         if isinstance(lock := json.loads(content), dict):
             return lock

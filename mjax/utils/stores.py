@@ -334,7 +334,7 @@ class Store:
 
 
 def explain_failure(error: Exception) -> tuple[str, str | None]:
-    """The reason of a store's failure, without credentials, and what mends it; None if another attempt may."""
+    """The reason of a store's failure, without credentials, and what to do about it; None: try again."""
     code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
     reason = str(error).strip() or type(error).__name__
     words = f"{type(error).__name__} {code} {re.sub(r'[^ ]*/[^ ]*', '', reason[:200])}"  # names are no reasons

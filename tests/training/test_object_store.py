@@ -90,7 +90,7 @@ def wait_until(condition, seconds=20):
 
 def marked(address):
     """The complete checkpoints in the store."""
-    return mirrors._marked(Store.of(address).files(address), address, print)
+    return mirrors._complete_steps(Store.of(address).files(address), address, print)
 
 
 def sound(address):
@@ -197,7 +197,7 @@ def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal):
 def test_tenth_of_all_requests_may_fail(server, run):
     """Each attempt goes on where the one before has failed."""
     count = iter(range(10**6))
-    server.rule = lambda environ: environ["REQUEST_METHOD"] in ("PUT", "GET") and next(count) % 10 < 4
+    server.rule = lambda environ: environ["REQUEST_METHOD"] in ("PUT", "GET") and next(count) % 10 < 3
     with Mirror(run, ADDRESS, lambda line: None) as mirror:
         checkpoint(run, 10)
         mirror.saved(10)
