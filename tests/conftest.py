@@ -27,7 +27,7 @@ if version("jaxlib") < "0.11":  # newer ones end the process at a flag that they
 
 # Before jax is imported: sixteen CPU devices.
 os.environ["JAX_PLATFORMS"] = os.environ.get("MJAX_TEST_PLATFORM", "cpu")
-# One instruction set: sums of a program are rounded alike on every x86_64 machine.
+# One instruction set: every x86_64 machine rounds the sums of a program in the same way.
 flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=16", "--xla_cpu_max_isa=AVX2"]
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A busy machine may keep a simulated device from a collective for longer than the 40 s after which XLA aborts.

@@ -1,4 +1,4 @@
-"""A function in a process of its own, and what is said when it does not answer."""
+"""A function in a process of its own, and the sentence when it does not answer."""
 
 import os
 import resource

@@ -52,7 +52,7 @@ def test_watched_work_is_a_bar_on_terminal(watch):
 
 
 def test_watched_work_is_lines_elsewhere(watch, monkeypatch):
-    """Bytes, their rate, and the time that is left; then only that it goes on."""
+    """Bytes, their rate, and the time that is left; then only that it continues."""
     (line,) = watch(False).splitlines()
     assert line.startswith("read (1 of 15): 1.1 MB of 6.0 MB")
     monkeypatch.setattr(module, "NEXT_LINE", 0)

@@ -72,8 +72,8 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
       library: "tokenizers" or "sentencepiece", which reads it.
 
     Raises:
-      UsageError: it takes too much time or memory, writes too many tokens, or crashes. A file that is no tokenizer
-        passes: whoever opens it says so.
+      UsageError: it takes too much time or memory, writes too many tokens, or crashes. A file that is not a
+        tokenizer passes: opening it reports that.
     """
     checksum = _checksum(content, library)
     if checksum not in _problems and not _is_remembered(checksum):
@@ -135,7 +135,7 @@ def _checksum(content: bytes, library: str) -> str:
 
 @cache
 def _trial_of(library: str) -> bytes:
-    """What a trial depends on: the library, and this file."""
+    """Return the bytes that a trial depends on: the library, and this file."""
     return f"{library} {version(library)}\n".encode() + Path(__file__).read_bytes()
 
 
@@ -163,8 +163,9 @@ def _say_forgotten(problem: str) -> None:
 
 
 def encode_texts(question: bytes) -> bool:
-    """Encode and decode texts with a tokenizer, from the name of its library, a line end, and its file; False: it is no
-    tokenizer.
+    """Encode and decode texts with a tokenizer, from the name of its library, a line end, and its file.
+
+    Returns False if the file is not a tokenizer.
 
     Raises:
       ChildError: a text takes too much time or memory, or too many tokens.

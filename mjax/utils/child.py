@@ -110,7 +110,7 @@ class Child:
         """The clause about the end of the process, which has ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT)
-        self._process.kill()  # if it answers what is no answer
+        self._process.kill()  # if its answer is not JSON
         code = self._process.wait()
         self._errors.seek(0)
         words = self._errors.read()

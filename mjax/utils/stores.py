@@ -337,7 +337,8 @@ def explain_failure(error: Exception) -> tuple[str, str | None]:
     """The reason of a store's failure, without credentials, and what to do about it; None: try again."""
     code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
     reason = str(error).strip() or type(error).__name__
-    words = f"{type(error).__name__} {code} {re.sub(r'[^ ]*/[^ ]*', '', reason[:200])}"  # names are no reasons
+    text = re.sub(r"[^ ]*/[^ ]*", "", reason[:200])  # without names, which may contain such words
+    words = f"{type(error).__name__} {code} {text}"
     advice = next((advice for known, advice in REFUSALS.items() if re.search(known, words)), None)
     for name in SECRETS:
         if len(value := os.environ.get(name, "")) > 3:

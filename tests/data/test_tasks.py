@@ -234,7 +234,7 @@ def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd
 
 
 def test_changed_filter_starts_over(corpus, monkeypatch, capsys):
-    """What a function of --keep has kept is not continued by another one of that name, nor a tokenizer by another."""
+    """Work of a function of --keep is not continued by another one of that name, nor work of a tokenizer by another."""
     Path("own.py").write_text("def keep(text):\n    return 1 / 0\n")
     line = typed("clean", corpus, "--keep", "own.py:keep", "--tasks", "3")[3:]
     assert cli.main(line) == 1
@@ -302,7 +302,7 @@ def test_slurm_logs_of_others_are_rejected(corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", [b"", b'[{"read": {"name"', pickle.dumps([1])], ids=["empty", "torn", "a pickle"])
 def test_damaged_marker_is_announced_and_repeated(corpus, monkeypatch, capsys, content):
-    """With what comes after it, which may rely on it."""
+    """Later stages, which may rely on it, run again too."""
     run("dedup", corpus, tasks=1)
     expected = hashes()
     run_until("explain", 1, monkeypatch, "dedup", corpus, tasks=3, overwrite=True)
@@ -317,7 +317,7 @@ def test_damaged_marker_is_announced_and_repeated(corpus, monkeypatch, capsys, c
 
 
 def test_markers_cannot_run_code(corpus, monkeypatch):
-    """A pickle in the place of a result, or of an array in one, is data that cannot be read."""
+    """A pickle instead of a result, or of an array in one, is data that cannot be read."""
 
     class Bomb:
         def __reduce__(self):

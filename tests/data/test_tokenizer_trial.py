@@ -186,7 +186,7 @@ def test_panic_in_a_conversation_is_a_sentence(tmp_path):
 
 @pytest.mark.ci
 def test_longest_text_of_template_is_encoded(monkeypatch):
-    """What a chat template may write at most, a tokenizer encodes within the bounds of its trial."""
+    """A tokenizer encodes the longest text of a chat template within the bounds of its trial."""
     monkeypatch.setattr(tokenizer_trial, "_texts", lambda rules: [PROSE * (LONGEST // len(PROSE))])
     encode_texts(b"tokenizers\n" + hf_byte_pairs().to_str().encode())
 

@@ -73,7 +73,7 @@ class Place:
         return process
 
     def train(self, machine: str, *flags: str, **options) -> tuple[int, list[str]]:
-        """Train on a machine to the end: exit code, and what is said about the store."""
+        """Train on a machine to the end: exit code, and the lines about the store."""
         return ended(self.start(machine, *flags, **options))
 
     def put(self, key: str, content: bytes = b"theirs") -> None:
@@ -118,7 +118,7 @@ class Place:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, list[str]]:
-    """Exit code, and what was said about the store."""
+    """Exit code, and the lines about the store."""
     code = process.wait(400)
     lines = [line.strip() for line in process.log.read_text(errors="replace").splitlines()]
     if any("Traceback" in line for line in lines):

@@ -190,7 +190,7 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
         checkpoints.save(40, state)
 
 
-def test_rotation_that_fails_is_no_failed_save(tmp_path, monkeypatch):
+def test_failing_rotation_keeps_the_save(tmp_path, monkeypatch):
     notices = []
     with Checkpoints(tmp_path, on_notice=notices.append) as checkpoints:
         monkeypatch.setattr(checkpoint, "read_manifest", fail_with(error_of(errno.EIO)))

@@ -172,7 +172,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal):
-    """Whatever the store answers: one line says so, no more than once a minute, and the next attempt goes on."""
+    """Whatever the store answers: one line a minute at most reports it, and the next attempt continues."""
     said = []
     with Mirror(run, ADDRESS, said.append) as mirror:
         server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and REFUSALS[refusal]

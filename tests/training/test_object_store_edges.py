@@ -316,7 +316,7 @@ def test_short_answer_for_a_range_is_asked_again(server, quick, monkeypatch):
     assert store.read_range("s3://bucket/a.bin", wanted, 0, 1000) == b"x" * 1000
 
 
-def test_names_in_a_failure_are_no_advice():
+def test_names_in_a_failure_give_other_advice():
     """A run may be called LASSO; a store without credentials is not tried for minutes."""
     assert explain_failure(OSError(5, "Could not connect to http://x/bucket/runs/LASSO/Credentials"))[1] is None
     for reason in ("Anonymous caller does not have storage.objects.list access, 401", "Forbidden: https://x/y"):

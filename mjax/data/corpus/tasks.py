@@ -130,7 +130,7 @@ class Job:
         os.pwrite(descriptor, self._read.to_bytes(8, "little"), 8 * rank)
 
     def counted(self, stage: str) -> int:
-        """What `advance` has counted in all tasks of a stage."""
+        """Return the bytes that `advance` has counted in all tasks of a stage."""
         file = self.folder / f"{stage}.bytes"
         return int(np.fromfile(file, "<i8").sum()) if file.exists() else 0
 
