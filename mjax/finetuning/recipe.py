@@ -47,7 +47,8 @@ class FinetuneArguments:
     validation: tuple[str, ...]
     """Validation files, evaluated after each epoch to choose the best one."""
     output: Path | None = None
-    """Folder for the results; by default CHECKPOINT-TASK. An existing one is continued."""
+    """Folder for the results; by default CHECKPOINT-TASK, for an address in the current folder. An existing one is
+    continued."""
     step: int | None = None
     """Checkpoint to start from; by default the newest intact one."""
     seeds: Count = 1
