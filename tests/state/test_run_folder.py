@@ -86,7 +86,7 @@ def test_base_at_address_needs_a_named_store(run, named, fetched, tmp_path, monk
     known.parent.mkdir(parents=True)
     known.touch()
     asked = []
-    monkeypatch.setattr(base, "local_run", lambda address: asked.append(address) or known.parent)
+    monkeypatch.setattr(base, "read_folder", lambda address: asked.append(address) or known.parent)
     run, named = tmp_path / run.replace("MIRRORS", mirrors), named.replace("MIRRORS", mirrors)
     if fetched:
         assert base.folder_of(Base(named, 0, ""), run) == known.parent
