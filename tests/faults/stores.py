@@ -127,7 +127,7 @@ def ended(process: subprocess.Popen) -> tuple[int, list[str]]:
     return code, [line for line in said if not re.match(r"checkpoint \d+ copied|reading checkpoint", line)]
 
 
-def until(condition: Callable[[], object], seconds: float = 120) -> None:
+def until(condition: Callable[[], object], seconds: float = 240) -> None:
     """Wait."""
     end = time.monotonic() + seconds
     while not condition():
@@ -234,7 +234,7 @@ def paused(place: Place) -> tuple[int, list[str]]:
     says(first, "checkpoint 4 copied")
     first.send_signal(signal.SIGSTOP)
     second = place.start("two", "--train.steps", "3900")
-    says(second, "step 20")
+    says(second, " copied to ")
     first.send_signal(signal.SIGCONT)
     result = ended(first)
     second.send_signal(signal.SIGTERM)
