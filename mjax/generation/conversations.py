@@ -63,14 +63,15 @@ class Encoded(NamedTuple):
       trained: whether each is trained.
       text_bytes: of its text in UTF-8.
       cut: whether its end is missing.
-      stops: whether the last turn of the assistant ends with a special token, by which the model learns to stop.
+      stops: id of the special token that ends the last turn of the assistant, by which the model learns to stop; None:
+        it ends with text, or is cut.
     """
 
     ids: list[int]
     trained: list[bool]
     text_bytes: int
     cut: bool
-    stops: bool
+    stops: int | None
 
 
 def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
@@ -227,10 +228,11 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     if all(marks):
         raise Unfit("all of its tokens would be trained, those of the user, too; does the template mark them?")
     most = trained.longest or len(ids)
-    cut, stops = len(ids) > most, bool(chat.special_end(text[: spans[-1][1]]))
+    cut = len(ids) > most
     if cut and (trained.too_long == "drop" or not any(marks[1:most])):
         return None
-    return Encoded(ids[:most], marks[:most], len(text.encode()), cut, stops and not cut)
+    stops = None if cut else chat.end_id(text[: spans[-1][1]])
+    return Encoded(ids[:most], marks[:most], len(text.encode()), cut, stops)
 
 
 def shown(fields: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ MARKED = CHATML.replace(
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}",
 )
+LINES = MARKED.replace("{% endgeneration", "\n{% endgeneration")
 STRIPPED = "{% set text %}" + CHATML + "{% endset %}{{ text | trim }}"
 # As Qwen 3: reasoning of the last turn only, or an empty block instead.
 THINKING = """{%- for message in messages -%}
@@ -69,6 +70,7 @@ def chat_of(folder, template, special=(), settings=None):
         (CHATML, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
         (CHATML, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
         (MARKED, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (LINES, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>\n"]),
         (MARKED, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
         # Without the line break after its header, the model has to write it.
         (STRIPPED, TALK, Trained(), ["\nHello é.<|im_end|>", "\nYes.\nSure.<|im_end|>"]),
@@ -85,7 +87,7 @@ def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, 
     encoded = encode(chat, {"messages": messages}, trained)
     marked = [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark]
     assert chat.decode(marked, special=True) == "".join(expected)
-    assert encoded.stops
+    assert encoded.stops == 258
 
 
 def test_plain_template_trains_answer_and_end_of_document(tmp_path):
