@@ -9,7 +9,8 @@ results and headers are context. Two sources say where a turn is:
 
 Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the
 reasoning out of earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates
-put before an answer, is never trained (it would teach the model not to think).
+put before an answer, is never trained (it would teach the model not to think), nor is a `<think>` that the header of an
+answer already opens.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from mjax.errors import UsageError
 from mjax.generation.chat import REASONING, Chat, Message, Spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-EMPTY = re.compile(r"<think>\s*</think>\n*")
-THOUGHT = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
+OPENED = re.compile(r"<think>\s*\Z")
+EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
+THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
 SHOWN = 300
 """Characters of a conversation in an error."""
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -139,28 +141,39 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     asked = around[-2:-1] if chat.marks else around
     (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
     if generated:
-        begin = _begin(others[0][0], answers[-1], text) if trained.turns == "last" else 0
+        begin = _begin(others[0][0], answers[-1], text, last=True) if trained.turns == "last" else 0
         spans = [span for span in generated if span[1] > begin]
     else:
         if chat.marks:
             others = chat.rendered(around, tools)
         texts = iter(rendered for rendered, _ in others)
-        spans = [_turn(chat, next(texts), next(texts), number, text) for number in answers]
+        spans = [_turn(chat, next(texts), next(texts), number, text, number == answers[-1]) for number in answers]
+    opens = OPENED.search(others[max(len(others) - 2, 0)][0])  # the header of the last answer
+    if opens and trained.reasoning and _thought(messages[answers[-1]]) not in text:
+        raise Unfit(
+            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
+            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+        )
+    written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
     parts = []
-    for begin, end in spans:
-        first, last = _untrained(text[begin:end], messages, trained.reasoning)
+    for (begin, end), by in zip(spans, written, strict=True):
+        first, last = _untrained(text[begin:end], by, trained.reasoning)
         parts += [(begin, begin + first), (begin + last, end)]
     return text, [(begin, end) for begin, end in parts if begin < end]
 
 
-def _begin(before: str, number: int, text: str) -> int:
-    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer."""
-    if not text.startswith(before):
-        raise Unfit(_disagrees(number))
-    return len(before)
+def _begin(before: str, number: int, text: str, last: bool) -> int:
+    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer.
+
+    A header may open reasoning for an answer that has none when it is rendered.
+    """
+    for header in (before, OPENED.sub("", before)):
+        if text.startswith(header):
+            return len(header)
+    raise Unfit(_disagrees(number, last))
 
 
-def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tuple[int, int]:
+def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> tuple[int, int]:
     """Return the first and the last character of the turn `messages[number]` in the text of all of them.
 
     Args:
@@ -169,8 +182,9 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tupl
       through: the text of these messages and of its own.
       number: of the message.
       text: of all messages.
+      last: whether no other turn of the assistant follows.
     """
-    begin = _begin(before, number, text)
+    begin = _begin(before, number, text, last)
     turn = through[begin:]
     if not text.startswith(turn, begin):
         turn = EMPTY.sub("", turn, count=1)  # put before the last answer only
@@ -178,26 +192,35 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tupl
     if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
         turn = alone  # the other token is put at the end of a text only
     if not turn or not text.startswith(turn, begin):
-        raise Unfit(_disagrees(number))
+        raise Unfit(_disagrees(number, last))
     whole = turn.rstrip()
     # The model stops at the token that ends its turn: a line break after it is not its own.
     return begin, begin + len(whole if chat.special_end(whole) else turn)
 
 
-def _disagrees(number: int) -> str:
+def _disagrees(number: int, last: bool) -> str:
+    where, fix = "if other messages follow", "train on the last turn only: --turns last"
+    if last:
+        where, fix = "without its header", "give a template that marks it by {% generation %}: --template FILE"
     return (
-        f"the chat template renders message {number + 1} differently if other messages follow, so that what the "
-        "assistant wrote cannot be told; train on the last turn only: --turns last"
+        f"the chat template renders message {number + 1} differently {where}, so that what the assistant wrote cannot "
+        f"be told; {fix}"
     )
 
 
+def _thought(message: Message) -> str:
+    """The reasoning of a message; empty if it has none."""
+    inline = THOUGHT.search(message.get("content") or "")
+    values = [*(message.get(name) for name in REASONING), inline and re.sub(r"</?think>", "", inline.group())]
+    return next((value.strip() for value in values if isinstance(value, str)), "")
+
+
 def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> tuple[int, int]:
-    """The part of a turn that is not trained; it may be empty."""
+    """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
     for message in () if reasoning else messages:  # in a channel of its own
-        thought = next((message[name].strip() for name in REASONING if isinstance(message.get(name), str)), "")
-        if thought and (begin := turn.find(thought)) >= 0:
+        if (thought := _thought(message)) and (begin := turn.find(thought)) >= 0:
             end, answer = begin + len(thought), (message.get("content") or "").strip()
             return 0, max(turn.find(answer, end), end) if answer else end
     return 0, 0

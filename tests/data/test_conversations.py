@@ -42,6 +42,16 @@ MISTRAL = """{%- for message in messages -%}
 {%- elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}
 {%- endif -%}
 {%- endfor -%}"""
+# As R1-Distill, Qwen 3 Thinking and Nemotron 3, whose generation prompts open the reasoning. The first never writes
+# that of a finished turn, the second that of the last turn only, and the third an empty one in its place.
+OPENING = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+DISTILLED = OPENING.replace("message['content']", "message['content'].split('</think>')[-1]")
+QWEN_THINKING = THINKING.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+NEMOTRON = OPENING.replace(
+    "{{ message['content'] }}",
+    "{% if message.role == 'assistant' %}{% if loop.last and message.thinking %}<think>\n"
+    "{{ message.thinking }}\n</think>\n{% else %}<think></think>{% endif %}{% endif %}{{ message['content'] }}",
+)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
@@ -50,6 +60,9 @@ TALK = [
     {"role": "assistant", "content": "Yes.\nSure."},
 ]
 THOUGHT = [TALK[1], {**TALK[2], "reasoning_content": "I greet."}]
+INLINE = [TALK[1], {**TALK[2], "content": "<think>I greet.</think>Hello é."}]
+QUOTED = [*THOUGHT, TALK[3], {"role": "assistant", "content": "I greet. Then more."}]
+CHANNEL = CHATML.replace("{{ message['content'] }}", "{{ message.thinking or '' }}{{ message['content'] }}")
 
 
 def chat_of(folder, template, special=(), settings=None):
@@ -78,6 +91,16 @@ def chat_of(folder, template, special=(), settings=None):
         (THINKING, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
         (THINKING, THOUGHT, Trained(), ["<think>\nI greet.\n</think>\n\nHello é.<|im_end|>"]),
         (THINKING, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (DISTILLED, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (DISTILLED, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
+        (DISTILLED, INLINE, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (QWEN_THINKING, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (QWEN_THINKING, THOUGHT, Trained(), ["I greet.\n</think>\n\nHello é.<|im_end|>"]),
+        (QWEN_THINKING, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (NEMOTRON, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (NEMOTRON, THOUGHT, Trained(), ["I greet.\n</think>\nHello é.<|im_end|>"]),
+        (NEMOTRON, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (CHANNEL, QUOTED, Trained(reasoning=False), ["Hello é.<|im_end|>", "I greet. Then more.<|im_end|>"]),
     ],
 )
 def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, expected, tmp_path):
@@ -122,12 +145,22 @@ def test_unfit_conversation_is_named(fields, words, tmp_path):
     assert words in str(unfit.value)
 
 
+def test_reasoning_that_template_leaves_out_is_named(tmp_path):
+    """And what the refusal says works."""
+    chat = chat_of(tmp_path / "t", DISTILLED)
+    with pytest.raises(Unfit, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
+        encode(chat, {"messages": INLINE}, Trained())
+    assert encode(chat, {"messages": INLINE}, Trained(reasoning=False))
+
+
 def test_all_or_nothing_is_not_trained(tmp_path):
     everything = "{% generation %}{% for message in messages %}{{ message['content'] }}{% endfor %}{% endgeneration %}"
     nothing = "{% for message in messages %}{% if message['role'] == 'user' %}x{% endif %}{% endfor %}"
     for template, words in ((everything, "all of its tokens"), (nothing, "renders message 3 differently")):
         with pytest.raises(Unfit, match=words):
             encode(chat_of(tmp_path / "t", template), {"messages": TALK}, Trained())
+    with pytest.raises(Unfit, match=r"message 5 differently without its header, .*: --template FILE"):
+        encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
 
 def test_parts_and_tools_are_read():
