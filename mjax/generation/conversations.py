@@ -105,6 +105,8 @@ def _message(message: Any) -> Message:
         raise Unfit(f"a message is {json.dumps(message, ensure_ascii=False)[:60]}, without a role")
     if role not in ROLES:
         raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+    if message.get("weight") not in (None, 0, 1):
+        raise Unfit(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
     content = message.get("content")
     if isinstance(content, list):
         other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
@@ -133,14 +135,24 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
       Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
       UsageError: the template refuses it.
     """
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
         raise Unfit("it has no turn of the assistant")
-    answers = answers[-1:] if trained.turns == "last" else answers
+    answers = turns[-1:] if trained.turns == "last" else turns
+    answers = [number for number in answers if messages[number].get("weight") != 0]
+    if not answers:
+        raise Unfit("the weight of each turn to train is 0")
     around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
     asked = around[-2:-1] if chat.marks else around
     (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
-    if generated:
+    if len(generated) == len(turns):
+        spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]
+    elif generated:
+        if any(messages[number].get("weight") == 0 for number in turns):
+            raise Unfit(
+                f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
+                "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
+            )
         begin = _begin(others[0][0], answers[-1], text, last=True) if trained.turns == "last" else 0
         spans = [span for span in generated if span[1] > begin]
     else:

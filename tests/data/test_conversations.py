@@ -59,6 +59,7 @@ TALK = [
     {"role": "user", "content": "More"},
     {"role": "assistant", "content": "Yes.\nSure."},
 ]
+UNWEIGHTED = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
 THOUGHT = [TALK[1], {**TALK[2], "reasoning_content": "I greet."}]
 INLINE = [TALK[1], {**TALK[2], "content": "<think>I greet.</think>Hello é."}]
 QUOTED = [*THOUGHT, TALK[3], {"role": "assistant", "content": "I greet. Then more."}]
@@ -100,6 +101,8 @@ def chat_of(folder, template, special=(), settings=None):
         (NEMOTRON, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
         (NEMOTRON, THOUGHT, Trained(), ["I greet.\n</think>\nHello é.<|im_end|>"]),
         (NEMOTRON, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (CHATML, UNWEIGHTED, Trained(), ["Yes.\nSure.<|im_end|>"]),
+        (MARKED, UNWEIGHTED, Trained(), ["Yes.\nSure.<|im_end|>"]),
         (CHANNEL, QUOTED, Trained(reasoning=False), ["Hello é.<|im_end|>", "I greet. Then more.<|im_end|>"]),
     ],
 )
@@ -136,6 +139,8 @@ def test_plain_template_trains_answer_and_end_of_document(tmp_path):
         ),
         ({"text": "x"}, "it has neither messages nor prompt and completion, only text"),
         ({"messages": [{"role": "assistant", "content": ""}, TALK[1]], "tools": "["}, "tools is not JSON"),
+        ({"messages": UNWEIGHTED[:3]}, "the weight of each turn to train is 0"),
+        ({"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}, "a message is 0.5; it is 0 (not trained) or 1"),
         ({"messages": [*THOUGHT, *TALK[3:]]}, "renders message 2 differently if other messages follow"),
     ],
 )
@@ -159,6 +164,9 @@ def test_all_or_nothing_is_not_trained(tmp_path):
     for template, words in ((everything, "all of its tokens"), (nothing, "renders message 3 differently")):
         with pytest.raises(Unfit, match=words):
             encode(chat_of(tmp_path / "t", template), {"messages": TALK}, Trained())
+    twice = MARKED.replace("<|im_end|>{% endg", "{% endgeneration %}{% generation %}<|im_end|>{% endg")
+    with pytest.raises(Unfit, match="marks 4 parts of 2 turns of the assistant"):
+        encode(chat_of(tmp_path / "t", twice), {"messages": UNWEIGHTED}, Trained())
     with pytest.raises(Unfit, match=r"message 5 differently without its header, .*: --template FILE"):
         encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
