@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
+from mjax.data.tokenizers.library import utf8
 from mjax.errors import UsageError
 from mjax.generation.chat import REASONING, Chat, Message, Spans
 
@@ -102,7 +103,7 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Unfit(f"a message is {json.dumps(message, ensure_ascii=False)[:60]}, without a role")
+        raise Unfit(f"a message is {shown(message, 60)}, without a role")
     if role not in ROLES:
         raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
     if message.get("weight") not in (None, 0, 1):
@@ -111,7 +112,7 @@ def _message(message: Any) -> Message:
     if isinstance(content, list):
         other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
         if other:
-            raise Unfit(f"a message holds {json.dumps(other[0], ensure_ascii=False)[:60]}, which is not text")
+            raise Unfit(f"a message holds {shown(other[0], 60)}, which is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
@@ -255,6 +256,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     messages, tools = messages_of(fields)
     try:
         text, spans = trained_spans(chat, messages, tools, trained)
+        size = len(utf8(text))
     except UsageError as error:
         raise Unfit(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
@@ -267,13 +269,13 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     if cut and (trained.too_long == "drop" or not any(marks[1:most])):
         return None
     stops = None if cut else chat.end_id(text[: spans[-1][1]])
-    return Encoded(ids[:most], marks[:most], len(text.encode()), cut, stops)
+    return Encoded(ids[:most], marks[:most], size, cut, stops)
 
 
-def shown(fields: dict[str, Any]) -> str:
-    """The beginning of a conversation, for an error."""
-    text = json.dumps(fields, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+def shown(fields: Any, most: int = SHOWN) -> str:
+    """The beginning of a conversation or a part of it, for an error."""
+    text = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def preview(chat: Chat, encoded: Encoded) -> Text:

@@ -4,11 +4,14 @@ import json
 from itertools import chain
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, best_fit
+from mjax.data.corpus import TextFiles, parse_rows
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
@@ -268,6 +271,25 @@ def prepare(run, lines, *flags):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = str(run.parent / "out")
     return cli.main(["prepare", str(file), "--chat", "--tokenizer", f"run:{run}", "--output", output, *flags])
+
+
+def test_half_a_surrogate_pair_is_malformed(run, tmp_path, capsys):
+    lines = [{"messages": [TALK[1], {**TALK[2], name: "a\ud83d"}]} for name in ("content", "role")]
+    assert prepare(run, [*lines, {"messages": TALK[1:3]}], "--malformed", "skip") == 0
+    examples = json.loads((tmp_path / "out.json").read_text())["malformed_examples"]
+    assert ["half of a surrogate pair" in one for one in examples] == [True, False]
+    for line in (lines[0], {"messages": ["a\ud83d"]}):
+        assert prepare(run, [line], "--overwrite") == 2
+        assert "a\\ud83d" in capsys.readouterr().err
+
+
+def test_arguments_that_parquet_adds_are_left_out(tmp_path):
+    """A column of structures has all fields that any row has; what a row lacks is null."""
+    calls = [{"function": {"arguments": {name: [1, None]}}} for name in ("city", "days")]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse_rows(block)[0]]
+    assert [document.fields for document in documents] == rows
 
 
 def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
