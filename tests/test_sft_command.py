@@ -9,6 +9,7 @@ import pytest
 
 from mjax.commands import cli
 from mjax.config import read_config
+from mjax.data.tokenizers import ends_of_text
 from mjax.run.metrics import read_metrics
 from mjax.utils.stores import Store
 from tests.object_store import bucket
@@ -59,6 +60,21 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert "prepared before" in capsys.readouterr().out
     again = read_metrics(folder / "metrics.jsonl")
     assert [record["loss"] for record in again] == [record["loss"] for record in records]
+
+
+@pytest.mark.ci
+def test_run_stops_as_its_new_template_does(base, tmp_path):
+    """The ids that end texts of the base are 256 and 257; conversations of the other template end with 258."""
+    (tmp_path / "other.jinja").write_text("{# other #}" + CHATML)
+    assert sft("--name", "other", "--template", "other.jinja", "--train.steps", "1", *MESH) == 0
+    folder = tmp_path / "runs" / "other"
+    assert (folder / "tokenizer" / "chat_template.jinja").read_text() == "{# other #}" + CHATML
+    assert ends_of_text(folder / "tokenizer", 256) == [256, 257, 258]
+    for output in ("carried", "written"):
+        assert cli.main(["convert", "to-hf", str(folder), output]) == 0
+        exported = json.loads((tmp_path / output / "generation_config.json").read_text())
+        assert exported["eos_token_id"] == [256, 257, 258]
+        (folder / "tokenizer" / "tokenizer_config.json").unlink(missing_ok=True)  # as if from no model folder
 
 
 def test_mesh_leaves_losses(base, tmp_path):

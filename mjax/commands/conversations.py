@@ -36,6 +36,7 @@ class Encoded(NamedTuple):
       trained: of conversations, whether each token is trained, bool [tokens].
       dropped, cut: conversations that were too long.
       endless: conversations whose last turn ends without a special token.
+      stops: ids of the special tokens that end the other ones.
     """
 
     tokens: np.ndarray
@@ -48,6 +49,7 @@ class Encoded(NamedTuple):
     dropped: int = 0
     cut: int = 0
     endless: int = 0
+    stops: frozenset[int] = frozenset()
 
 
 ONLY = {
@@ -176,7 +178,8 @@ class ConversationEncoder:
             trained=np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total),
             dropped=dropped,
             cut=sum(one.cut for one in encoded),
-            endless=sum(not one.stops and not one.cut for one in encoded),
+            endless=sum(one.stops is None and not one.cut for one in encoded),
+            stops=frozenset(one.stops for one in encoded if one.stops is not None),
         )
 
     def _check_ids(self, ids) -> None:

@@ -34,7 +34,7 @@ from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHf
 from mjax.commands.flags import parse
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
+from mjax.data.tokenizers import Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
 from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
 from mjax.interop import convert as models
@@ -330,7 +330,8 @@ def to_hf(arguments: ToHfArguments) -> int:
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     eod = None if tokenizer is None else tokenizer.eod
     stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
-    generation = stored or dict.fromkeys(tokenizer_files.IDS, eod)
+    ends = [] if eod is None else ends_of_text(run / "tokenizer", eod, arguments.tokenizer)
+    generation = stored or dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
     ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     with model_folder.new_folder(output) as folder:
         values = {

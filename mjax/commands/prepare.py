@@ -77,6 +77,7 @@ from mjax.data.indexed import (
 from mjax.data.samples import advice
 from mjax.data.tokenizers import (
     Tokenizer,
+    add_ends_of_text,
     files_of,
     load_tokenizer,
     tokenizer_from_folder,
@@ -147,7 +148,12 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
 
 
 class EncodedShare(NamedTuple):
-    """Sizes of an encoded share, and the package that encoded; `counts` are those of the last fields of a summary."""
+    """Sizes of an encoded share, and the package that encoded.
+
+    Attributes:
+      counts: those of the last fields of a summary.
+      stops: ids of the tokens that end conversations.
+    """
 
     shape: Shape
     text_bytes: int
@@ -155,6 +161,7 @@ class EncodedShare(NamedTuple):
     counts: list[int]
     malformed: MalformedLines
     encoder: str
+    stops: list[int]
 
 
 class PrepareJob(tasks.Job):
@@ -231,7 +238,7 @@ class PrepareJob(tasks.Job):
         """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks."""
         encoder, malformed = self._encoder, self.malformed()
         documents = sequences = tokens = text_bytes = trained = 0
-        counts = np.zeros(3, np.int64)
+        counts, stops = np.zeros(3, np.int64), set()
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
                 try:
@@ -250,8 +257,10 @@ class PrepareJob(tasks.Job):
                 documents, sequences = documents + len(block.sequences), sequences + len(block.lengths)
                 tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
                 counts += (block.dropped, block.cut, block.endless)
+                stops |= block.stops
         shape = Shape(documents, sequences, tokens)
-        return EncodedShare(shape, text_bytes, trained, counts.tolist(), malformed, encoder.tokenizer.encoder)
+        used = encoder.tokenizer.encoder
+        return EncodedShare(shape, text_bytes, trained, counts.tolist(), malformed, used, sorted(stops))
 
     @cached_property
     def _shares(self) -> list[EncodedShare]:
@@ -303,6 +312,9 @@ class PrepareJob(tasks.Job):
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
             shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
+            add_ends_of_text(
+                temporary_tokenizer(prefix), tokenizer.eod, {stop for part in parts for stop in part.stops}
+            )
             put_beside(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))

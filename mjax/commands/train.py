@@ -165,7 +165,7 @@ class _Samples:
             return
         from rich.text import Text
 
-        from mjax.data.tokenizers import tokenizer_from_folder
+        from mjax.data.tokenizers import ends_of_text, tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         tokenizer = tokenizer_from_folder(data.tokenizer)
@@ -178,7 +178,8 @@ class _Samples:
         else:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.say("")
-        (sample,) = self._continued(run, state, [prompt], [ids], decode, tokenizer.eod)
+        ends = ends_of_text(data.tokenizer, tokenizer.eod)
+        (sample,) = self._continued(run, state, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.say("")

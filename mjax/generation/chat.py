@@ -161,11 +161,14 @@ class Chat:
 
     def special_end(self, text: str) -> str:
         """The special token that ends a text, or nothing."""
-        special = [EOD_PIECE]
-        if self._library is not None:
-            added = self._library.get_added_tokens_decoder().values()
-            special = [token.content for token in added if token.special]
+        added = {} if self._library is None else self._library.get_added_tokens_decoder()
+        special = [EOD_PIECE] if self._library is None else [one.content for one in added.values() if one.special]
         return max((token for token in special if text.endswith(token)), key=len, default="")
+
+    def end_id(self, text: str) -> int | None:
+        """The id of the special token that ends a text, white space aside; None: no such token ends it."""
+        end = self.special_end(text.rstrip())
+        return self.encode(end)[-1] if end else None
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of ids, with special tokens or without."""

@@ -9,7 +9,8 @@ results and headers are context. Two sources say where a turn is:
 
 Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the
 reasoning out of earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates
-put before an answer, is never trained (it would teach the model not to think).
+put before an answer, is never trained (it would teach the model not to think), nor is a `<think>` that the header of an
+answer already opens.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
+from mjax.data.tokenizers.library import utf8
 from mjax.errors import UsageError
 from mjax.generation.chat import REASONING, Chat, Message, Spans
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-EMPTY = re.compile(r"<think>\s*</think>\n*")
-THOUGHT = re.compile(r"<think>.*?</think>\n*", re.DOTALL)
+OPENED = re.compile(r"<think>\s*\Z")
+EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
+THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
 SHOWN = 300
 """Characters of a conversation in an error."""
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -63,14 +66,15 @@ class Encoded(NamedTuple):
       trained: whether each is trained.
       text_bytes: of its text in UTF-8.
       cut: whether its end is missing.
-      stops: whether the last turn of the assistant ends with a special token, by which the model learns to stop.
+      stops: id of the special token that ends the last turn of the assistant, by which the model learns to stop; None:
+        it ends with text, or is cut.
     """
 
     ids: list[int]
     trained: list[bool]
     text_bytes: int
     cut: bool
-    stops: bool
+    stops: int | None
 
 
 def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
@@ -99,14 +103,16 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Unfit(f"a message is {json.dumps(message, ensure_ascii=False)[:60]}, without a role")
+        raise Unfit(f"a message is {shown(message, 60)}, without a role")
     if role not in ROLES:
         raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+    if message.get("weight") not in (None, 0, 1):
+        raise Unfit(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
     content = message.get("content")
     if isinstance(content, list):
         other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
         if other:
-            raise Unfit(f"a message holds {json.dumps(other[0], ensure_ascii=False)[:60]}, which is not text")
+            raise Unfit(f"a message holds {shown(other[0], 60)}, which is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
@@ -130,36 +136,57 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
       Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
       UsageError: the template refuses it.
     """
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
         raise Unfit("it has no turn of the assistant")
-    answers = answers[-1:] if trained.turns == "last" else answers
+    answers = turns[-1:] if trained.turns == "last" else turns
+    answers = [number for number in answers if messages[number].get("weight") != 0]
+    if not answers:
+        raise Unfit("the weight of each turn to train is 0")
     around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
     asked = around[-2:-1] if chat.marks else around
     (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
-    if generated:
-        begin = _begin(others[0][0], answers[-1], text) if trained.turns == "last" else 0
+    if len(generated) == len(turns):
+        spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]
+    elif generated:
+        if any(messages[number].get("weight") == 0 for number in turns):
+            raise Unfit(
+                f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
+                "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
+            )
+        begin = _begin(others[0][0], answers[-1], text, last=True) if trained.turns == "last" else 0
         spans = [span for span in generated if span[1] > begin]
     else:
         if chat.marks:
             others = chat.rendered(around, tools)
         texts = iter(rendered for rendered, _ in others)
-        spans = [_turn(chat, next(texts), next(texts), number, text) for number in answers]
+        spans = [_turn(chat, next(texts), next(texts), number, text, number == answers[-1]) for number in answers]
+    opens = OPENED.search(others[max(len(others) - 2, 0)][0])  # the header of the last answer
+    if opens and trained.reasoning and _thought(messages[answers[-1]]) not in text:
+        raise Unfit(
+            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
+            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+        )
+    written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
     parts = []
-    for begin, end in spans:
-        first, last = _untrained(text[begin:end], messages, trained.reasoning)
+    for (begin, end), by in zip(spans, written, strict=True):
+        first, last = _untrained(text[begin:end], by, trained.reasoning)
         parts += [(begin, begin + first), (begin + last, end)]
     return text, [(begin, end) for begin, end in parts if begin < end]
 
 
-def _begin(before: str, number: int, text: str) -> int:
-    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer."""
-    if not text.startswith(before):
-        raise Unfit(_disagrees(number))
-    return len(before)
+def _begin(before: str, number: int, text: str, last: bool) -> int:
+    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer.
+
+    A header may open reasoning for an answer that has none when it is rendered.
+    """
+    for header in (before, OPENED.sub("", before)):
+        if text.startswith(header):
+            return len(header)
+    raise Unfit(_disagrees(number, last))
 
 
-def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tuple[int, int]:
+def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> tuple[int, int]:
     """Return the first and the last character of the turn `messages[number]` in the text of all of them.
 
     Args:
@@ -168,8 +195,9 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tupl
       through: the text of these messages and of its own.
       number: of the message.
       text: of all messages.
+      last: whether no other turn of the assistant follows.
     """
-    begin = _begin(before, number, text)
+    begin = _begin(before, number, text, last)
     turn = through[begin:]
     if not text.startswith(turn, begin):
         turn = EMPTY.sub("", turn, count=1)  # put before the last answer only
@@ -177,26 +205,35 @@ def _turn(chat: Chat, before: str, through: str, number: int, text: str) -> tupl
     if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
         turn = alone  # the other token is put at the end of a text only
     if not turn or not text.startswith(turn, begin):
-        raise Unfit(_disagrees(number))
+        raise Unfit(_disagrees(number, last))
     whole = turn.rstrip()
     # The model stops at the token that ends its turn: a line break after it is not its own.
     return begin, begin + len(whole if chat.special_end(whole) else turn)
 
 
-def _disagrees(number: int) -> str:
+def _disagrees(number: int, last: bool) -> str:
+    where, fix = "if other messages follow", "train on the last turn only: --turns last"
+    if last:
+        where, fix = "without its header", "give a template that marks it by {% generation %}: --template FILE"
     return (
-        f"the chat template renders message {number + 1} differently if other messages follow, so that what the "
-        "assistant wrote cannot be told; train on the last turn only: --turns last"
+        f"the chat template renders message {number + 1} differently {where}, so that what the assistant wrote cannot "
+        f"be told; {fix}"
     )
 
 
+def _thought(message: Message) -> str:
+    """The reasoning of a message; empty if it has none."""
+    inline = THOUGHT.search(message.get("content") or "")
+    values = [*(message.get(name) for name in REASONING), inline and re.sub(r"</?think>", "", inline.group())]
+    return next((value.strip() for value in values if isinstance(value, str)), "")
+
+
 def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> tuple[int, int]:
-    """The part of a turn that is not trained; it may be empty."""
+    """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
     for message in () if reasoning else messages:  # in a channel of its own
-        thought = next((message[name].strip() for name in REASONING if isinstance(message.get(name), str)), "")
-        if thought and (begin := turn.find(thought)) >= 0:
+        if (thought := _thought(message)) and (begin := turn.find(thought)) >= 0:
             end, answer = begin + len(thought), (message.get("content") or "").strip()
             return 0, max(turn.find(answer, end), end) if answer else end
     return 0, 0
@@ -219,6 +256,7 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     messages, tools = messages_of(fields)
     try:
         text, spans = trained_spans(chat, messages, tools, trained)
+        size = len(utf8(text))
     except UsageError as error:
         raise Unfit(str(error)) from None
     ids, marks = chat.encode_marked(text, spans)
@@ -227,16 +265,17 @@ def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | No
     if all(marks):
         raise Unfit("all of its tokens would be trained, those of the user, too; does the template mark them?")
     most = trained.longest or len(ids)
-    cut, stops = len(ids) > most, bool(chat.special_end(text[: spans[-1][1]]))
+    cut = len(ids) > most
     if cut and (trained.too_long == "drop" or not any(marks[1:most])):
         return None
-    return Encoded(ids[:most], marks[:most], len(text.encode()), cut, stops and not cut)
+    stops = None if cut else chat.end_id(text[: spans[-1][1]])
+    return Encoded(ids[:most], marks[:most], size, cut, stops)
 
 
-def shown(fields: dict[str, Any]) -> str:
-    """The beginning of a conversation, for an error."""
-    text = json.dumps(fields, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+def shown(fields: Any, most: int = SHOWN) -> str:
+    """The beginning of a conversation or a part of it, for an error."""
+    text = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def preview(chat: Chat, encoded: Encoded) -> Text:

@@ -20,19 +20,23 @@ from mjax.models.causal import CausalModel
 
 Decode = Callable[[list[int]], str]
 CONTEXT = 16  # ids: the text of a token depends on the few before it
+HALF = "\ufffd"  # what bytes decode to that are no whole character
 
 
 def written_after(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
-    """The text of a continuation.
-
-    It is decoded together with its prompt, because the text of a token can depend on the previous one: sentencepiece
-    drops the space before the first, and a byte-level token may contain half a character.
-    """
-    return decode(prompt + tokens).removeprefix(decode(prompt))
+    """The text of a continuation, which is what `Streamed` shows of it."""
+    streamed = Streamed(decode, prompt)
+    streamed.hear_all(tokens)
+    return streamed.text
 
 
 class Streamed:
     """A continuation in the making. Its tokens may be heard several times, and in another order.
+
+    It is decoded after what comes before it, because the text of a token can depend on the previous one: sentencepiece
+    drops the space before the first, and a token may hold part of a character. Byte fallback turns a run of bytes that
+    ends within a character into U+FFFD altogether, so ids are only parted between whole characters.
+    (`tokenizers.decoders.DecodeStream` does as much for the tokenizers of its own library.)
 
     Attributes:
       text: of the tokens so far, without an end that is not whole: a token may end within a character, which decodes
@@ -43,29 +47,44 @@ class Streamed:
     def __init__(self, decode: Decode, prompt: Sequence[int]):
         """`decode` gives the text of ids; `prompt` is what the continuation follows."""
         self._decode, self._ids, self._whole = decode, list(prompt), ""
-        self._done = len(self._ids)  # ids whose text is whole
+        self._prompt = self._done = len(self._ids)  # ids whose text is whole
+        # The ids from here are decoded: they begin with a whole character, and the text of those done is not empty.
+        nearest = range(self._done - CONTEXT, max(self._done - 2 * CONTEXT, 0), -1)
+        self._begin = next((begin for begin in nearest if self._is_text(decode(self._ids[begin:]))), 0)
+        self._before = decode(self._ids[self._begin :])
         self._early: dict[int, int | None] = {}
         self.text, self.ended = "", False
 
-    def hear(self, position: int, token: int | None) -> None:
-        """Take the token drawn for a position; None: the text ends before it.
+    @staticmethod
+    def _is_text(text: str) -> bool:
+        return bool(text.strip()) and HALF not in text
 
-        Only the ids since the last whole character are decoded, after `CONTEXT` ids before them.
-        """
+    def hear(self, position: int, token: int | None) -> None:
+        """Take the token drawn for a position; None: the text ends before it."""
         if self.ended or position < len(self._ids) or position in self._early:
             return
         self._early[position] = token
-        if position > len(self._ids):
-            return
         while not self.ended and len(self._ids) in self._early:
-            token = self._early.pop(len(self._ids))
-            self.ended = token is None
-            self._ids += [] if token is None else [token]
-        begin = max(self._done - CONTEXT, 0)
-        new = written_after(self._decode, self._ids[begin : self._done], self._ids[self._done :])
-        self.text = self._whole + (new if self.ended else new.rstrip("\ufffd"))
-        if not new.endswith("\ufffd"):
-            self._whole, self._done = self.text, len(self._ids)
+            self._add(self._early.pop(len(self._ids)))
+
+    def hear_all(self, tokens: Sequence[int]) -> None:
+        """Take all tokens of the text, those heard before included."""
+        for position, token in enumerate([*tokens, None], self._prompt):
+            self.hear(position, token)
+
+    def _add(self, token: int | None) -> None:
+        self.ended = token is None
+        self._ids += [] if token is None else [token]
+        text = self._decode(self._ids[self._begin :])
+        # Bytes that make no character may change the text before them, which was shown.
+        new = text[len(self._before) :]
+        if not text.startswith(self._before):
+            new = self._decode(self._ids[self._done :])
+        self.text = self._whole + (new if self.ended else new.rstrip(HALF))
+        if not new.endswith(HALF):
+            if new.strip():
+                self._begin, text = self._done, self._decode(self._ids[self._done :])
+            self._whole, self._done, self._before = self.text, len(self._ids), text
 
 
 class Live:
@@ -150,7 +169,7 @@ def continue_ids(
         raise problems[0]
     samples = []
     for prompt, ids, continuation, streamed in zip(prompts, encoded, continuations, texts, strict=True):
-        streamed.text, streamed.ended = written_after(decode, ids, continuation.tokens), True
+        streamed.hear_all(continuation.tokens)
         samples.append(Sample(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
     if watch:
         watch(texts)  # a text that ended last was not heard to end

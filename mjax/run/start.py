@@ -27,7 +27,7 @@ from mjax.cluster import launch, xla_flags
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
-from mjax.data.tokenizers import DESCRIPTION, bos_of, same_files
+from mjax.data.tokenizers import bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.layers import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
@@ -134,8 +134,8 @@ def write_origin(
                 f"note: texts of {origin.run} begin with id {bos}, and documents of the data do not; prepare them "
                 f"with --tokenizer run:{origin.run} or --prepend-bos on"
             )
-        # The data's own description says what ends documents.
-        ignored = shutil.ignore_patterns(*[DESCRIPTION] * (data.tokenizer is not None))
+        # The data's own files say what ends documents, and which chat template they were written by.
+        ignored = shutil.ignore_patterns(*[] if data.tokenizer is None else os.listdir(data.tokenizer))
         shutil.copytree(tokenizer, folder / "tokenizer", ignore=ignored, copy_function=copy_whole, dirs_exist_ok=True)
     else:
         say(f"note: the data's tokenizer is not that of {tokenizer}; make sure that ids mean the same tokens in both")

@@ -4,11 +4,14 @@ import json
 from itertools import chain
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, best_fit
+from mjax.data.corpus import TextFiles, parse_rows
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
@@ -22,6 +25,7 @@ MARKED = CHATML.replace(
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}",
 )
+LINES = MARKED.replace("{% endgeneration", "\n{% endgeneration")
 STRIPPED = "{% set text %}" + CHATML + "{% endset %}{{ text | trim }}"
 # As Qwen 3: reasoning of the last turn only, or an empty block instead.
 THINKING = """{%- for message in messages -%}
@@ -41,6 +45,16 @@ MISTRAL = """{%- for message in messages -%}
 {%- elif message['role'] == 'assistant' %} {{ message['content'] }}{{ eos_token }}
 {%- endif -%}
 {%- endfor -%}"""
+# As R1-Distill, Qwen 3 Thinking and Nemotron 3, whose generation prompts open the reasoning. The first never writes
+# that of a finished turn, the second that of the last turn only, and the third an empty one in its place.
+OPENING = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+DISTILLED = OPENING.replace("message['content']", "message['content'].split('</think>')[-1]")
+QWEN_THINKING = THINKING.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+NEMOTRON = OPENING.replace(
+    "{{ message['content'] }}",
+    "{% if message.role == 'assistant' %}{% if loop.last and message.thinking %}<think>\n"
+    "{{ message.thinking }}\n</think>\n{% else %}<think></think>{% endif %}{% endif %}{{ message['content'] }}",
+)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
@@ -48,7 +62,11 @@ TALK = [
     {"role": "user", "content": "More"},
     {"role": "assistant", "content": "Yes.\nSure."},
 ]
+UNWEIGHTED = [*TALK[:2], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
 THOUGHT = [TALK[1], {**TALK[2], "reasoning_content": "I greet."}]
+INLINE = [TALK[1], {**TALK[2], "content": "<think>I greet.</think>Hello é."}]
+QUOTED = [*THOUGHT, TALK[3], {"role": "assistant", "content": "I greet. Then more."}]
+CHANNEL = CHATML.replace("{{ message['content'] }}", "{{ message.thinking or '' }}{{ message['content'] }}")
 
 
 def chat_of(folder, template, special=(), settings=None):
@@ -69,6 +87,7 @@ def chat_of(folder, template, special=(), settings=None):
         (CHATML, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
         (CHATML, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
         (MARKED, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (LINES, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>\n"]),
         (MARKED, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
         # Without the line break after its header, the model has to write it.
         (STRIPPED, TALK, Trained(), ["\nHello é.<|im_end|>", "\nYes.\nSure.<|im_end|>"]),
@@ -76,6 +95,18 @@ def chat_of(folder, template, special=(), settings=None):
         (THINKING, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
         (THINKING, THOUGHT, Trained(), ["<think>\nI greet.\n</think>\n\nHello é.<|im_end|>"]),
         (THINKING, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (DISTILLED, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (DISTILLED, TALK, Trained(turns="last"), ["Yes.\nSure.<|im_end|>"]),
+        (DISTILLED, INLINE, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (QWEN_THINKING, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (QWEN_THINKING, THOUGHT, Trained(), ["I greet.\n</think>\n\nHello é.<|im_end|>"]),
+        (QWEN_THINKING, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (NEMOTRON, TALK, Trained(), ["Hello é.<|im_end|>", "Yes.\nSure.<|im_end|>"]),
+        (NEMOTRON, THOUGHT, Trained(), ["I greet.\n</think>\nHello é.<|im_end|>"]),
+        (NEMOTRON, THOUGHT, Trained(reasoning=False), ["Hello é.<|im_end|>"]),
+        (CHATML, UNWEIGHTED, Trained(), ["Yes.\nSure.<|im_end|>"]),
+        (MARKED, UNWEIGHTED, Trained(), ["Yes.\nSure.<|im_end|>"]),
+        (CHANNEL, QUOTED, Trained(reasoning=False), ["Hello é.<|im_end|>", "I greet. Then more.<|im_end|>"]),
     ],
 )
 def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, expected, tmp_path):
@@ -85,7 +116,7 @@ def test_assistant_and_its_end_of_turn_are_trained(template, messages, trained, 
     encoded = encode(chat, {"messages": messages}, trained)
     marked = [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark]
     assert chat.decode(marked, special=True) == "".join(expected)
-    assert encoded.stops
+    assert encoded.stops == 258
 
 
 def test_plain_template_trains_answer_and_end_of_document(tmp_path):
@@ -111,6 +142,8 @@ def test_plain_template_trains_answer_and_end_of_document(tmp_path):
         ),
         ({"text": "x"}, "it has neither messages nor prompt and completion, only text"),
         ({"messages": [{"role": "assistant", "content": ""}, TALK[1]], "tools": "["}, "tools is not JSON"),
+        ({"messages": UNWEIGHTED[:3]}, "the weight of each turn to train is 0"),
+        ({"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}, "a message is 0.5; it is 0 (not trained) or 1"),
         ({"messages": [*THOUGHT, *TALK[3:]]}, "renders message 2 differently if other messages follow"),
     ],
 )
@@ -120,12 +153,25 @@ def test_unfit_conversation_is_named(fields, words, tmp_path):
     assert words in str(unfit.value)
 
 
+def test_reasoning_that_template_leaves_out_is_named(tmp_path):
+    """And what the refusal says works."""
+    chat = chat_of(tmp_path / "t", DISTILLED)
+    with pytest.raises(Unfit, match=r"leaves out the reasoning of message 2, .* \(--no-reasoning\)"):
+        encode(chat, {"messages": INLINE}, Trained())
+    assert encode(chat, {"messages": INLINE}, Trained(reasoning=False))
+
+
 def test_all_or_nothing_is_not_trained(tmp_path):
     everything = "{% generation %}{% for message in messages %}{{ message['content'] }}{% endfor %}{% endgeneration %}"
     nothing = "{% for message in messages %}{% if message['role'] == 'user' %}x{% endif %}{% endfor %}"
     for template, words in ((everything, "all of its tokens"), (nothing, "renders message 3 differently")):
         with pytest.raises(Unfit, match=words):
             encode(chat_of(tmp_path / "t", template), {"messages": TALK}, Trained())
+    twice = MARKED.replace("<|im_end|>{% endg", "{% endgeneration %}{% generation %}<|im_end|>{% endg")
+    with pytest.raises(Unfit, match="marks 4 parts of 2 turns of the assistant"):
+        encode(chat_of(tmp_path / "t", twice), {"messages": UNWEIGHTED}, Trained())
+    with pytest.raises(Unfit, match=r"message 5 differently without its header, .*: --template FILE"):
+        encode(chat_of(tmp_path / "t", nothing), {"messages": TALK}, Trained(turns="last"))
 
 
 def test_parts_and_tools_are_read():
@@ -225,6 +271,25 @@ def prepare(run, lines, *flags):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = str(run.parent / "out")
     return cli.main(["prepare", str(file), "--chat", "--tokenizer", f"run:{run}", "--output", output, *flags])
+
+
+def test_half_a_surrogate_pair_is_malformed(run, tmp_path, capsys):
+    lines = [{"messages": [TALK[1], {**TALK[2], name: "a\ud83d"}]} for name in ("content", "role")]
+    assert prepare(run, [*lines, {"messages": TALK[1:3]}], "--malformed", "skip") == 0
+    examples = json.loads((tmp_path / "out.json").read_text())["malformed_examples"]
+    assert ["half of a surrogate pair" in one for one in examples] == [True, False]
+    for line in (lines[0], {"messages": ["a\ud83d"]}):
+        assert prepare(run, [line], "--overwrite") == 2
+        assert "a\\ud83d" in capsys.readouterr().err
+
+
+def test_arguments_that_parquet_adds_are_left_out(tmp_path):
+    """A column of structures has all fields that any row has; what a row lacks is null."""
+    calls = [{"function": {"arguments": {name: [1, None]}}} for name in ("city", "days")]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse_rows(block)[0]]
+    assert [document.fields for document in documents] == rows
 
 
 def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):

@@ -320,11 +320,18 @@ def parse_rows(block: Block) -> tuple[list[Document], list[str]]:
         try:
             if content is None or (isinstance(content, bytes) and len(content) > block.most):
                 raise _too_large(block)
-            fields = _parse_line(content, "messages") if isinstance(content, bytes) else content
+            fields = _parse_line(content, "messages") if isinstance(content, bytes) else _without_nulls(content)
             documents.append(Document("", size, source, fields))
         except _Malformed as error:
             malformed.append(f"{source}: {error}")
     return documents, malformed
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a row without the fields that are null: a column has all fields that any of its rows has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:

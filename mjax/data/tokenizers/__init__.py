@@ -16,6 +16,8 @@ tokenizer is saved as a folder next to the data and copied into the run folder, 
 you name it once, on the command line of `mjax prepare`.
 """
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -31,7 +33,7 @@ from mjax.data.tokenizers.library import ByteTokenizer, Tokenizer, sha256
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
 from mjax.errors import UsageError
-from mjax.utils.files import read_json
+from mjax.utils.files import read_json, write_whole
 
 SCHEMES: dict[str, type[Tokenizer]] = {
     tokenizer.scheme: tokenizer
@@ -147,6 +149,17 @@ def ends_of_text(folder: Path, eod: int, given: str | None = None) -> list[int]:
     ids = optional_object(file).get("eos_token_id") if given is None else None
     ids = ids if isinstance(ids, list) else [ids]
     return sorted({eod, *(token for token in ids if type(token) is int and 0 <= token < 2**31)})
+
+
+def add_ends_of_text(folder: Path, eod: int, ids: Iterable[int]) -> None:
+    """Name ids that end a text in the generation_config.json of a tokenizer's folder, unless `ends_of_text` has them.
+
+    Raises:
+      UsageError: the file is damaged.
+    """
+    known, file = ends_of_text(folder, eod), folder / "generation_config.json"
+    if not {*ids} <= {*known}:
+        write_whole(file, json.dumps(optional_object(file) | {"eos_token_id": sorted({*known, *ids})}, indent=2) + "\n")
 
 
 def optional_object(file: Path) -> dict[str, Any]:
