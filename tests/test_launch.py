@@ -25,7 +25,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT
         ({"SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_STEP_NUM_TASKS": "4"}, ("srun", 4)),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun", 2)),
-        ({"JOB_COMPLETION_INDEX": "0"}, ("Kubernetes", None)),
+        ({"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # the only pod
+        ({"JOB_COMPLETION_INDEX": "1"}, ("Kubernetes", None)),
         (TORCHRUN, ("torchrun", 2)),
         ({**TORCHRUN, "SLURM_STEP_NUM_TASKS": "4"}, ("torchrun", 2)),  # srun torchrun
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
@@ -40,6 +41,32 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT
 )
 def test_launcher_is_found_in_environment(environment, launcher):
     assert launch.launched_by(environment) == launcher
+
+
+def test_first_pod_joins_others_with_kubernetes_package(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    in_cluster = {"JOB_COMPLETION_INDEX": "0", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert launch.launched_by(in_cluster) == ("Kubernetes", None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu[3-4]", "gpu1"),
+        ("gpu[008-011,13],cpu1", "gpu008"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("gpu[01-02]-ib", "gpu01-ib"),
+        ("gpu[07,09]-ib,gpu10", "gpu07-ib"),
+    ],
+)
+def test_slurm_processes_meet_at_first_host(nodes, host):
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "4097"}
+    none = launch.Distributed()
+    assert none.under_launcher(srun).coordinator == f"{host}:61441"  # JAX's port
+    assert none.under_launcher(srun | {"JAX_COORDINATOR_PORT": "5"}).coordinator == f"{host}:5"
+    assert none.under_launcher(srun | {"JAX_COORDINATOR_ADDRESS": "a:1"}) == none
+    assert launch.Distributed("a:2").under_launcher(srun).coordinator == "a:2"
 
 
 def test_rendezvous_of_torchrun():

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -57,11 +58,28 @@ def launched_by(environment: Mapping[str, str] = os.environ) -> tuple[str, int |
             return None
         if others or (_number(count) or 2) > 1:  # `processes.start` rejects what is not one
             return launcher, _number(count)
-    return ("Kubernetes", None) if "JOB_COMPLETION_INDEX" in environment else None
+    # JAX looks up the other pods of an indexed job with this package. Without it the first pod may be the only one; the
+    # others stop with a sentence.
+    index = environment.get("JOB_COMPLETION_INDEX")
+    looked_up = "KUBERNETES_SERVICE_HOST" in environment and find_spec("kubernetes") is not None
+    return ("Kubernetes", None) if index and (index != "0" or looked_up) else None
 
 
 def _number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+
+
+def _coordinator_of_slurm(environment: Mapping[str, str]) -> str | None:
+    """Address of the first host of a step, with JAX's port; None if another variable gives the address.
+
+    JAX reads one bracket at most, at the end of a name: not rack[1-2]node[3-4], nor gpu[01-02]-ib.
+    """
+    nodes, job = environment.get("SLURM_STEP_NODELIST", ""), _number(environment.get("SLURM_JOB_ID", ""))
+    first = re.match(r"(?:\[[^]]*]|[^,[])+", nodes)
+    if first is None or job is None or environment.get("JAX_COORDINATOR_ADDRESS"):
+        return None
+    host = re.sub(r"\[(\w+)[^]]*]", r"\1", first[0])
+    return f"{host}:{environment.get('JAX_COORDINATOR_PORT') or job % 4096 + 61440}"
 
 
 def set_variable(name: str, value: str, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -137,7 +155,7 @@ class Distributed:
     times as many while it compiles, evaluates or saves. By default never."""
 
     def under_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
-        """The rendezvous that a launcher describes in variables which JAX does not read, unless flags describe it.
+        """The rendezvous that a launcher describes in variables that JAX misreads or ignores, unless flags describe it.
 
         torchrun itself listens at MASTER_PORT on the first host (unless a PyTorchJob sets these variables without it),
         so process 0 listens at the port above.
@@ -146,6 +164,8 @@ class Distributed:
           UsageError: a variable is missing or wrong.
         """
         launcher = (launched_by(environment) or ("",))[0]
+        if launcher == "srun" and (self.processes, self.process) == (None, None):
+            return replace(self, coordinator=self.coordinator or _coordinator_of_slurm(environment))
         names = LAUNCHERS.get(launcher, ())
         if len(names) < 3 or (self.processes, self.process) != (None, None):
             return self
