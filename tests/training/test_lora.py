@@ -174,6 +174,18 @@ def test_digest_is_of_the_numbers_alone(runs, tmp_path):
         assert bases.digest_of(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
 
 
+def test_opened_base_is_not_rounded_to_bf16(runs, moved):
+    (moved / "lora" / "config.json").write_text(
+        (runs / "lora" / "config.json").read_text().replace('"compute": "fp32"', '"compute": "bf16"')
+    )
+    opened, ids = open_run(moved / "lora"), [[1, 2, 3]]
+    assert opened.config.precision.compute == "bf16"
+    exact, narrow = mjax.logits(runs / "lora", ids)[0], mjax.logits(opened, ids)[0]
+    for run in (opened, moved / "lora"):
+        np.testing.assert_array_equal(mjax.logits(run, ids, compute="fp32")[0], exact)
+    assert 1e-3 < np.abs(exact - narrow).max() < 0.1
+
+
 def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
     generate = ["generate", "--run", str(moved / "lora"), "--tokenizer", "bytes", "--prompt", "a", "--tokens", "2"]
     assert cli.main(generate) == 0  # it stands beside the run
