@@ -34,10 +34,11 @@ def _serial(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     if config.model.hidden_dropout:
         sequences = config.train.global_batch * config.model.sequences
         masks = reference.dropout_masks(config.model, sequences, config.train.seed, STEP)
-    weights, model = merged(named(weights_of(config)), config.model), replace(config.model, lora_rank=0)
-    found, gradients = reference.loss_and_gradients(weights, model, batch_of(config), masks)
-    gradients = {name: np.asarray(gradient) for name, gradient in gradients.items()}
-    return np.asarray(found), of_adapters(gradients, config) if config.model.lora_rank else gradients
+    weights, model = named(weights_of(config)), config.model
+    found, gradients = reference.loss_and_gradients(
+        merged(weights, model), model.without_lora(), batch_of(config), masks
+    )
+    return np.asarray(found), of_trained(gradients, weights, model)
 
 
 # --- LoRA: W + s A B in place of W, and the chain rule ----------------------------------------------------------------
@@ -91,15 +92,17 @@ def merged(weights, model):
     return base
 
 
-def of_adapters(gradients, config):
-    """The gradients of all A and B, from those of the merged kernels."""
-    weights, found = named(weights_of(config)), {}
-    for layer, adapters in adapters_of(weights, config.model):
+def of_trained(gradients, weights, model):
+    """The gradients of what is trained: as they are, or of all A and B, from those of the merged kernels."""
+    gradients, found = {name: np.asarray(gradient) for name, gradient in gradients.items()}, {}
+    if not model.lora_rank:
+        return gradients
+    for layer, adapters in adapters_of(weights, model):
         to_a, to_b = [], []
         for index, a, b, _ in adapters:
             gradient = gradients[f"{layer}.kernel"][index].reshape(len(a), a.shape[1], -1)
-            to_a.append(scale_of(config.model) * np.einsum("lio,lro->lir", gradient, b))
-            to_b.append(scale_of(config.model) * np.einsum("lir,lio->lro", a, gradient))
+            to_a.append(scale_of(model) * np.einsum("lio,lro->lir", gradient, b))
+            to_b.append(scale_of(model) * np.einsum("lir,lio->lro", a, gradient))
         for name, parts, axis in (("a", to_a, 2), ("b", to_b, 1)):
             name = f"{layer}.adapter.{name}"
             found[name] = np.stack(parts, axis).reshape(weights[name].shape)

@@ -30,7 +30,7 @@ from mjax.config import read_config
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel.layers import joined, split_trained, trained
-from mjax.parallel.random import mix
+from mjax.parallel.random import mix, words_of
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
 from mjax.utils.stores import FETCHED, WRITTEN, address_of, mirror_of, resolved
@@ -187,7 +187,7 @@ def _digest(sums: Mapping[str, np.ndarray]) -> str:
 
 @jax.jit
 def _on_devices(array: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(array, jnp.uint32)  # [*shape], or [*shape, 2] of float64
+    bits = words_of(array)  # [*shape], or [*shape, 2] of float64
     place = jnp.zeros((), jnp.uint32)
     for dim, size in enumerate(bits.shape):
         place = place * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)

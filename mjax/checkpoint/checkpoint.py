@@ -27,7 +27,8 @@ Orbax reads it; if the newest checkpoint is damaged, the previous one is used, w
 
 **Only intact checkpoints are removed.** Rotation removes checkpoints whose manifest exists and has their step. A
 damaged one is set aside as `200.damaged`; one that could not be read, a renamed one, and any other folder stay as they
-are. All of this is reported.
+are. All of this is reported. The base of adapters stays as long as a run beside this one names it: a pin in this
+folder would need its owner's permission, and would stay when those adapters are removed.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ from mjax.checkpoint.arrays import (
     type_and_shape,
 )
 from mjax.checkpoint.folders import (
+    BASE,
     GOOD,
     Damaged,
     Good,
     Unusable,
+    adapters_on,
     check_files,
     needed_files,
     read_manifest,
@@ -382,6 +385,13 @@ class Checkpoints:
         if pins:
             good = self.good()
             stay.add(sound[0] if good is None else good)
+        run = self.folder.parent
+        try:
+            bases = adapters_on(run, [file.parent for file in run.parent.glob(f"*/{BASE}")])
+        except (OSError, UsageError) as error:
+            self.on_notice(f"no older checkpoint is removed, as it may be the base of adapters: {reason(error)}")
+            return
+        stay |= {base.step for base in bases.values()}
         if self.keep_every is not None:
             stay |= {step for step in sound if step % self.keep_every == 0}
         for step in set(sound) - stay:

@@ -24,6 +24,7 @@ from typing import Any, TypedDict
 from mjax.config.plain_values import misfit, read
 from mjax.errors import UsageError, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
+from mjax.utils.stores import is_address, resolved
 
 MANIFEST = "manifest.json"
 GOOD = "good.json"  # beside the checkpoints: names the last good one
@@ -114,6 +115,21 @@ def read_base(run: Path) -> Base:
     """
     missing = "a run with adapters has it; start one with --init RUN"
     return read(Base, run / BASE, "restore it", missing)
+
+
+def adapters_on(run: Path, others: Iterable[Path]) -> dict[Path, Base]:
+    """The runs among `others` with adapters of the weights of `run`, and what they say of their base.
+
+    Raises:
+      UsageError: the file of one is damaged.
+    """
+
+    def is_base(path: str) -> bool:
+        moved = Path(path).name == run.resolve().name and not is_address(path) and not Path(path).exists()
+        return moved or path == resolved(run)
+
+    bases = {other: read_base(other) for other in sorted(others) if (other / BASE).is_file()}
+    return {other: base for other, base in bases.items() if is_base(base.run)}
 
 
 def save_base(run: Path, base: Base) -> None:

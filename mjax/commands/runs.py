@@ -35,9 +35,9 @@ from mjax.checkpoint.folders import (
     GOOD,
     MANIFEST,
     Unusable,
+    adapters_on,
     checkpoint_steps,
     locked,
-    read_base,
     read_manifest,
 )
 from mjax.checkpoint.mirror import (
@@ -63,7 +63,7 @@ from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration
 from mjax.utils.files import path_below, rename, without_parents
-from mjax.utils.stores import address_of, is_address, resolved, with_addresses
+from mjax.utils.stores import address_of, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
@@ -512,14 +512,11 @@ def _without_links(folder: Path) -> Path:
 
 def _check_no_base(folder: Path, others: Iterable[Path]) -> None:
     """Refuse to remove a run if another, that stays, has adapters of its weights."""
-    for other in sorted(other for other in others if (other / BASE).is_file()):
-        base = read_base(other).run
-        moved = not is_address(base) and not Path(base).exists() and Path(base).name == folder.resolve().name
-        if moved or base == resolved(folder):
-            raise UsageError(
-                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
-                f"mjax runs remove {folder.name} {other.name}"
-            )
+    for other in adapters_on(folder, others):
+        raise UsageError(
+            f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
+            f"mjax runs remove {folder.name} {other.name}"
+        )
 
 
 def _is_of_a_save(entry: Path) -> bool:

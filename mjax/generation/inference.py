@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from mjax.checkpoint.arrays import named
-from mjax.checkpoint.base import restore_weights
+from mjax.checkpoint.base import as_trained, restore_weights
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.checkpoint.mirror import local_run
 from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
@@ -93,7 +93,8 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
     config = read_config(folder / "config.json")
     inference_config(config, mesh)  # Orbax would explain in kilobytes
     devices = make_mesh(mesh)
-    abstract = lay_out(replace(config, mesh=mesh), devices).abstract_model
+    # Frozen weights too: a program that computes in bf16 rounds them itself, and another one must not.
+    abstract = as_trained(lay_out(replace(config, mesh=mesh), devices).abstract_model, folder)
     step, weights = restore_weights(folder, abstract, step, print)
     return OpenRun(folder, config, step, weights, devices, mesh)
 

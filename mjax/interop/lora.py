@@ -33,13 +33,16 @@ from mjax.parallel.layers import ColumnParallelLinear
 Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-ONLY = {
-    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False,), "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []), "layers_to_transform": (None, []), "rank_pattern": ({},), "alpha_pattern": ({},),
-    "layer_replication": (None,), "trainable_token_indices": (None,), "target_parameters": (None, []),
-    "use_qalora": (False,), "lora_bias": (False,), "exclude_modules": (None, []),
+READ = {"r", "lora_alpha", "use_rslora", "lora_dropout"}
+HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
-"""Settings of adapter_config.json that change what is computed, and the values that mjax knows; any may be left out."""
+"""Settings of adapter_config.json that change nothing: the names of the tensors say which modules have adapters."""
+PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian", "orthogonal"]}
+"""Values of others that leave LoRA plain; some initializations change the base when peft loads it."""
+UNUSED = [None, False, {}, []]
+"""Such values of all other settings, known or not: anything else may change what is computed."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +187,11 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     """
     file = folder / CONFIG
     values = read_object(file)
-    for name, known in ONLY.items():
-        if name in values and values[name] not in known:
+    for name in sorted(values.keys() - READ - HARMLESS):
+        if values[name] not in PLAIN.get(name, UNUSED):
             raise UsageError(
-                f"{file}: {name} is {values[name]!r}, and mjax knows {known[0]!r}; merge the adapter with peft's "
-                "merge_and_unload, and convert the model"
+                f"{file}: {name} is {values[name]!r}, and mjax has plain LoRA only; if peft can merge the adapter "
+                "(merge_and_unload), convert the merged model"
             )
     if not (folder / WEIGHTS).is_file():
         raise UsageError(f"{folder} has no {WEIGHTS}; give a folder written by save_pretrained of peft")

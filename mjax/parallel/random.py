@@ -35,6 +35,11 @@ def mix(x: UInt32[Array, "*dims"]) -> UInt32[Array, "*dims"]:
     return x ^ (x >> 16)
 
 
+def words_of(x: Shaped[Array, "*dims"]) -> UInt32[Array, "*words"]:
+    """The bits of each number as one uint32, [*dims]; those of a 64-bit number as two, [*dims, 2]."""
+    return jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").astype(jnp.uint32)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DropoutKey:

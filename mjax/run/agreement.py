@@ -47,6 +47,7 @@ from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UnhealthyError, UsageError
 from mjax.parallel import mappings
+from mjax.parallel.random import words_of
 from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed
@@ -346,7 +347,7 @@ def _hashes(shards: list[Array]) -> Array:
 
 
 def _hash_of(shard: Array) -> Array:
-    """uint32 []; also of 64-bit numbers, which are two words."""
-    words = jax.lax.bitcast_convert_type(shard, jnp.uint32).reshape(-1)
+    """uint32 []."""
+    words = words_of(shard).reshape(-1)
     odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
     return (words * odd).sum(dtype=jnp.uint32)

@@ -277,10 +277,13 @@ class Guard:
         return next((e for e in self.passed_over if e["steps"][0] <= step <= e["steps"][1]), None)
 
     def _scale_settles(self, record: Record) -> bool:
-        """True if the step was skipped because fp16's dynamic loss scale is too large and can still fall."""
+        """True if the step was skipped because fp16's dynamic loss scale is too large and can still fall.
+
+        It falls after gradients that are not finite; a loss alone that is not finite is none of its effects.
+        """
         precision = self.config.precision
         dynamic = precision.compute == "fp16" and precision.loss_scale is None
-        return record.nonfinite is not None and dynamic and record.loss_scale > SMALLEST_LOSS_SCALE
+        return record.grad_norm is None and dynamic and record.loss_scale > SMALLEST_LOSS_SCALE
 
     def _follow(self, state: str) -> None:
         """Update the candidate checkpoint from the state of a step."""

@@ -249,7 +249,9 @@ def _train_step(
         rate = rate_after(state.samples)
         updates, optimizer = transform.update(gradients, state.optimizer, weights)
         model = jax.tree.map(lambda p, u: p - rate * u, weights, updates)
-        model = add_whole(model, state.model.adjustments(sums), trained(plan), config.mesh)
+        # With adapters no weight of the base changes, by a rule neither: their checkpoints do not hold it.
+        adjustments = {} if config.model.lora_rank else state.model.adjustments(sums)
+        model = add_whole(model, adjustments, trained(plan), config.mesh)
         new_state = TrainState(
             model=joined(keep_if_skipped(model, weights), frozen),
             optimizer=keep_if_skipped(optimizer, state.optimizer),

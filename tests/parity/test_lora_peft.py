@@ -1,6 +1,7 @@
 """Adapters beside peft's: folders in both directions, merged weights, and twenty steps of AdamW on four meshes."""
 
 import copy
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, read_config
+from mjax.errors import UsageError
 from mjax.generation.inference import open_run
+from mjax.interop import lora
 from mjax.interop.convert import family_of
 from mjax.interop.lora import modules_of
 from mjax.parallel.layers import trained
@@ -155,6 +158,7 @@ def test_foreign_adapters_are_refused_in_a_sentence(copied, capsys, tmp_path_fac
     assert "holds adapters itself" in refused(folder, capsys, "--base", str(base.parent / "lora"))
     values = json.loads((folder / "adapter_config.json").read_text())
     changes = {"use_dora": True, "peft_type": "IA3", "bias": "all", "rank_pattern": {"q_proj": 8}, "r": 0}
+    changes |= {"init_lora_weights": "pissa_niter_4", "alora_invocation_tokens": [7], "unknown": 0.5}
     for name, value in changes.items():
         (folder / "adapter_config.json").write_text(json.dumps({**values, name: value}))
         said = refused(folder, capsys, "--base", str(base))
@@ -172,6 +176,19 @@ def test_foreign_adapters_are_refused_in_a_sentence(copied, capsys, tmp_path_fac
     ):
         save_file(others | more, folder / "adapter_model.safetensors")
         assert words in refused(folder, capsys, "--base", str(base))
+
+
+def test_every_setting_of_peft_is_read_harmless_or_refused(copied):
+    folder, base = copied
+    model, values = read_config(base / "config.json").model, json.loads((folder / "adapter_config.json").read_text())
+    others = {"peft_type": "IA3", "bias": "all", "init_lora_weights": "pissa"}
+    names = {field.name for field in dataclasses.fields(peft.LoraConfig)} - lora.READ - lora.HARMLESS
+    assert {"alora_invocation_tokens", "corda_config", "rank_pattern", *others} < names <= values.keys()
+    assert lora.with_adapters_of(folder, model, family_of(model))
+    for name in names:
+        (folder / "adapter_config.json").write_text(json.dumps(values | {name: others.get(name, True)}))
+        with pytest.raises(UsageError, match=f": {name} is "):
+            lora.with_adapters_of(folder, model, family_of(model))
 
 
 def test_fused_families_are_merged_only(tmp_path, capsys):

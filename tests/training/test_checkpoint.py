@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import Base, save_base
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 from tests.training.saved import abstract, assert_same_bits, data_file, entries, mesh_of, save_all, save_large, state_on
@@ -115,6 +116,26 @@ def test_first_checkpoint_stays_until_one_is_good(checkpoints):
     checkpoints.save(6, {"model": jnp.ones(3)}, host={})
     checkpoints.wait()
     assert (checkpoints.good(), checkpoints.steps()) == (3, [3, 5, 6])
+
+
+def test_base_of_adapters_stays_until_they_are_removed(checkpoints, notices):
+    """Of adapters beside the run, also after both were moved; if they do not say what it is, nothing is removed."""
+    run, adapters = checkpoints.folder.parent, checkpoints.folder.parent.with_name("adapters")
+    adapters.mkdir()
+
+    def steps_after(save, **base):
+        save_base(adapters, Base(digest="", **base))
+        checkpoints.save(save, {"model": jnp.ones(3)})
+        checkpoints.wait()
+        return checkpoints.steps()
+
+    checkpoints.keep_last = 1
+    assert steps_after(1, run=str(run), step=1) == [1]
+    assert steps_after(2, run=str(run), step=1) == [1, 2]
+    assert steps_after(3, run=f"/gone/{run.name}", step=1) == [1, 3]
+    assert steps_after(4, run=str(run), step="1") == [1, 3, 4]
+    assert notices[-1].startswith("no older checkpoint is removed, as it may be the base of adapters: ")
+    assert steps_after(5, run=str(run.parent), step=1) == [5]
 
 
 def test_other_model_is_refused_by_name_and_shape(checkpoints):

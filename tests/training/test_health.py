@@ -108,8 +108,9 @@ def guard_of(compute="fp32", **health):
 
 
 def test_guard_lets_fp16_look_for_its_scale():
-    def skip(guard, step, scale):
-        return guard.observe(record(step, loss=None, skipped=True, loss_scale=scale, nonfinite="not finite"))
+    def skip(guard, step, scale, grad_norm=None):
+        values = {"loss": None, "skipped": True, "nonfinite": "not finite"}
+        return guard.observe(record(step, loss_scale=scale, grad_norm=grad_norm, **values))
 
     guard = guard_of("fp16")
     for step in range(1, 33):
@@ -119,9 +120,11 @@ def test_guard_lets_fp16_look_for_its_scale():
     for step in range(33, 37):  # the scale cannot fall any more
         skip(guard, step, 1.0)
     assert guard.health.problem() == "4 steps in a row were skipped"
-    guard = guard_of("bf16")
-    skip(guard, 1, 2.0**20)
-    assert guard.health.suspect
+    for guard, grad_norm in ((guard_of("bf16"), None), (guard_of("fp16"), 1.0)):  # no scale, or one that stays
+        for step in range(1, 5):
+            skip(guard, step, 2.0**20, grad_norm)
+        assert guard.health.suspect
+        assert guard.health.problem() == "4 steps in a row were skipped"
 
 
 @pytest.mark.parametrize("spike", ["announce", "skip"])

@@ -12,7 +12,7 @@ import mjax
 from mjax.checkpoint import base as bases
 from mjax.checkpoint.arrays import named as by_name
 from mjax.checkpoint.blocks import write_in_blocks
-from mjax.checkpoint.folders import read_manifest
+from mjax.checkpoint.folders import checkpoint_steps, read_manifest
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig
 from mjax.config.checks import validate
@@ -160,6 +160,8 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(runs, moved, mesh):
 def test_digest_is_of_the_numbers_alone(runs, tmp_path):
     """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
     weights = named(open_run(runs / "q").weights)
+    narrow = {name: weight.astype("bfloat16") for name, weight in weights.items()}
+    assert bases.digest_of(narrow) != bases.digest_of(narrow | {"final_norm.scale": narrow["final_norm.scale"] * 2})
     digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
     assert bases.digest_of(weights) == digest
     assert bases.digest_of(dict(reversed(weights.items()))) == digest
@@ -170,6 +172,18 @@ def test_digest_is_of_the_numbers_alone(runs, tmp_path):
     assert bases.digest_in_blocks(tmp_path / "0") == digest
     for change in (lambda w: np.nextafter(w, np.float32(9)), lambda w: w[::-1].copy()):
         assert bases.digest_of(weights | {"final_norm.scale": change(weights["final_norm.scale"])}) != digest
+
+
+def test_opened_base_is_not_rounded_to_bf16(runs, moved):
+    (moved / "lora" / "config.json").write_text(
+        (runs / "lora" / "config.json").read_text().replace('"compute": "fp32"', '"compute": "bf16"')
+    )
+    opened, ids = open_run(moved / "lora"), [[1, 2, 3]]
+    assert opened.config.precision.compute == "bf16"
+    exact, narrow = mjax.logits(runs / "lora", ids)[0], mjax.logits(opened, ids)[0]
+    for run in (opened, moved / "lora"):
+        np.testing.assert_array_equal(mjax.logits(run, ids, compute="fp32")[0], exact)
+    assert 1e-3 < np.abs(exact - narrow).max() < 0.1
 
 
 def test_a_base_that_is_gone_or_another_is_refused(moved, capsys):
@@ -197,6 +211,19 @@ def test_a_base_is_not_removed_before_its_adapters(moved, capsys):
     assert "the adapters of lora belong to; remove that run too: mjax runs remove q lora" in capsys.readouterr().err
     assert cli.main(["runs", "remove", "q", "lora", "--runs", str(moved), "--yes"]) == 0
     assert not list(moved.glob("*/config.json"))
+
+
+@pytest.mark.ci
+def test_bf16_runs_save_on_meshes_with_copies(runs, tmp_path):
+    """Frozen weights in 16 bits have copies on every such mesh; with 3 replicas ZeRO cannot split most of them."""
+    meshes = {"data": 2}, {"context": 2}, {"data": 4, "replica": 2, "zero": 1}, {"data": 3, "zero": 3}
+    for number, mesh in enumerate(meshes):
+        config = replace(ADAPTED, mesh=MeshConfig(**mesh), precision=PrecisionConfig(compute="bf16"))
+        config = replace(config, train=replace(config.train, steps=2, global_batch=12))
+        folder = tmp_path / str(number)
+        assert mjax.Trainer(config, folder, init=runs / "q", show=False).train().step == 2, mesh
+        assert checkpoint_steps(folder) == [2], mesh
+        np.testing.assert_allclose(losses(folder), losses(tmp_path / "0"), rtol=2e-3, err_msg=str(mesh))
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------

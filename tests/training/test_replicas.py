@@ -16,9 +16,10 @@ def with_flipped_bit(array, device, word=0, bit=3):
     """`array` with one bit of one device's copy flipped, which JAX does not know of."""
     parts = []
     for shard in array.addressable_shards:
-        words = np.array(shard.data).view(np.uint32)
+        words = np.array(shard.data)
+        words = words.view(f"uint{8 * min(words.itemsize, 4)}")
         if shard.device.id == device.id:
-            words.flat[word] ^= np.uint32(1 << bit)
+            words.flat[word] ^= words.dtype.type(1 << bit)
         parts.append(jax.device_put(words.view(array.dtype), shard.device))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
@@ -35,6 +36,18 @@ def test_flipped_bit_names_its_device(name, word, bit):
     words = rf"after step 40 .* replica 2 \(device {device.id} of process 0\) differs from the others in {name};"
     with pytest.raises(UnhealthyError, match=words):
         replicas.check(40, model)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float16", "float64"])
+def test_weights_of_every_dtype_are_compared(dtype):
+    mesh = make_mesh(MeshConfig(data=2))
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda weight: weight.astype(dtype), state_on(mesh)["model"])
+        replicas = Replicas(abstract(model), mesh)
+        replicas.check(1, model)
+        model["up"] = with_flipped_bit(model["up"], mesh.devices[0, 0, 1, 0, 0, 0], word=9, bit=7)
+        with pytest.raises(UnhealthyError, match="differ in up;"):
+            replicas.check(2, model)
 
 
 def test_replicas_compare_what_has_copies():
