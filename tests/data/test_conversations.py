@@ -131,6 +131,14 @@ def test_plain_template_trains_answer_and_end_of_document(tmp_path):
     assert [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark] == [*b" Yes", 256]
 
 
+def test_token_of_header_and_answer_is_trained(tmp_path):
+    """The space that ends a header may be a part of the first word."""
+    template = PLAIN.replace("{% generation %} ", " {% generation %}")
+    encoded = encode(chat := chat_of(tmp_path, template, [" Hi"]), {"prompt": "x", "completion": "Hi."}, Trained())
+    marked = [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark]
+    assert chat.decode(marked, special=True) == " Hi.<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
