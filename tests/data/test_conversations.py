@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import processors
 
 from mjax.commands import cli
 from mjax.config import save_config
@@ -279,6 +280,18 @@ def prepare(run, lines, *flags):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = str(run.parent / "out")
     return cli.main(["prepare", str(file), "--chat", "--tokenizer", f"run:{run}", "--output", output, *flags])
+
+
+def test_plain_template_begins_as_texts_do(run, tmp_path):
+    library = bytes_with_special_tokens()
+    library.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 257)])
+    library.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(f"hf:{tmp_path / 't.json'}")
+    tokenizer.bos = 257
+    tokenizer.save(run / "tokenizer")
+    assert prepare(run, [{"prompt": "a", "completion": "b"}], "--template", "plain") == 0
+    ids = IndexedDataset(tmp_path / "out").get(0)
+    assert Chat(tmp_path / "out.tokenizer").decode(ids, special=True).startswith("<|im_start|>User: a\n")
 
 
 def test_half_a_surrogate_pair_is_malformed(run, tmp_path, capsys):
