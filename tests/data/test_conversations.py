@@ -149,10 +149,13 @@ def test_token_of_header_and_answer_is_trained(tmp_path):
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             'holds {"type": "image"}, which is not text',
         ),
-        ({"text": "x"}, "it has neither messages nor prompt and completion, only text"),
+        ({"text": "x"}, "or instruction and output, only text"),
         ({"messages": [{"role": "assistant", "content": ""}, TALK[1]], "tools": "["}, "tools is not JSON"),
         ({"messages": UNWEIGHTED[:3]}, "the weight of each turn to train is 0"),
         ({"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}, "a message is 0.5; it is 0 (not trained) or 1"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "the role 'bot'"),
+        ({"instruction": ["a"], "output": "b"}, "its instruction or input is not text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "a history of earlier turns"),
         ({"messages": [*THOUGHT, *TALK[3:]]}, "renders message 2 differently if other messages follow"),
     ],
 )
@@ -188,6 +191,21 @@ def test_parts_and_tools_are_read():
     fields = {"prompt": [{"role": "user", "content": parts}], "completion": "c", "tools": '[{"name": "f"}]'}
     expected = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     assert messages_of(fields) == (expected, [{"name": "f"}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"conversations": [{"from": "human", "value": "a\nb"}, {"from": "gpt", "value": "c", "weight": 1}]},
+        {"conversations": [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c", "weight": 1}]},
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"instruction": "a\nb", "input": "", "output": "c", "history": []},
+    ],
+)
+def test_sharegpt_and_alpaca_are_read(fields):
+    messages, _ = messages_of(fields | {"system": "s"})
+    read = [(message["role"], message["content"]) for message in messages]
+    assert read == [("system", "s"), ("user", "a\nb"), ("assistant", "c")]
 
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
