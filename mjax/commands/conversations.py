@@ -18,6 +18,7 @@ from mjax.data.corpus import Corpus, TextFiles, parse_rows
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import Tokenizer
+from mjax.data.tokenizers.library import LibraryTokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
@@ -98,11 +99,16 @@ def longest_of(run: Path) -> int:
     return read_settings(run / "config.json").model.sequence + 1
 
 
-def save_chat(template: str | None, run: Path, folder: Path) -> None:
-    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer."""
+def save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
+    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer.
+
+    The plain template begins with the token that begins texts of the tokenizer.
+    """
     shutil.copytree(run / "tokenizer", folder, dirs_exist_ok=True)
     if template == "plain":
-        (folder / TEMPLATE).write_text(PLAIN, encoding="utf-8")
+        begins = isinstance(tokenizer, LibraryTokenizer) and tokenizer.bos is not None
+        begin = tokenizer.library.id_to_token(tokenizer.bos) if begins else ""
+        (folder / TEMPLATE).write_text(begin + PLAIN, encoding="utf-8")
     elif template is not None:
         shutil.copy(template, folder / TEMPLATE)
 

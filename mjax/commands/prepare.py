@@ -201,8 +201,8 @@ class PrepareJob(tasks.Job):
                 self._train(part)
             else:
                 if how.chat:
+                    save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part, given)
                     given.bos = None  # the template writes it
-                    save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part)
                 given.save(part)
             put(part, folder)
         if how.preview and not how.json:

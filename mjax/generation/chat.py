@@ -144,13 +144,16 @@ class Chat:
         return self.encode_marked(text, [])[0]
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], list[bool]]:
-        """The ids of a rendered conversation, and which of them begin within `spans`, in characters."""
+        """The ids of a rendered conversation, and which of them hold a part of `spans`, in characters.
+
+        A token may begin before: with the space that ends a header.
+        """
         if self._library is not None:
             with library_errors(f"the tokenizer beside {self.file} cannot encode a text", WHOLE_FILES):
                 encoding = self._library.encode(text, add_special_tokens=False)
             check_expansion(text, len(encoding), "chat's")
-            begins = [begin for begin, _ in encoding.offsets]
-            return encoding.ids, [any(first <= begin < last for first, last in spans) for begin in begins]
+            held = [(begin, max(end, begin + 1)) for begin, end in encoding.offsets]
+            return encoding.ids, [any(begin < last and first < end for first, last in spans) for begin, end in held]
         ids, marks, cuts = [], [], sorted({0, *(bound for span in spans for bound in span), len(text)})
         for begin, end in pairwise(cuts):
             marked, part = (begin, end) in spans, []

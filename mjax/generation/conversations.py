@@ -32,6 +32,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 OPENED = re.compile(r"<think>\s*\Z")
 EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
 THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Roles by their names in files of ShareGPT; the others have the names that they have here."""
 SHOWN = 300
 """Characters of a conversation in an error."""
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -78,7 +80,11 @@ class Encoded(NamedTuple):
 
 
 def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
-    """The messages and tools of a JSON object or a row: "messages", or "prompt" and "completion".
+    """The messages and tools of a JSON object or a row.
+
+    It has "messages", "prompt" and "completion", "conversations" of "from" and "value" as ShareGPT, or as Alpaca
+    "instruction", "output" and perhaps "input", which follows the instruction on a new line. The last two may have
+    "system".
 
     Raises:
       Unfit: it has neither, or messages without a role or with content that is not text.
@@ -94,11 +100,37 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
         messages = []
         for role, part in (("user", fields["prompt"]), ("assistant", fields["completion"])):
             messages += part if isinstance(part, list) else [{"role": role, "content": part}]
+    elif isinstance(fields.get("conversations"), list):
+        messages = [*_system(fields), *map(_spoken, fields["conversations"])]
+    elif fields.get("instruction") is not None and fields.get("output") is not None:
+        if fields.get("history"):
+            raise Unfit("it has a history of earlier turns, which is not read beside an instruction; write messages")
+        asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
+        if not all(isinstance(part, str) for part in asked):
+            raise Unfit("its instruction or input is not text")
+        answer = {"role": "assistant", "content": fields["output"]}
+        messages = [*_system(fields), {"role": "user", "content": "\n".join(asked)}, answer]
     else:
-        raise Unfit(f"it has neither messages nor prompt and completion, only {', '.join(fields) or 'nothing'}")
+        raise Unfit(
+            "it has no messages, prompt and completion, conversations, or instruction and output, only "
+            f"{', '.join(fields) or 'nothing'}"
+        )
     if not isinstance(messages, list) or not messages:
         raise Unfit("messages is not a list of them")
     return [_message(message) for message in messages], tools or None
+
+
+def _system(fields: dict[str, Any]) -> list[Message]:
+    return [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+
+
+def _spoken(turn: Any) -> Any:
+    """A message of a file of ShareGPT, if it is one, with the names of its fields here."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        return turn
+    names = {"from": "role", "value": "content"}
+    message = {names.get(name, name): value for name, value in turn.items()}
+    return message | {"role": SPEAKERS.get(turn["from"], turn["from"])}
 
 
 def _message(message: Any) -> Message:

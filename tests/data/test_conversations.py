@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import processors
 
 from mjax.commands import cli
 from mjax.config import save_config
@@ -131,6 +132,14 @@ def test_plain_template_trains_answer_and_end_of_document(tmp_path):
     assert [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark] == [*b" Yes", 256]
 
 
+def test_token_of_header_and_answer_is_trained(tmp_path):
+    """The space that ends a header may be a part of the first word."""
+    template = PLAIN.replace("{% generation %} ", " {% generation %}")
+    encoded = encode(chat := chat_of(tmp_path, template, [" Hi"]), {"prompt": "x", "completion": "Hi."}, Trained())
+    marked = [token for token, mark in zip(encoded.ids, encoded.trained, strict=True) if mark]
+    assert chat.decode(marked, special=True) == " Hi.<|im_end|>"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -140,10 +149,13 @@ def test_plain_template_trains_answer_and_end_of_document(tmp_path):
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             'holds {"type": "image"}, which is not text',
         ),
-        ({"text": "x"}, "it has neither messages nor prompt and completion, only text"),
+        ({"text": "x"}, "or instruction and output, only text"),
         ({"messages": [{"role": "assistant", "content": ""}, TALK[1]], "tools": "["}, "tools is not JSON"),
         ({"messages": UNWEIGHTED[:3]}, "the weight of each turn to train is 0"),
         ({"messages": [TALK[1], {**TALK[2], "weight": 0.5}]}, "a message is 0.5; it is 0 (not trained) or 1"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "the role 'bot'"),
+        ({"instruction": ["a"], "output": "b"}, "its instruction or input is not text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "a history of earlier turns"),
         ({"messages": [*THOUGHT, *TALK[3:]]}, "renders message 2 differently if other messages follow"),
     ],
 )
@@ -179,6 +191,21 @@ def test_parts_and_tools_are_read():
     fields = {"prompt": [{"role": "user", "content": parts}], "completion": "c", "tools": '[{"name": "f"}]'}
     expected = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     assert messages_of(fields) == (expected, [{"name": "f"}])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"conversations": [{"from": "human", "value": "a\nb"}, {"from": "gpt", "value": "c", "weight": 1}]},
+        {"conversations": [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "c", "weight": 1}]},
+        {"instruction": "a", "input": "b", "output": "c"},
+        {"instruction": "a\nb", "input": "", "output": "c", "history": []},
+    ],
+)
+def test_sharegpt_and_alpaca_are_read(fields):
+    messages, _ = messages_of(fields | {"system": "s"})
+    read = [(message["role"], message["content"]) for message in messages]
+    assert read == [("system", "s"), ("user", "a\nb"), ("assistant", "c")]
 
 
 # --- Packing ----------------------------------------------------------------------------------------------------------
@@ -271,6 +298,18 @@ def prepare(run, lines, *flags):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = str(run.parent / "out")
     return cli.main(["prepare", str(file), "--chat", "--tokenizer", f"run:{run}", "--output", output, *flags])
+
+
+def test_plain_template_begins_as_texts_do(run, tmp_path):
+    library = bytes_with_special_tokens()
+    library.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 257)])
+    library.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(f"hf:{tmp_path / 't.json'}")
+    tokenizer.bos = 257
+    tokenizer.save(run / "tokenizer")
+    assert prepare(run, [{"prompt": "a", "completion": "b"}], "--template", "plain") == 0
+    ids = IndexedDataset(tmp_path / "out").get(0)
+    assert Chat(tmp_path / "out.tokenizer").decode(ids, special=True).startswith("<|im_start|>User: a\n")
 
 
 def test_half_a_surrogate_pair_is_malformed(run, tmp_path, capsys):
