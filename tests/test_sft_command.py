@@ -4,10 +4,13 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mjax.commands import cli
+from mjax.commands.sft import SftArguments, prepared_key
 from mjax.config import read_config
 from mjax.data.tokenizers import ends_of_text
 from mjax.run.metrics import read_metrics
@@ -23,6 +26,7 @@ MESH = ("--mesh.data", "16")
 def base(run, tmp_path, monkeypatch):  # noqa: F811
     """A run with a chat template, and sixty conversations in chat.jsonl, in a working directory."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.with_name(f"{tmp_path.name}-caches")))
     lines = []
     for number in range(60):
         question = {"role": "user", "content": f"What is {number}?"}
@@ -94,17 +98,50 @@ def test_conversations_in_a_store_are_prepared_here(base, tmp_path, monkeypatch,
         Store("s3").put([(tmp_path / "chat.jsonl", "s3://bucket/chats/chat.jsonl")])
         for _ in range(2):
             assert cli.main(["sft", "--init", "runs/base", "--data", "s3://bucket/chats/chat.jsonl", *FLAGS]) == 0
-    assert given == 2 * [["--init", "runs/base", "--data.path", "chat-base", *FLAGS]]
-    assert "chat-base, prepared before" in capsys.readouterr().out
+    assert given[0] == given[1]
+    assert given[0][:3] == ["--init", "runs/base", "--data.path"]
+    assert f"{given[0][3]}, prepared before" in capsys.readouterr().out
 
 
-def test_one_conversation_and_one_step_are_enough(base, tmp_path, capsys):
-    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    assert sft("--name", "one", "--train.steps", "1", *MESH) == 0
-    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "c"}\n')
-    os.utime(tmp_path / "chat-base.idx", (0, 0))
-    assert sft("--name", "two", "--train.steps", "1", *MESH) == 2
-    assert "chat-base was prepared from other conversations; add --data chat-base" in capsys.readouterr().err
+def test_one_conversation_and_one_step_are_enough(base, tmp_path):
+    """Another file of that name, although it is older, is prepared by itself; nothing is left in the folder."""
+    before, prefixes = set(tmp_path.iterdir()), []
+    for name, answer in (("one", "b"), ("two", "c")):
+        (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "a", "completion": answer}) + "\n")
+        os.utime(tmp_path / "chat.jsonl", (0, 0))
+        assert sft("--name", name, "--train.steps", "1", *MESH) == 0
+        prefixes += read_config(tmp_path / "runs" / name / "config.json").data.path
+    assert len(set(prefixes)) == 2
+    assert set(tmp_path.iterdir()) <= before | {tmp_path / "chat.jsonl", tmp_path / "runs"}
+
+
+def test_prepared_data_depend_on_every_input(base, tmp_path):
+    """Contents of file, template and tokenizer, flags, and the length of the model."""
+    (tmp_path / "other.jinja").write_text("{{ messages }}")
+    given = SftArguments(init=Path("runs/base"))
+
+    def key(given=given, file="chat.jsonl", template=None, longest=None):
+        return prepared_key(given, file, template, longest)
+
+    keys = [
+        key(),
+        key(replace(given, turns="last")),
+        key(template="plain"),
+        key(template="other.jinja"),
+        key(longest=9),
+    ]
+    (tmp_path / "other.jinja").write_text("{{ messages[0] }}")
+    keys.append(key(template="other.jinja"))
+    about = (tmp_path / "chat.jsonl").stat()
+    (tmp_path / "chat.jsonl").write_text((tmp_path / "chat.jsonl").read_text().replace("a", "b"))
+    os.utime(tmp_path / "chat.jsonl", ns=(about.st_atime_ns, about.st_mtime_ns))
+    keys.append(key())
+    config = tmp_path / "runs" / "base" / "config.json"
+    config.write_text(config.read_text().replace('"sequence": ', '"sequence": 1'))
+    keys.append(key())
+    (tmp_path / "runs" / "base" / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(

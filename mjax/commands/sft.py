@@ -6,7 +6,11 @@ It is `mjax train` with other defaults, which it prints, and takes its flags.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +19,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from mjax import __version__
 from mjax.cluster import launch
 from mjax.commands.flags import parse, typed_flags
 from mjax.commands.train import TrainArguments, train
@@ -24,6 +29,7 @@ from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.run import as_flag, differences
 from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
+from mjax.utils.files import cache_home, make_folder
 
 DEFAULTS = Config(
     data=DataConfig(conversations=True),
@@ -111,39 +117,31 @@ def sft(argv: Sequence[str]) -> int:
 
 
 def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
-    """The prefix of a file of conversations, prepared beside it unless that was done before; here for an address."""
+    """The prefix of a file of conversations in the folder of caches, prepared unless that was done before."""
     from mjax.commands.prepare import PrepareArguments, prepare
-    from mjax.config.datasets import read_metadata
-    from mjax.data.indexed import index_file, tokenizer_folder
-    from mjax.data.tokenizers import same_files
+    from mjax.data.indexed import index_file
     from mjax.generation.chat import TEMPLATE
-    from mjax.utils.remote import beside, located
 
-    ending = next(ending for ending in OF_ROWS if file.endswith(ending))
-    source, prefix = located(Path(file)), f"{beside(file.removesuffix(ending))}-{given.init.resolve().name}"
-    tokenizer = given.init / "tokenizer"
-    metadata = read_metadata(prefix)
-    if metadata is not None and source.is_file() and index_file(prefix).is_file():
-        same = metadata.inputs == [file] and index_file(prefix).stat().st_mtime_ns >= source.stat().st_mtime_ns
-        if same and same_files(tokenizer_folder(prefix), tokenizer):
-            print(f"data    {prefix}, prepared before")
-            return prefix
-        raise UsageError(
-            f"{prefix} was prepared from other conversations; add --data {prefix} to train on it, or prepare these: "
-            f"mjax prepare {shlex.quote(file)} --chat --tokenizer run:{given.init} --output {prefix} --overwrite"
-        )
+    if (home := cache_home()) is None:
+        raise UsageError(f"--data {file} is prepared in a folder of caches; set XDG_CACHE_HOME to one")
+    template = given.template
+    if template is None and not (given.init / "tokenizer" / TEMPLATE).is_file():
+        template = "plain"
+        print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
+    name = re.sub(r"[^\w.-].*", "", Path(file).name)[:64]  # without the query of an address
+    prefix = home.absolute() / "conversations" / f"{name}-{prepared_key(given, file, template, longest)}"
+    if index_file(prefix).is_file():
+        print(f"data    {prefix}, prepared before")
+        return str(prefix)
     if given.distributed.several or launch.launched_by() is not None:
         raise UsageError(
             f"--data {file} is prepared by one process: type mjax prepare {shlex.quote(file)} --chat --tokenizer "
-            f"run:{given.init} --output {prefix}, and start the run with --data {prefix}"
+            f"run:{given.init} --output data/chat, and start the run with --data data/chat"
         )
-    template = given.template
-    if template is None and not (tokenizer / TEMPLATE).is_file():
-        template = "plain"
-        print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
+    make_folder(prefix.parent)
     arguments = PrepareArguments(
         inputs=(Path(file),),
-        output=prefix,
+        output=str(prefix),
         tokenizer=f"run:{given.init}",
         chat=True,
         template=template,
@@ -151,7 +149,22 @@ def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
         longest=longest,
     )
     prepare(arguments, following=False)
-    return prefix
+    return str(prefix)
+
+
+def prepared_key(given: SftArguments, file: str, template: str | None, longest: int | None) -> str:
+    """A name for all that prepared conversations depend on: contents of the files, never their times, and flags."""
+    from mjax.utils.remote import located
+
+    tokenizer = given.init / "tokenizer"
+    files = [located(Path(file)), *sorted(path for path in tokenizer.rglob("*") if path.is_file())]
+    files += [Path(template)] if template not in (None, "plain") else []
+    length = read_config(given.init / "config.json").model.sequence
+    parts = [__version__, given.turns, template == "plain", longest, length]
+    for path in files:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:  # `prepare` says which is missing
+            parts += [path.name, hashlib.file_digest(stream, "sha256").hexdigest()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
