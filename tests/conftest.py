@@ -57,11 +57,13 @@ hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
-def sigterm_as_before():
-    """A run that was told to stop ignores SIGTERM until its process ends; here the process continues."""
-    before = signal.getsignal(signal.SIGTERM)
+def signals_as_before():
+    """A run that was told to stop ignores signals until its process ends; here the process continues."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

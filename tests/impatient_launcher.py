@@ -1,7 +1,8 @@
 """The tiny run under a launcher without patience.
 
-It sends SIGTERM at step 5, again and again while that is saved, and at the exit. When the run is started again, it
-sends SIGKILL while checkpoint 8 is saved: all of it is written, and only its name is missing.
+It sends SIGTERM at step 5 (SIGUSR1 to one process of several), again and again while that is saved, and at the exit.
+When the run is started again, it sends SIGKILL while checkpoint 8 is saved: all of it is written, and only its name is
+missing.
 """
 
 import atexit
@@ -17,9 +18,9 @@ told = threading.Event()  # the first SIGTERM was sent
 waiting = threading.Event()  # the main thread waits for the save
 
 
-def terminate():
+def terminate(number=signal.SIGTERM):
     if told.is_set():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def change_the_run():
@@ -38,7 +39,7 @@ def change_the_run():
         show(self, record)
         if record.step == 5 and jax.process_index() == 0:  # one process of several
             told.set()
-            terminate()
+            terminate(signal.SIGUSR1 if jax.process_count() > 1 else signal.SIGTERM)
 
     def terminated_while_writing(self, *arguments):
         if told.is_set():

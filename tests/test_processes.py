@@ -76,7 +76,7 @@ class Group:
 
 
 def test_two_processes_compute_and_stop_as_one(tmp_path, capsys):
-    """SIGTERM, sent again and again to one of them, stops both after the same saved step."""
+    """SIGUSR1 and then SIGTERM, sent again and again to one of them, stop both after the same saved step."""
     with Group(tmp_path / "two", *LONG, *IMPATIENT, count=2) as group:
         first, second = group.finish(code=75)
     last = max(losses(tmp_path / "two"))

@@ -155,7 +155,7 @@ class Distributed:
     times as many while it compiles, evaluates or saves. By default never."""
 
     def under_launcher(self, environment: Mapping[str, str] = os.environ) -> Distributed:
-        """The rendezvous that a launcher describes in variables which JAX does not read rightly, unless flags describe it.
+        """The rendezvous that a launcher describes in variables that JAX misreads or ignores, unless flags describe it.
 
         torchrun itself listens at MASTER_PORT on the first host (unless a PyTorchJob sets these variables without it),
         so process 0 listens at the port above.

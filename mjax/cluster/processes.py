@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -40,6 +41,8 @@ from mjax.errors import UsageError
 
 MESSAGE_BYTES = 2048  # of bytes_from_first
 OURS_FIRST = 60  # seconds by which JAX's limits are longer than ours, which have a better message
+WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that stop a run like SIGTERM: of a closed terminal, and of launchers before a time limit."""
 GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
 
 
@@ -88,7 +91,16 @@ def start(where: Distributed) -> None:
                 "host; give every process a --distributed.coordinator with another port"
             ) from error
         raise UsageError(f"the processes of this run could not find each other ({reason}); {GIVE_EACH}") from error
+    forward_warnings()
     _check_devices_per_process()
+
+
+def forward_warnings() -> None:
+    """Turn `WARNINGS` into SIGTERM, which JAX reports to the other processes, unless they are ignored or handled."""
+    for number in WARNINGS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            with contextlib.suppress(ValueError):  # signals belong to the main thread
+                signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import jax
 import optax
 
+from mjax.cluster.processes import WARNINGS, forward_warnings
 from mjax.cluster.watchdog import Watchdog
 from mjax.data.sources import TrainingData
 from mjax.run.continuing import Origin
@@ -19,7 +20,6 @@ from mjax.run.metrics import Record
 from mjax.step.train_state import TrainState
 
 PREEMPTED = 75  # exit code: saved, run the same command again
-ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Profile:
@@ -122,13 +122,13 @@ class Result:
 
 
 class StopSignal:
-    """Turns SIGTERM, the SIGHUP of a closed terminal and Ctrl-C into a request to stop after the steps in flight; a
-    second Ctrl-C stops immediately. A run started by `nohup` continues after a SIGHUP.
+    """Turns SIGTERM, `WARNINGS` and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops
+    immediately. Warnings that are ignored, as SIGHUP under `nohup`, or have another handler are left alone.
 
-    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`), SIGHUP
-    becomes one, and Ctrl-C stops immediately.
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`processes.told_to_stop`), warnings
+    become one, and Ctrl-C stops immediately.
 
-    Leave the context when the save is committed. After a stop request SIGTERM and SIGHUP are ignored from then on:
+    Leave the context when the save is committed. After a stop request these signals are ignored from then on:
     launchers send them again, and must see the exit code that says "saved".
 
     Attributes:
@@ -146,24 +146,22 @@ class StopSignal:
         return bool(self.name)
 
     def __enter__(self) -> StopSignal:
-        handlers = dict.fromkeys((*ENDS, signal.SIGINT), self._stop)
         if jax.process_count() > 1:
-            handlers = {signal.SIGHUP: lambda *_: os.kill(os.getpid(), signal.SIGTERM)}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            del handlers[signal.SIGHUP]
+            forward_warnings()
+            return self
+        free = [number for number in WARNINGS if signal.getsignal(number) == signal.SIG_DFL]
         with contextlib.suppress(ValueError):  # signals belong to the main thread
-            for number, handler in handlers.items():
-                self._before[number] = signal.signal(number, handler)
+            for number in (signal.SIGTERM, signal.SIGINT, *free):
+                self._before[number] = signal.signal(number, self._stop)
         return self
 
     def __exit__(self, kind, *_) -> None:
         saved = self.requested and kind is None
         for number, handler in self._before.items():
-            if number not in ENDS or not saved:
-                signal.signal(number, handler)
+            signal.signal(number, handler)
         if saved:
             with contextlib.suppress(ValueError):  # not in the main thread
-                for number in ENDS:
+                for number in {signal.SIGTERM, *self._before} - {signal.SIGINT}:
                     signal.signal(number, signal.SIG_IGN)
 
     def _stop(self, number: int, frame) -> None:

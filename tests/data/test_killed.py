@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.corpus.workers import WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -97,6 +97,12 @@ def test_workers_die_with_an_interrupted_parent(tmp_path, number):
     while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_warnings_of_launchers_interrupt(number):
+    with pytest.raises(KeyboardInterrupt), INTERRUPTS:
+        signal.raise_signal(number)
 
 
 # --- Workers ----------------------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
         (signal.SIGINT, "a step runs", 4),
         (signal.SIGINT, "waiting for its batch", 5),
         (signal.SIGHUP, "a step runs", 4),
+        (signal.SIGUSR1, "a step runs", 4),
+        (signal.SIGUSR2, "a step runs", 4),
     ],
 )
 def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, tmp_path, monkeypatch, capfd):
@@ -87,7 +89,7 @@ def test_run_told_to_stop_saves_after_the_steps_in_flight(number, moment, last, 
     monkeypatch.setattr(Watchdog, "at", at)
     result = mjax.Trainer(CONFIG, tmp_path, data=batch).train()
     assert (result.exit_code, result.step, shown[-1]) == (75, last, last)
-    name = "SIGHUP" if number == signal.SIGHUP else "Ctrl-C"
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
     assert f"{name}: saving after the steps in flight" in capfd.readouterr().err
 
 

@@ -98,8 +98,11 @@ class Workers:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 class Interrupts:
-    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt in the block, unless they are `delayed`.
+    """`STOPS` raise KeyboardInterrupt in the block, unless they are `delayed`.
 
     Attributes:
       too_late: if set, they print this instead: the output is complete.
@@ -112,7 +115,7 @@ class Interrupts:
     def __enter__(self) -> None:
         self.too_late, self.delayed, self._came = "", False, False
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in STOPS:
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                     self._before[number] = signal.signal(number, self._answer)
 
