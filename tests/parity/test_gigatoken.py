@@ -11,7 +11,7 @@ from tokenizers import normalizers, pre_tokenizers, trainers
 
 from mjax.commands.prepare import PrepareArguments, PrepareJob, prepare
 from mjax.data.tokenizers import load_tokenizer
-from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder
+from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder, fast_encoder
 from mjax.errors import RunError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
 
@@ -156,6 +156,45 @@ def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
     assert tokenizer.encode_batch(texts) == expected
     assert "mjax continues with tokenizers alone" in capsys.readouterr().err
     assert tokenizer._fast is None
+
+
+def change(tokenizer, model=None, pre_tokenizer=None):
+    """The tokenizer with other fields in its tokenizer.json."""
+    values = json.loads(tokenizer.library.to_str())
+    values["model"].update(model or {})
+    if pre_tokenizer is not None:
+        values["pre_tokenizer"] = json.loads(pre_tokenizer.__getstate__())
+    return tokenizers.Tokenizer.from_str(json.dumps(values))
+
+
+def words_of_llama(behavior="isolated", invert=False, **of_bytes):
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS["llama 3"]), behavior, invert)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(**{"add_prefix_space": False} | of_bytes)])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(False, use_regex=False)},
+        {"pre_tokenizer": words_of_llama()},  # words of GPT-2 within those of Llama 3
+        {"pre_tokenizer": words_of_llama(use_regex=False, add_prefix_space=True)},
+        {"pre_tokenizer": words_of_llama("removed", use_regex=False)},
+        {"pre_tokenizer": words_of_llama("contiguous", use_regex=False)},
+        {"pre_tokenizer": pre_tokenizers.Sequence([*reversed(list(words_of_llama(use_regex=False)))])},
+        {"model": {"dropout": 0.5}},
+        {"model": {"end_of_word_suffix": "s"}},
+        {"model": {"continuing_subword_prefix": "##", "merges": []}},
+    ],
+)
+def test_fields_that_gigatoken_misreads_stay_with_tokenizers(tmp_path, changed):
+    assert fast_encoder(change(library("gpt2", tmp_path), **changed), None) is None
+
+
+def test_inverted_removal_is_encoded_by_gigatoken(tmp_path):
+    """Phi-4 and conversions of tiktoken keep the matches of the pattern, which are the whole text."""
+    tokenizer = library("gpt2", tmp_path)
+    tokenizer.library = change(tokenizer, pre_tokenizer=words_of_llama("removed", True, use_regex=False))
+    assert_same(tokenizer, [*NASTY.values(), *TEXTS])
 
 
 def test_unknown_normalizers_and_words_stay_with_tokenizers(tmp_path):

@@ -7,8 +7,9 @@ Unicode, so a text goes to `tokenizers` if it holds
 - a token that `tokenizers` finds in text, such as Qwen's `<think>`;
 - where the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
 
-A tokenizer that gigatoken does not know, or that normalizes in another way, goes to `tokenizers` altogether. Both
-encode the beginning of the first 1,000 texts of every file, and are compared. MJAX_GIGATOKEN=0 switches gigatoken off.
+A tokenizer that gigatoken does not know, or misreads (`_is_read`), or that normalizes in another way, goes to
+`tokenizers` altogether. Both encode the beginning of the first 1,000 texts of every file, and are compared.
+MJAX_GIGATOKEN=0 switches gigatoken off.
 """
 
 import json
@@ -16,6 +17,7 @@ import os
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -47,6 +49,8 @@ class FastEncoder:
         self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
         if self._normalizes and values["normalizer"] != {"type": "NFC"}:
             raise ValueError("only NFC is known not to change a text")
+        if not _is_read(values["model"], values["pre_tokenizer"]):
+            raise ValueError("gigatoken misreads this kind of byte pairs")
         # Special tokens are text here, which to gigatoken no added token is.
         self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
         if not isinstance(self._library, BPETokenizer):
@@ -89,6 +93,23 @@ class FastEncoder:
         for text, ids in zip(texts, self._slow(texts), strict=True):
             if self._library.encode(text).tolist() != ids:
                 raise EncodersDiffer(f"gigatoken and tokenizers encode {text[:60]!r} differently")
+
+
+def _is_read(model: dict[str, Any], pre_tokenizer: dict[str, Any] | None) -> bool:
+    """True if gigatoken reads every field of a tokenizer.json as `tokenizers` does.
+
+    Of a ByteLevel it ignores `use_regex`; of a Split it ignores `behavior`; of a model it ignores affixes of subwords
+    and `dropout`. It refuses patterns that it does not know, and vocabularies without some byte.
+    """
+    read = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
+    if model["type"] != "BPE" or any(value for name, value in model.items() if name not in read):
+        return False
+    *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    of_bytes = tuple(map(last.get, ("type", "add_prefix_space", "use_regex")))
+    return of_bytes == ("ByteLevel", False, not splits) and all(
+        split["type"] == "Split" and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
+        for split in splits
+    )
 
 
 MARK, UNKNOWN = 1, 2
