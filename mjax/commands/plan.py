@@ -110,13 +110,18 @@ def plan(argv: Sequence[str]) -> int:
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
     """The command line; for a budget with the config whose sizes are tried by default."""
     typed = typed_flags(argv)
+    given = typed & {"config", "run", "resume"}
     if "days" not in typed:
+        if "devices" in typed and not given:
+            raise UsageError(
+                "--devices needs a config or a budget; to find the fastest mesh of a config, add --config, such as "
+                "--config gpt_8b; to find the largest model that a budget trains, add --days, such as --days 30"
+            )
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
     for flag in sorted(typed & {"optimizer.decay-steps", "optimizer.wsd-decay-steps"}):
         raise UsageError(f"--{flag} counts steps, and with --days each model has its own number; leave it out")
-    given = typed & {"config", "run", "resume"}
     if given and "family" in typed:
         raise UsageError(f"--family and --{min(given)} both say which models to try; leave one of them out")
     if "family" in typed and (settings := sorted(flag for flag in typed if "." in flag)):

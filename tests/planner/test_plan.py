@@ -90,6 +90,11 @@ REFUSALS = {
 }
 
 
+def test_search_needs_config_or_budget(capsys):
+    assert cli.main(["plan", "--gpu", "h100", "--devices", "64"]) == 2
+    assert "to find the fastest mesh of a config, add --config, such as" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", REFUSALS)
 def test_plan_rejects_flags_in_one_sentence(capsys, monkeypatch, flags):
     monkeypatch.setattr(ahead, "cuda_build", lambda: None)
