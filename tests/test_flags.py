@@ -37,6 +37,7 @@ TYPED = {
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs",
+    "evaluate --overlap 8": "mjax evaluate has no --overlap; type --stride 8",
 }
 
 

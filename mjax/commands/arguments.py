@@ -244,7 +244,7 @@ class EvaluateArguments(RunArguments):
     data: str
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
     .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    overlap: int | None = None
+    stride: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)

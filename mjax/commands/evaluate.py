@@ -30,7 +30,7 @@ from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.files import without_parents
 from mjax.utils.progress import facts, progress
 
-# name → (data, tokenizer, positions of the model, --overlap) → task
+# name → (data, tokenizer, positions of the model, --stride) → task
 SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
 # name → (data, tokenizer, config of the model, the task's options) → task
 LONG_TASKS: dict[str, Callable[..., DrawnTask]] = {"positions": Positions, "needle": Needle}
@@ -83,8 +83,8 @@ def _check(arguments: EvaluateArguments) -> None:
     labelled.check_name(task, of_text + of_labels)
     if task in of_text and arguments.predictions is not None:
         raise UsageError(f"--predictions is for {either(of_labels)}; leave it out, {task} predicts text")
-    if task not in SHORT_TASKS and arguments.overlap is not None:
-        raise UsageError(f"--overlap is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
+    if task not in SHORT_TASKS and arguments.stride is not None:
+        raise UsageError(f"--stride is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
     for name in LONG_TASKS:
         if task != name and getattr(arguments, name) != type(getattr(arguments, name))():
             raise UsageError(f"flags that begin with --{name} are for --task {name}; leave them out for {task}")
@@ -118,7 +118,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
         else:
             name, scorer_of = arguments.task, LossScorer if arguments.task == "positions" else Scorer
             if name in SHORT_TASKS:
-                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.sequence, arguments.overlap)
+                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.sequence, arguments.stride)
             else:
                 task = LONG_TASKS[name](arguments.data, tokenizer, saved.model, getattr(arguments, name))
             size, unit = sum(map(len, task.passes)), "windows"

@@ -103,7 +103,7 @@ NAMES_ELSEWHERE = {
     # --- checkpoints, logging, the run
     "checkpoint.interval": "save-interval save-steps save-every checkpoint-every checkpoint-interval",
     "checkpoint.interval log.interval": "every", "log.interval": "log-every log-interval logging-steps",
-    "checkpoint.keep-last": "save-total-limit", "log.wandb": "wandb-project wandb",
+    "stride": "overlap", "checkpoint.keep-last": "save-total-limit", "log.wandb": "wandb-project wandb",
     "log.tensorboard": "tensorboard-dir", "runs output": "save output-dir out-dir save-dir",
     "name": "run-name wandb-run-name",
     "run": "load ckpt checkpoint-path model-path resume-from-checkpoint continue checkpoint resume",

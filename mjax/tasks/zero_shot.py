@@ -31,7 +31,7 @@ from mjax.tasks.interface import (
     Metric,
     Score,
     Window,
-    check_overlap,
+    check_stride,
     overlapping_windows,
     perplexity,
     read_documents,
@@ -48,26 +48,26 @@ class Perplexity:
       bytes: UTF-8 bytes of the text; None for a dataset without that information.
     """
 
-    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, stride: int | None = None):
         """Read the documents and split them into windows.
 
         Args:
           data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
           positions: s of the model.
-          overlap: labels counted in a window after a document's first; by default s, for adjacent windows.
+          stride: labels counted in a window after a document's first; by default s, for adjacent windows.
 
         Raises:
           UsageError: there is nothing under that name, or no text in it; the dataset was made with another tokenizer;
-            the overlap does not fit.
+            the stride does not fit.
         """
-        overlap = check_overlap(positions if overlap is None else overlap, positions)
+        stride = check_stride(positions if stride is None else stride, positions)
         documents, self.bytes = open_text(data, tokenizer)
         windows: list[Window] = []
         self.documents = 0
         for tokens in documents:
             if len(tokens):
                 self.documents += 1
-                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, overlap)
+                windows += overlapping_windows(np.array([tokenizer.start, *tokens], np.int32), positions, stride)
         if not windows:
             raise UsageError(f"{data} has no text; give a file or a dataset that does")
         self.passes: list[Sequence[Window]] = [windows]
@@ -147,7 +147,7 @@ def _identity(tokenizer: Tokenizer) -> tuple:
 # give (T − 1) / (T_o − 1) = 270329 / 245565 = 1.1008449901248143. The papers' tables have the adjusted one.
 
 
-OVERLAP = 32
+STRIDE = 32
 
 # v1.0's list, in its order (tasks/zeroshot_gpt2/detokenizer.py). Published results depend on every line of it,
 # including those with little effect: "s '" joins an apostrophe only to a word in s, and the second line matches no real
@@ -214,24 +214,24 @@ class WikiText103:
       tokens, words: T and T_o.
     """
 
-    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, stride: int | None = None):
         """Read the file, detokenize it and split it into windows.
 
         Args:
           data: wiki.test.tokens, or text in that format.
           positions: s of the model.
-          overlap: labels counted in each window after the first; by default 32.
+          stride: labels counted in each window after the first; by default 32.
 
         Raises:
-          UsageError: the file is missing, is not UTF-8, or has fewer than two words; the overlap does not fit.
+          UsageError: the file is missing, is not UTF-8, or has fewer than two words; the stride does not fit.
         """
-        self.overlap = check_overlap(OVERLAP if overlap is None else overlap, positions)
+        self.stride = check_stride(STRIDE if stride is None else stride, positions)
         original = read_text(Path(data), "WikiText103's wiki.test.tokens, or text like it")
         tokens = np.array(tokenizer.prompt(detokenize(original)), np.int32)
         self.tokens, self.words = len(tokens), len(original.strip().split(" "))  # as v1.0 counts
         if self.words < 2 or self.tokens < 2:
             raise UsageError(f"{data} has fewer than two words; give WikiText103's wiki.test.tokens, or text like it")
-        self.passes = [overlapping_windows(tokens, positions, self.overlap)]
+        self.passes = [overlapping_windows(tokens, positions, self.stride)]
 
     def metrics(self, scores: Sequence[Score]) -> list[Metric]:
         """Raw and adjusted perplexity, and the numbers they are computed from."""
@@ -245,7 +245,7 @@ class WikiText103:
             Metric("token_ratio", ratio, f"{ratio:.6f}", "(T - 1) / (T_o - 1), of the first line"),
             Metric.count("tokens", self.tokens, "T, of the detokenized text"),
             Metric.count("words", self.words, "T_o, in the original file"),
-            Metric.count("windows", score.windows, f"the later ones count {self.overlap} labels each"),
+            Metric.count("windows", score.windows, f"the later ones count {self.stride} labels each"),
         ]
 
 
@@ -267,20 +267,20 @@ class Lambada:
       passes: the passages split for the strict metric, then those for the last token.
     """
 
-    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, overlap: int | None = None):
+    def __init__(self, data: str, tokenizer: Tokenizer, positions: int, stride: int | None = None):
         """Read the passages.
 
         Args:
           data: a .jsonl file.
           positions: s of the model.
-          overlap: not used here.
+          stride: not used here.
 
         Raises:
           UsageError: the file is missing, is not a .jsonl, is empty, or has a line that is malformed, shorter than two
-            words or too long for the model; an overlap is given.
+            words or too long for the model; a stride is given.
         """
-        if overlap is not None:
-            raise UsageError("--overlap is for long texts, and lambada's fit the model; leave it out")
+        if stride is not None:
+            raise UsageError("--stride is for long texts, and lambada's fit the model; leave it out")
         documents = read_documents(data)
         if not documents:
             raise UsageError(f'{data} has no passage; give a file of lines {{"text": "…"}}')

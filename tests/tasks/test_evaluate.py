@@ -55,22 +55,22 @@ def test_report_without_metrics_says_why(tmp_path, capsys):
 
 
 def test_evaluate_prints_json_of_newest_checkpoint(folder, capsys):
-    found = printed(capsys, folder, "perplexity", "--overlap", 8)
+    found = printed(capsys, folder, "perplexity", "--stride", 8)
     assert (found["task"], found["step"], found["checkpoint"]) == ("perplexity", 20, str(folder / "run"))
     assert found["data"] == str(folder / "poem.txt")
     assert found["tokens"] == found["bytes"] == len(POEM)
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    older = printed(capsys, folder, "perplexity", "--overlap", 8, "--step", 10, "--precision.compute", "bf16")
+    older = printed(capsys, folder, "perplexity", "--stride", 8, "--step", 10, "--precision.compute", "bf16")
     assert older["step"] == 10
     assert abs(older["loss"] - found["loss"]) > 1e-3
 
 
 WRONG = [  # task, flags, words of the message, and the run if it lacks something
     ("wikitext", (), "no task 'wikitext' (did you mean 'wikitext103'?)"),
-    ("perplexity", ("--overlap", 65), "--overlap 65 does not fit a model of 64 positions"),
+    ("perplexity", ("--stride", 65), "--stride 65 does not fit a model of 64 positions"),
     ("lambada", ("--predictions", "x"), "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; leave it out"),
-    ("mnli", ("--overlap", 3), "--overlap is for wikitext103, lambada or perplexity; leave it out"),
+    ("mnli", ("--stride", 3), "--stride is for wikitext103, lambada or perplexity; leave it out"),
     ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),
     ("perplexity", ("--mesh.model", 3), "--mesh.model 3 does not divide heads 8; use 1, 2, 4 or 8"),
     ("perplexity", ("--mesh.data", 17), "--mesh.data 17 needs 17 devices; 16 found: use --mesh.data 1"),

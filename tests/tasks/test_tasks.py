@@ -64,7 +64,7 @@ def test_token_ratio_equals_published_one():
 def test_wikitext_perplexities_follow_their_formulas(tmp_path):
     file = tmp_path / "wiki.test.tokens"
     file.write_text(" \n = Title = \n \n It was the 1990s , said Robert @-@ James . \n", encoding="utf-8")
-    task = WikiText103(str(file), BYTES, positions=16, overlap=4)
+    task = WikiText103(str(file), BYTES, positions=16, stride=4)
     text = detokenize(file.read_text())
     assert (task.tokens, task.words) == (len(text), 15)  # by single spaces
     labels = task.tokens - 1
