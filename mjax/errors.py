@@ -23,8 +23,19 @@ CONTINUES = "the same command continues"
 """How a note of the exception begins that says so; other notes are for tracebacks, such as JAX's."""
 
 
+def without_secrets(text: str) -> str:
+    """`text` with … for user and password, and for the query, of each address in it."""
+    text = re.sub(r"(\b[a-z][a-z0-9]*:/+)[^\s/'\"]+@", r"\1…@", text)
+    # In a store a question mark may be a pattern: s3://bucket/part-?.jsonl
+    query = r"(\b(?:https?:/+[^\s?'\"]*\?|[a-z][a-z0-9]*:/+[^\s?'\"]*\?(?=[\w.%-]+=)))(?!…)[^\s'\"]*[^\s'\";:,.)]"
+    return re.sub(query, r"\1…", text)
+
+
 def one_sentence(message: str) -> str:
-    """`message` on one printable line, with the middle of a very long one cut out: files may contain anything."""
+    """`message` on one printable line without secrets, and without the middle of a very long one: files may contain
+    anything.
+    """
+    message = without_secrets(message)
     if len(message) > LONGEST:
         message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 3 :]}"
     if message.isprintable():
@@ -95,13 +106,13 @@ def explain(error: BaseException) -> int:
         error = UsageError(f"{error.filename} is longer than the file system allows; choose a shorter name")
     if isinstance(error, OSError):
         print(
-            f"mjax: error: {error}; what was saved is intact, the same command continues from it",
+            f"mjax: error: {without_secrets(str(error))}; what was saved is intact, the same command continues from it",
             file=sys.stderr,
         )
     elif isinstance(error, UsageError | RunError):
         print(f"mjax: error: {'; '.join([str(error), *notes])}", file=sys.stderr)
     else:
-        traceback.print_exception(error)
+        print(without_secrets("".join(traceback.format_exception(error))), file=sys.stderr, end="")
     return exit_code(error)
 
 

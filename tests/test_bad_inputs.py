@@ -16,7 +16,7 @@ from mjax.checkpoint.folders import locked
 from mjax.commands import cli
 from mjax.config.checks import check_devices
 from mjax.data.indexed import IndexedDatasetWriter
-from mjax.errors import LONGEST
+from mjax.errors import LONGEST, RunError, UsageError
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "tests" / "tiny_config.py")
@@ -38,6 +38,21 @@ def sentence_of(argv, code, capsys):
     assert message.count("\n") == 1 or not message.startswith("mjax: error: "), "one sentence, on one line"
     assert "Traceback" not in message
     return message
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:pass@host:8080/a.txt: no", "https://…@host:8080/a.txt: no"),
+        ("s3:/key:pa@ss@bucket/a.txt", "s3:/…@bucket/a.txt"),  # as a Path
+        ("https://host/a.txt?token; give", "https://host/a.txt?…; give"),
+        ("('https://host/a?X-Amz-Date=1&b=c/d', 3)", "('https://host/a?…', 3)"),
+        ("https://host/a.jsonl?…:3: what?", "https://host/a.jsonl?…:3: what?"),
+        ("s3://bucket/20?6/part-?.jsonl and /a/b@c", "s3://bucket/20?6/part-?.jsonl and /a/b@c"),
+    ],
+)
+def test_sentence_has_no_secret_of_an_address(text, shown):
+    assert str(UsageError(text)) == str(RunError(UsageError(text))) == shown
 
 
 TRAIN_FLAGS = {

@@ -100,6 +100,26 @@ def test_missing_remote_files_are_one_sentence(store, tmp_path, given, sentence)
         prepare(PrepareArguments(output=str(tmp_path / "d"), inputs=(Path(f"{store[0]}/{given}"),), tokenizer="bytes"))
 
 
+def test_secrets_of_addresses_are_not_recorded(tmp_path, capsys):
+    """In the dataset, its working folder, a report, and sentences about lines and files."""
+    pytest.importorskip("fsspec")
+    address = "memory://me:password@bucket/a.jsonl?sig=presigned&e=.jsonl"
+    fsspec.filesystem("memory").pipe_file(address, b'{"text": "some text"}\n{"text": 3}\n' * 3)
+    given, shown = (Path(address),), "memory://…@bucket/a.jsonl?…"
+    how = PrepareArguments(output=str(tmp_path / "d"), inputs=given, tokenizer="bytes", malformed="skip")
+    assert prepare(how).metadata.inputs == [shown]
+    clean(CleanArguments(inputs=given, output=tmp_path / "c.jsonl", malformed="skip", minimum_tokens=9))
+    with pytest.raises(UsageError) as stopped:
+        prepare(PrepareArguments(output=str(tmp_path / "e"), inputs=given, tokenizer="bytes"))
+    with pytest.raises(UsageError) as missing:
+        find_files([Path(f"{address}x"), Path(f"{address}x")])
+    texts = [str(stopped.value), str(missing.value), capsys.readouterr().out]
+    texts += [file.read_text() for file in tmp_path.rglob("*.json*")]
+    assert len(texts) > 7
+    assert f"{shown}:2: 'text' holds 3" in texts[0]
+    assert not [text for text in texts if "password" in text or "presigned" in text]
+
+
 def test_unknown_addresses_are_one_sentence():
     with pytest.raises(UsageError, match=r"nosuch:// cannot be read: Protocol not known: nosuch"):
         find_files([Path("nosuch://x/a.jsonl")])

@@ -39,7 +39,7 @@ from mjax.data.corpus.blocks import (
     ending_of,
     read_blocks,
 )
-from mjax.errors import RunError, UsageError, either
+from mjax.errors import RunError, UsageError, either, without_secrets
 from mjax.utils.remote import RemoteFile, located
 
 EXAMPLES = 5  # malformed lines that are shown
@@ -164,7 +164,7 @@ class TextFiles(Corpus):
             raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
         self.malformed = MalformedLines(malformed)
-        self.names = [str(file) for file in files]
+        self.names = [without_secrets(str(file)) for file in files]
         self.sizes = [file.stat().st_size for file in files]
         self.size = sum(self.sizes)
 
@@ -173,7 +173,7 @@ class TextFiles(Corpus):
         for number, begin, end in self._ranges(rank, tasks):
             before = sum(counts.get(str(number), 0) for counts in lines[:rank])
             for block in read_blocks(self.files[number], self.key, self.all_fields, self.most, begin, end, before):
-                yield replace(block, split=self.split)
+                yield replace(block, file=self.names[number], split=self.split)
 
     def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
         """Line ends in a task's share of each .jsonl file that is cut."""

@@ -19,6 +19,7 @@ private.
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines, TextArguments
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, useful_workers
-from mjax.errors import CONTINUES, RunError, UsageError
+from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
 from mjax.utils.remote import beside
@@ -227,7 +228,8 @@ class Job:
         files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
-        return json.dumps({**values, "mjax_version": __version__}, indent=2)
+        values |= {"mjax_version": __version__, "sha256": hashlib.sha256(repr(values).encode()).hexdigest()}
+        return without_secrets(json.dumps(values, indent=2))
 
     def close(self) -> None:
         """Remove the working folder, the plan first: nothing continues what is half removed."""
