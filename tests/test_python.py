@@ -1,6 +1,7 @@
 """The Python interface of a trained run: its texts, its ids and its logits, on any mesh."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,19 @@ def test_batch_of_impossible_length_is_one_sentence(lengths, mesh, words):
     batch = {name: np.zeros((8, size), np.int32) for name, size in zip(("tokens", "labels"), lengths, strict=True)}
     with pytest.raises(UsageError, match=words):
         program.on_devices(batch)
+
+
+@pytest.mark.parametrize("use", [mjax.open_run, partial(mjax.logits, ids=TEXTS), partial(mjax.generate, ids=TEXTS)])
+def test_mesh_that_does_not_divide_is_refused(use, run):
+    with pytest.raises(UsageError, match=r"^mesh.model 3 does not divide heads 4; use 1, 2 or 4$"):
+        use(run, mesh=MeshConfig(model=3))
+    with pytest.raises(UsageError, match=r"^mesh.pipe 3 does not divide 4 layers"):
+        use(run, mesh=MeshConfig(pipe=3))
+
+
+def test_weights_called_outside_mesh_are_one_sentence(run):
+    with pytest.raises(UsageError, match=r"within jax.shard_map .* call mjax.logits\(run, ids\)"):
+        mjax.open_run(run).weights(jnp.array([[1, 2]]))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, re
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
-from mjax.errors import UsageError
+from mjax.errors import UsageError, in_python
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
@@ -73,6 +73,7 @@ class OpenRun:
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
+@in_python()
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
     """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
@@ -82,14 +83,15 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
       mesh: for the weights, by default one device; may differ from the mesh of training.
 
     Raises:
-      UsageError: there is no such run or checkpoint; or it has a model of your own that this program has neither
+      UsageError: there is no such run or checkpoint; the mesh cannot split its model or needs more devices than there
+        are; or it has a model of your own that this program has neither
         defined, imported nor loaded with `load_config`.
       RunError: the checkpoint is damaged.
     """
     folder, mesh = without_parents(local_run(folder)), mesh or MeshConfig()
     load_own_model(None, folder, print)
     config = read_config(folder / "config.json")
-    check_enough_devices(mesh)
+    inference_config(config, mesh)  # Orbax would explain in kilobytes
     devices = make_mesh(mesh)
     abstract = lay_out(replace(config, mesh=mesh), devices).abstract_model
     step, weights = restore_weights(folder, abstract, step, print)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
+from mjax.errors import UsageError
 from mjax.models.attention import KeyValues
 from mjax.models.block import run_blocks
 from mjax.models.context import Context
@@ -73,7 +74,17 @@ class CausalModel(LanguageModel):
           recompute: `none`, `selective`, `full` or `offload`.
           positions: of each token; by default 0 … s − 1.
           documents: number of each token's document, if attention must stay within it.
+
+        Raises:
+          UsageError: the axes of the mesh are unknown here.
         """
+        try:
+            mappings.size(MODEL)
+        except NameError:
+            raise UsageError(
+                "a model is called within jax.shard_map over its mesh; for the logits of a run, call "
+                "mjax.logits(run, ids)"
+            ) from None
         context = Context(Tokens(*ids.shape), key, positions, documents)
         x, _ = run_blocks(self.blocks, self.embed({"tokens": ids}, context), context, recompute)
         return context.tokens.by_sequence(self.logits(x, context.tokens))
