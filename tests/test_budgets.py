@@ -1,4 +1,4 @@
-"""Budgets of the house: its size, the time of a test, and how far it is from `train.py` to the loss and the first product of attention."""
+"""Budgets of the house: its size, the time of a test, and the way from `train.py` to the loss and to attention."""
 
 import re
 import sys
