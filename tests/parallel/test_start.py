@@ -151,7 +151,10 @@ def test_start_explains_failure_of_jax(start, monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(UsageError, match=r"\(coordinator_address should be defined\.\); give each --distributed"):
-        start({"JOB_COMPLETION_INDEX": "1"})
+        start({"SLURM_STEP_NUM_TASKS": "2"})
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    with pytest.raises(UsageError, match=r"for a single pod unset JOB_COMPLETION_INDEX, else give each"):
+        start(KUBERNETES)
 
 
 def test_memory_is_returned_after_long_compilations(monkeypatch):
