@@ -58,9 +58,14 @@ hypothesis.settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def signals_as_before():
-    """A run that was told to stop ignores signals until its process ends; here the process continues."""
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    """A run that was told to stop ignores signals until its process ends; here the process continues.
+
+    Ctrl-C is answered, also by what a test starts: the shell of `nohup make test &` has it ignored, and then not even
+    a trap of bash hears it.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Budgets of the house: its size, and how far it is from `train.py` to the loss and the first product of attention."""
+"""Budgets of the house: its size, the time of a test, and the way from `train.py` to the loss and to attention."""
 
 import re
 import sys
@@ -16,6 +16,11 @@ from tests.traced import traced_step
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.usefixtures("fewer_devices")
+
+
+def test_no_test_waits_without_end(pytestconfig):
+    assert pytestconfig.getini("faulthandler_exit_on_timeout")
+    assert float(pytestconfig.getini("faulthandler_timeout")) > 0
 
 
 def test_a_batch_is_followed_in_few_frames(tmp_path, monkeypatch):

@@ -41,9 +41,10 @@ def steps_in(folder: Path) -> list[int]:
 
     A user's folder there, such as `2024`, is not one.
     """
-    if not folder.is_dir():
+    try:
+        named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
+    except (FileNotFoundError, NotADirectoryError):  # process 0 may remove it after its trial save
         return []
-    named = [entry for entry in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", entry.name)]
     return sorted(int(at.name) for at in named if (at / MANIFEST).exists() or (at / MADE_BY_ORBAX).exists())
 
 

@@ -90,7 +90,10 @@ def start(where: Distributed) -> None:
                 f"process 0 cannot listen at {where.coordinator}: the port is taken, or it is the address of another "
                 "host; give every process a --distributed.coordinator with another port"
             ) from error
-        raise UsageError(f"the processes of this run could not find each other ({reason}); {GIVE_EACH}") from error
+        alone = "for a single pod unset JOB_COMPLETION_INDEX, else " if launched_by() == ("Kubernetes", None) else ""
+        raise UsageError(
+            f"the processes of this run could not find each other ({reason}); {alone}{GIVE_EACH}"
+        ) from error
     forward_warnings()
     _check_devices_per_process()
 

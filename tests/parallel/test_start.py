@@ -1,5 +1,6 @@
 """Discovery of a process's place: the environments of launchers, with JAX's own start replaced by a recorder."""
 
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -60,6 +61,20 @@ def test_process_joins_others_of_launcher(environment, where, given, devices, st
     for thread in set(threading.enumerate()) - before:  # the timer that ends a process which finds nobody
         thread.join(5)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", processes.WARNINGS)
+def test_warning_before_first_step_becomes_sigterm(number, start):
+    """JAX reports SIGTERM to the other processes. A handler of the user's own stays."""
+    heard = []
+    signal.signal(number, signal.SIG_DFL)  # also under nohup
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+    start({}, coordinator="node0:1234", processes=2, process=1)
+    signal.raise_signal(number)
+    signal.signal(number, lambda *_: heard.append("mine"))
+    processes.forward_warnings()
+    signal.raise_signal(number)
+    assert heard == ["SIGTERM", "mine"]
 
 
 def test_single_process_starts_alone(start):
@@ -136,7 +151,10 @@ def test_start_explains_failure_of_jax(start, monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(UsageError, match=r"\(coordinator_address should be defined\.\); give each --distributed"):
-        start({"JOB_COMPLETION_INDEX": "1"})
+        start({"SLURM_STEP_NUM_TASKS": "2"})
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    with pytest.raises(UsageError, match=r"for a single pod unset JOB_COMPLETION_INDEX, else give each"):
+        start(KUBERNETES)
 
 
 def test_memory_is_returned_after_long_compilations(monkeypatch):

@@ -4,13 +4,14 @@ import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from mjax.checkpoint import checkpoint
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.checkpoint.folders import checkpoint_steps
+from mjax.checkpoint.folders import checkpoint_steps, steps_in
 from mjax.commands import cli
 from mjax.config import MeshConfig
 from mjax.errors import RunError, UsageError
@@ -198,3 +199,9 @@ def test_failing_rotation_keeps_the_save(tmp_path, monkeypatch):
         checkpoints.settle()
     assert (checkpoints.failed, checkpoints.steps()) == (set(), [1])
     assert notices[-1] == "older checkpoints could not be removed: Input/output error"
+
+
+def test_folder_that_trial_save_removes_has_no_steps(tmp_path, monkeypatch):
+    """Process 0 may remove it after another process has seen it."""
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    assert steps_in(tmp_path / "checkpoints") == []
