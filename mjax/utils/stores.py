@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mjax.errors import RunError, UsageError, one_sentence
+from mjax.errors import RunError, UsageError, one_sentence, without_secrets
 from mjax.utils.files import cache_home, name_problem, open_no_link, put
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ def with_addresses(text: str) -> str:
 
 def to_stderr(line: str) -> None:
     """Print a notice of a command."""
-    print(with_addresses(line), file=sys.stderr, flush=True)
+    print(without_secrets(with_addresses(line)), file=sys.stderr, flush=True)
 
 
 class Store:
