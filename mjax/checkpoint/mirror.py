@@ -3,7 +3,7 @@
     s3://bucket/runs/one/
       config.json, metrics.jsonl, …  whole objects, written again when the local file has changed
       checkpoints/200/…              files of a checkpoint, then its manifest.json, and commit_success.txt last
-      .lock                          who trains here, and a counter that is written again every few seconds
+      .lock                          who trains here
 
 **While a run trains here, the folder here is the truth.** The store is a copy that is only ever behind. No command
 removes a file that this machine wrote because the store lacks it. A cache keeps fetched files apart
@@ -16,9 +16,8 @@ the metrics up to there, and after the manifest. Without the mark it is not a ch
 **Training does not wait.** A thread copies what is due, the newest checkpoint first. A checkpoint is due until the
 store lists all of it, whatever the store answers meanwhile; only one that rotation has removed here is left out.
 
-**One process trains.** `.lock` is created by a conditional write. It is taken over only after its counter has stood
-still for a minute of the waiting process's own clock, again by a conditional write. The holder reads it back at each
-beat, before a checkpoint is marked and before one is removed; when the lock is another's, it stops.
+**One process trains** (`checkpoint/store_lock.py`). It reads its lock back at each beat, before a checkpoint is marked
+and before one is removed; when the lock is another's, it stops.
 """
 
 from __future__ import annotations
@@ -28,12 +27,9 @@ import json
 import os
 import random
 import re
-import secrets
 import shutil
-import socket
 import threading
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,17 +38,17 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
-from mjax.errors import RunError, UsageError, one_sentence
+from mjax.checkpoint.store_lock import LOCK, StoreLock, watch
+from mjax.errors import RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
 from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
 """The mark of a checkpoint that is complete, of Orbax's name."""
-LOCK, INDEX = ".lock", ".store.json"
+INDEX = ".store.json"
 EVERY = 10.0  # seconds between two beats, and between two looks for changed files
-ALIVE = 60.0  # seconds without a beat after which a lock may be taken over
-POLL = 2.0  # seconds between two looks at another's lock
+LAG = 60.0  # seconds for which a listing may lag
 LARGE = 1 << 22  # bytes of a file that is copied with checkpoints and at the end only, such as TensorBoard's
 STAYS_THERE = ("tensorboard/", "profile/", "wandb/")  # not fetched
 STEP = re.compile(r"checkpoints/(0|[1-9][0-9]*)/(.+)")
@@ -217,7 +213,7 @@ def folders_of(folder: Path) -> list[Path]:
 
 def is_running_elsewhere(folder: Path) -> bool:
     """True if the run in a store had given a sign of life shortly before it was fetched, if the clocks agree."""
-    return address_of(folder) is not None and time.time() - _index(folder).get("beat", 0.0) < ALIVE
+    return address_of(folder) is not None and time.time() - _index(folder).get("beat", 0.0) < LAG
 
 
 def remove_there(folder: Path, dry: bool = False) -> int:
@@ -236,7 +232,7 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     objects = store.files(address)
     if not dry:
         if LOCK in objects:
-            _watch(store, address, store.read(f"{address}/{LOCK}"))
+            watch(store, address, store.read(f"{address}/{LOCK}"))
         # First it has no checkpoints; it is a run to the end, so that the same command continues.
         order = sorted(objects, key=lambda name: (name == "config.json", not name.endswith(f"/{COMMIT}")))
         store.remove([f"{address}/{name}" for name in order])
@@ -385,7 +381,7 @@ class Mirror:
       say: takes one line about each upload and each failure; from several threads.
 
     Attributes:
-      lost: who trains there now, if it is another process; this one is to stop.
+      lock: of the run in the store.
       uploading: the checkpoint that is being copied.
 
     Raises:
@@ -394,16 +390,19 @@ class Mirror:
 
     def __init__(self, folder: Path, address: str, say: Callable[[str], None]):
         self.folder, self.address, self.store = folder, address, Store.of(address, say)
-        self.lost: str | None = None
-        self.uploading: int | None = None
+        self.lock, self.uploading = StoreLock(self.store, address), None
         self._known, self._looked, self._sent = _read_known(folder), 0.0, 0
         self._due: set[int] = set()
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
-        self._ended, self._released, self._wake = threading.Event(), threading.Event(), threading.Event()
-        self._beats, self._token, self._beating = 0, secrets.token_hex(8), threading.Lock()
-        self._beaten, self._tokens = time.monotonic(), {self._token}  # also of the process that this one succeeds
+        self._ended, self._wake = threading.Event(), threading.Event()
         self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
-        self._claim()
+        self.lock.claim()
+        self._token = self.lock.token
+
+    @property
+    def lost(self) -> str | None:
+        """The process that trains there now, if it is another one; this one is to stop."""
+        return self.lock.lost
 
     def __enter__(self) -> Mirror:
         objects, here = self.store.files(self.address), steps_in(self.folder / "checkpoints")
@@ -412,7 +411,7 @@ class Mirror:
         for step, files in there.items():
             newer = step > max(here, default=-1) and self._manifest(step) not in self._known
             if newer and {COMMIT, MANIFEST} <= files.keys():
-                self._release()
+                self.lock.release()
                 raise UsageError(f"{self.address} has got checkpoint {step} meanwhile; type the same command again")
         copied = [step for step in here if _is_known(self.folder, self._manifest(step), self._known)]
         self._due = {step for step in here if step not in copied or COMMIT not in there.get(step, ())}
@@ -439,7 +438,7 @@ class Mirror:
         Raises:
           RunError: the store has failed for too long, or the run was taken over.
         """
-        if self._released.is_set():
+        if self.lock.released.is_set():
             return
         self._ended.set()
         self._wake.set()
@@ -449,9 +448,9 @@ class Mirror:
                 self.store.say(f"waiting until the run is copied to {self.address}")
             self._copies.join()
             lacking = self._failed or dict.fromkeys(map("checkpoint {}".format, self._due), "it was not tried")
-            self._attempt("the end of its lock", self._release)
+            self._attempt("the end of its lock", self.lock.release)
         finally:
-            self._released.set()
+            self.lock.released.set()
         if self.lost:
             aside = set_aside(self.folder, "not-copied")
             raise RunError(
@@ -559,11 +558,11 @@ class Mirror:
             self.store.say(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
 
     def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
-        end = time.monotonic() + ALIVE
+        end = time.monotonic() + LAG
         while missing := self._lacks(listed := self.store.files(there), sizes):
             if time.monotonic() > end:
                 raise RunError(f"the store does not list {there}/{missing} with its {sizes[missing]:,} bytes")
-            time.sleep(POLL)  # a listing may lag
+            time.sleep(min(LAG / 30, 2.0))
         return listed
 
     @staticmethod
@@ -596,7 +595,7 @@ class Mirror:
 
     def _send(self, names: Iterable[str]) -> None:
         """Copy files of the run that have changed since they were copied."""
-        if self.lost or time.monotonic() - self._beaten > ALIVE / 2:
+        if self.lost or time.monotonic() - self.lock.beaten > LAG / 2:
             self._beat()  # the run is still this process's
         changed = [name for name in names if not _is_known(self.folder, name, self._known)]
         now = {name: ["", *_stat(self.folder / name)] for name in changed}
@@ -616,122 +615,14 @@ class Mirror:
 
     # --- One process trains in a run ----------------------------------------------------------------------------------
 
-    def _claim(self) -> None:
-        """Make the lock this process's, once it is nobody's.
-
-        Raises:
-          UsageError: another process trains there.
-        """
-        lock, attempt, mine = f"{self.address}/{LOCK}", 0, False
-        while not mine:
-            held = _read(self.store, lock)
-            if held is None:
-                if self._create(lock) and self._ignores_conditions(lock):
-                    self.store.say(
-                        f"{self.address} is in a store without conditional writes: two processes that start in the "
-                        "same second may both train until one of them reads the lock of the other"
-                    )
-                    time.sleep(2 * POLL)
-            elif not _watch(self.store, self.address, held):
-                # One process may succeed a lock that stands still, and the next one if that does not write it either.
-                attempt += 1
-                if self._create(f"{lock}-{zlib.crc32(held):08x}-{attempt}"):
-                    self._tokens.add(_lock_of(held).get("token", self._token))
-                    self.store.write(lock, self._state())
-            mine = _lock_of(_read(self.store, lock)).get("token") == self._token
-
-    def _create(self, address: str) -> bool:
-        """Write the state of this process if there is no object; True if there is the one that this process wrote."""
-        try:
-            return self.store.create(address, self._state()) or (
-                _lock_of(_read(self.store, address)).get("token") == self._token  # the answer was lost
-            )
-        except NotImplementedError:
-            self.store.write(address, self._state())
-            return True
-
-    def _ignores_conditions(self, lock: str) -> bool:
-        """True if the store writes an object again that is to be written only if it is not there."""
-        try:
-            return self.store.create(lock, self._state())
-        except NotImplementedError:
-            return True
-
-    def _state(self) -> bytes:
-        about = {"host": socket.gethostname(), "process": os.getpid(), "beat": self._beats, "token": self._token}
-        return json.dumps(about).encode()
+    def _beat(self) -> None:
+        self.lock.beat()
 
     def _beat_until_released(self) -> None:
         """In a thread: show that this process trains, until it has ended or another one trains."""
-        while not self._released.wait(EVERY) and not self.lost:
+        while not self.lock.released.wait(EVERY) and not self.lost:
             try:
                 self._beat()
             except Exception as error:
                 self.store.say(f"{self.address} does not show that the run continues: {error}")
-
-    def _beat(self) -> None:
-        """Count the lock up.
-
-        Raises:
-          RunError: it is another's.
-        """
-        with self._beating:
-            held = _read(self.store, f"{self.address}/{LOCK}")
-            if _lock_of(held).get("token") not in self._tokens and not self._released.is_set():
-                self.lost = _holder(held)
-                self._wake.set()
-                raise RunError(f"it is trained by {self.lost} now")
-            if not self._released.is_set():
-                self._beats += 1
-                self.store.write(f"{self.address}/{LOCK}", self._state())
-                self._beaten = time.monotonic()
-
-    def _release(self) -> None:
-        """Remove the lock, and those that it has succeeded, if it is still this process's."""
-        with self._beating:
-            self._released.set()
-            if _lock_of(_read(self.store, f"{self.address}/{LOCK}")).get("token") == self._token:
-                names = [name for name in self.store.files(self.address) if name.startswith(f"{LOCK}-")]
-                self.store.remove([f"{self.address}/{name}" for name in (LOCK, *names)])
-
-
-def _read(store: Store, address: str) -> bytes | None:
-    """The bytes of an object; None if there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        return store.read(address)
-
-
-def _watch(store: Store, address: str, held: bytes) -> bool:
-    """Return when a lock is released, then True, or has stood still for `ALIVE` seconds of this process's clock.
-
-    Raises:
-      UsageError: it moves: another process trains there.
-    """
-    since = time.monotonic()
-    while (passed := time.monotonic() - since) < ALIVE:
-        line = f"{address} was trained by {_holder(held)}: looking for {ALIVE - passed:.0f} s whether it still is"
-        store.say(line, (held, passed // 10))
-        time.sleep(POLL)
-        now = _read(store, f"{address}/{LOCK}")
-        if now is None:
-            return True
-        if now != held:
-            raise UsageError(f"{address} is in use by {_holder(now)}; wait for it, or choose another --name")
-    return False
-
-
-def _lock_of(content: bytes | None) -> dict[str, Any]:
-    """The content of a lock; {} if there is none, or none of ours."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        if isinstance(lock := json.loads(content), dict):
-            return lock
-    return {}
-
-
-def _holder(content: bytes | None) -> str:
-    if content is None:
-        return "nobody (its lock is gone: another process has ended it, or it was removed)"
-    lock = _lock_of(content)
-    return one_sentence(
-        f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
-    )
+        self._wake.set()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mjax.checkpoint import mirror as mirrors
+from mjax.checkpoint import store_lock
 from mjax.checkpoint.folders import check_files, read_manifest, steps_in, write_manifest
 from mjax.checkpoint.mirror import COMMIT, Mirror, bring, fetch, fetch_all, local_run, run_to_train
 from mjax.commands import cli
@@ -142,8 +143,9 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
 @pytest.fixture
 def quick(monkeypatch):
     """Beats, pauses and patience of fractions of a second."""
-    for name, value in {"EVERY": 0.1, "ALIVE": 1.0, "POLL": 0.05}.items():
-        monkeypatch.setattr(mirrors, name, value)
+    for module, name, value in ((mirrors, "EVERY", 0.1), (mirrors, "LAG", 1.0), (store_lock, "ALIVE", 1.0)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(store_lock, "POLL", 0.05)
     monkeypatch.setattr(stores, "MAX_PAUSE", 0.3)
     monkeypatch.setattr(stores, "PATIENCE", 1.5)
 
@@ -390,7 +392,7 @@ def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, else
     complete = marked(f"{runs}/run")
     assert complete
     assert 12 not in complete
-    monkeypatch.setattr(mirrors, "ALIVE", 1.0)
+    monkeypatch.setattr(store_lock, "ALIVE", 1.0)
     elsewhere()
     run_here(tmp_path / "ignored", "--runs", runs, "--checkpoint.keep-last", "9")
     assert f"continued after step {complete[-1]}" in capsys.readouterr().out
@@ -423,7 +425,7 @@ def test_lock_that_moves_is_refused(server, run, monkeypatch, ahead):
     monkeypatch.setattr(time, "time", lambda: clock() + ahead)
     with Mirror(run, ADDRESS, print), pytest.raises(UsageError, match=f"is in use by process {os.getpid()} on "):
         Mirror(run, ADDRESS, print)
-    Mirror(run, ADDRESS, print)._release()
+    Mirror(run, ADDRESS, print).lock.release()
 
 
 @pytest.mark.parametrize("held", [beat(3), b"", b"not JSON", b'["a list"]', b'{"process": 7}'])
@@ -431,7 +433,7 @@ def test_lock_that_stands_still_is_taken_over(server, run, held):
     Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
     said, begun = [], time.monotonic()
     with Mirror(run, ADDRESS, said.append):
-        assert time.monotonic() - begun >= mirrors.ALIVE
+        assert time.monotonic() - begun >= store_lock.ALIVE
     assert re.search(r"was trained by (process 7 on \w+|an unknown process): looking for 1 s", said[0])
     assert not [name for name in Store.of(ADDRESS).files(ADDRESS) if name.startswith(".lock")]
 
