@@ -446,7 +446,8 @@ class Mirror:
             self._copies.join(1.0)
             if self._copies.is_alive():
                 self.store.say(f"waiting until the run is copied to {self.address}")
-            self._copies.join()
+            while self._copies.is_alive():  # not one long wait, from which no signal may wake this thread
+                self._copies.join(1.0)
             lacking = self._failed or dict.fromkeys(map("checkpoint {}".format, self._due), "it was not tried")
             self._attempt("the end of its lock", self.lock.release)
         finally:

@@ -41,7 +41,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
 
 # Each worker reads three blocks, prints a line and waits.
 STALLED = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import mjax.data.corpus.blocks
 from mjax.commands import cli
@@ -49,7 +49,7 @@ from mjax.commands import cli
 def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
     for number, block in enumerate(read(*arguments)):
         if number == 3:
-            print("stalled", flush=True)
+            os.write(1, b"stalled\\n")  # whole, beside the line of the other worker
             time.sleep(600)
         yield block
 

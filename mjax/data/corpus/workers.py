@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import partial
@@ -79,9 +79,9 @@ class Workers:
             for item in items:
                 running.append(self._submit(function, item))
                 if len(running) >= WAITING * self.count:
-                    yield running.popleft().result()
+                    yield _wait_for(running.popleft())
             while running:
-                yield running.popleft().result()
+                yield _wait_for(running.popleft())
         except BrokenProcessPool:
             which, fix = "the worker process", "more --tasks"
             if self.count > 1:
@@ -96,6 +96,13 @@ class Workers:
                 return self._pool.submit(_call, function, item)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for(future: "Future[Result]") -> Result:
+    """`future.result()`, which a signal always interrupts: another thread may get it, and this one sleep on."""
+    while not wait([future], timeout=0.5).done:
+        pass
+    return future.result()
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
