@@ -1,7 +1,7 @@
 """Finds the checkpoint in a folder of Megatron's and opens it.
 
     latest_checkpointed_iteration.txt    a step, or the word release
-    iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp, common.pt …
+    iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp …
 
 The first names one of the folders, whose files determine the format (of two) and the architecture.
 """
@@ -19,7 +19,7 @@ from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import StandIn, as_arrays, load, read_metadata
+from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, load_common_state, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -241,8 +241,14 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _open_distributed(folder: Path) -> Checkpoint:
-    stored = {name: tensor for name, tensor in read_metadata(folder / ".metadata").items() if is_weight(name)}
-    common = load(folder / "common.pt")
+    entries = read_metadata(folder / ".metadata")
+    stored = {name: tensor for name, tensor in entries.items() if is_weight(name) and name != COMMON_STATE}
+    if (folder / "common.pt").is_file():  # megatron-core until 0.18
+        common = load(folder / "common.pt")
+    elif COMMON_STATE in entries:
+        common = load_common_state(folder, entries[COMMON_STATE])
+    else:
+        raise UsageError(f"{folder} holds neither common.pt nor {COMMON_STATE}; copy the whole checkpoint")
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
