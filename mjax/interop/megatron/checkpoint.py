@@ -34,7 +34,8 @@ class Checkpoint:
       folder: of the checkpoint.
       architecture: of the model.
       tensors: the weights by current names, merged over ranks.
-      version: `checkpoint_version`; 0 if missing.
+      version: `checkpoint_version`; if missing, 0 with names from before megatron-core and 3 with its own.
+      version_missing: whether `version` is assumed.
       arguments: of the run that wrote it; None if missing.
       tensor_ranks: the tensor-parallel size it was written with; None if unknown.
       old_names: whether its names are from before megatron-core.
@@ -44,6 +45,7 @@ class Checkpoint:
     architecture: Literal["gpt", "bert", "decoder"]
     tensors: Tensors
     version: float
+    version_missing: bool
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
@@ -142,9 +144,10 @@ def _open_ranks(folder: Path) -> Checkpoint:
         for stage in range(stages)
     ]
     old = any(name.startswith("language_model.") for share in shares.values() for name in share)
-    version = _version(first.get("checkpoint_version"), folder)
+    version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return Checkpoint(folder, kind, tensors, version, arguments, ranks, old)
+    missing = first.get("checkpoint_version") is None
+    return Checkpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -218,9 +221,10 @@ def _architecture(
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
 
 
-def _version(value: Any, folder: Path) -> float:
+def _version(content: dict[str, Any], folder: Path, assumed: float) -> float:
+    value = content.get("checkpoint_version")
     if value is None:
-        return 0
+        return assumed
     if type(value) not in (int, float) or not 0 <= value < 100:
         raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is not a version; copy it again")
     return value
@@ -252,6 +256,6 @@ def _open_distributed(folder: Path) -> Checkpoint:
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
-    # Its writer had the order of version 2, and need not name it.
-    version = _version(common.get("checkpoint_version", 3.0), folder)
-    return Checkpoint(folder, kind, tensors, version, arguments, None, old_names=False)
+    version = _version(common, folder, assumed=3)
+    missing = common.get("checkpoint_version") is None
+    return Checkpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)
