@@ -202,6 +202,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
     if checkpoint.arguments is None:
         print(f"no arguments in it: {model.heads} heads, {model.activation}, epsilon {model.layernorm_epsilon:g}")
+    if checkpoint.version_missing:
+        origin = "from before megatron-core" if checkpoint.old_names else "of megatron-core"
+        print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")
     if family is names.MIXTURE and (left_out := megatron.balance_left_out(checkpoint.arguments, folder)):
         print(left_out)
     _print_next_steps(arguments, rope, config, tokenizer)

@@ -12,12 +12,13 @@ message gives the name.
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import re
 import reprlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,15 +67,14 @@ def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
     archive, in_memory = zipfile.is_zipfile(file), not isinstance(file, Path)
     if archive:
         _check_archive(file)
+    names = _names_in(file) if of_megatron else ()
     if in_memory:
         file.seek(0)
     load = partial(torch.load, file, map_location="cpu", weights_only=True, mmap=archive and not in_memory)
     if not of_megatron:
         return load()
     inert = [
-        (type(name, (StandIn,), {}), name)
-        for name in _names_in(file)
-        if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)
+        (type(name, (StandIn,), {}), name) for name in names if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)
     ]
     allowed = torch.serialization.get_safe_globals()  # by other libraries
     torch.serialization.clear_safe_globals()
@@ -86,9 +86,9 @@ def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
         torch.serialization.add_safe_globals(allowed)
 
 
-def _names_in(file: Path) -> set[str]:
+def _names_in(file: Path | BinaryIO) -> set[str]:
     """The names of functions and classes in a file of torch.save, found without running it."""
-    if not zipfile.is_zipfile(file):
+    if isinstance(file, Path) and not zipfile.is_zipfile(file):
         with file.open("rb") as stream:  # torch before 1.6: four pickles, the fourth is the object
             return {name for _ in range(4) for name in _names_in_pickle(stream)}
     with zipfile.ZipFile(file) as archive:
@@ -201,11 +201,40 @@ def load(file: Path) -> dict[str, Any]:
     Raises:
       UsageError: torch is not installed, or the file is missing, damaged, not a dict, or tries to execute something.
     """
-    import_torch("checkpoints of Megatron are read by torch")
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
+    return _read_dict(file, lambda: load_tensors(file, of_megatron=True))
+
+
+def load_common_state(folder: Path, stored: Stored) -> dict[str, Any]:
+    """What megatron-core 0.19 and later saves with the tensors: a list of one dict among the shards.
+
+    Args:
+      folder: of the checkpoint.
+      stored: the entry `COMMON_STATE` of `read_metadata`.
+
+    Raises:
+      UsageError: as `load`.
+    """
+    (chunk,) = stored.chunks
+    file = folder / chunk.file
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist, though .metadata names it; copy the whole checkpoint")
+
+    def read() -> Any:
+        with file.open("rb") as stream:
+            stream.seek(chunk.start)
+            content = stream.read(min(chunk.length, file.stat().st_size))
+        (state,) = load_tensors(io.BytesIO(content), of_megatron=True)
+        return state
+
+    return _read_dict(file, read)
+
+
+def _read_dict(file: Path, read: Callable[[], Any]) -> dict[str, Any]:
+    import_torch("checkpoints of Megatron are read by torch")
     try:
-        content = load_tensors(file, of_megatron=True)
+        content = read()
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             raise UsageError(
@@ -249,6 +278,8 @@ class Stored:
     chunks: tuple[Chunk, ...]
 
 
+COMMON_STATE = "common_state/shard_0_1"
+"""Name of the arguments and the version among the entries of megatron-core 0.19 and later, which has no common.pt."""
 _STAND_INS = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Modules of the classes in .metadata: storage locations and the plan by which they were written."""
 _VALUES = {
@@ -273,7 +304,9 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> dict[str, Stored]:
-    """The tensors listed in the .metadata of a torch_dist checkpoint, by name, without entries of other kinds.
+    """The tensors listed in the .metadata of a torch_dist checkpoint, by name, and `COMMON_STATE`, of dtype bytes.
+
+    Entries of other kinds are left out.
 
     Raises:
       UsageError: the file is missing or damaged, or tries to execute something.
@@ -285,15 +318,17 @@ def read_metadata(file: Path) -> dict[str, Stored]:
             _check_memo(stream, file.stat().st_size)
             content = _MetadataReader(stream).load()
         locations = {
-            (index.fqn, tuple(index.offset)): info
-            for index, info in content.storage_data.items()
-            if vars(index).get("offset") is not None
+            (index.fqn, tuple(vars(index).get("offset") or ())): info for index, info in content.storage_data.items()
         }
-        return {
+        entries = {
             name: _stored(name, kind, locations, file.parent)
             for name, kind in content.state_dict_metadata.items()
             if type(kind).__name__ == "TensorStorageMetadata"
         }
+        if COMMON_STATE in content.state_dict_metadata:
+            chunk = _chunk(COMMON_STATE, locations[COMMON_STATE, ()], file.parent)
+            entries[COMMON_STATE] = Stored("bytes", (), (chunk,))
+        return entries
     except UsageError as error:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
@@ -318,17 +353,20 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
     return numbers
 
 
+def _chunk(name: str, location: StandIn, folder: Path, offsets: Any = (), sizes: Any = ()) -> Chunk:
+    file = location.relative_path
+    path_below(folder, file, f"the file of {name},")
+    if vars(location).get("transform_descriptors"):
+        raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
+    start, length = _whole_numbers([location.offset, location.length])
+    return Chunk(_whole_numbers(offsets), _whole_numbers(sizes), file, start, length)
+
+
 def _stored(name: str, kind: StandIn, locations: dict, folder: Path) -> Stored:
-    chunks = []
-    for chunk in kind.chunks:
-        location = locations[name, tuple(chunk.offsets)]
-        file = location.relative_path
-        path_below(folder, file, f"the file of {name},")
-        if vars(location).get("transform_descriptors"):
-            raise UsageError(f"{name} is stored as {location.transform_descriptors}, and mjax reads plain tensors only")
-        start, length = _whole_numbers([location.offset, location.length])
-        chunks.append(Chunk(_whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes), file, start, length))
+    chunks = tuple(
+        _chunk(name, locations[name, tuple(chunk.offsets)], folder, chunk.offsets, chunk.sizes) for chunk in kind.chunks
+    )
     dtype, shape = kind.properties.state[0], _whole_numbers(kind.size)
     if type(dtype) is not str or any(len(c.offsets) != len(shape) or len(c.sizes) != len(shape) for c in chunks):
         raise ValueError("parts of other dims than the whole")
-    return Stored(dtype, shape, tuple(chunks))
+    return Stored(dtype, shape, chunks)

@@ -120,6 +120,18 @@ def test_interleaved_chunks_are_ordered(write_rank, tmp_path):
     assert_same(weights_of(tmp_path / "run"), weights)
 
 
+@pytest.mark.parametrize(
+    ("nested", "version", "origin"), [(True, 0, "from before megatron-core"), (False, 3, "of megatron-core")]
+)
+def test_missing_version_follows_names(nested, version, origin, write_rank, tmp_path, capsys):
+    weights = draw(SMALL)
+    write_rank(tmp_path / "in", "00", model=share(weights, SMALL, version, nested=nested), checkpoint_version=None)
+    assert convert(tmp_path, "--heads", "4", "--vocabulary-multiple", "8") == 0
+    said = f"no checkpoint_version in it: assumed {version}, because its names are {origin}\n"
+    assert said in capsys.readouterr().out
+    assert_same(weights_of(tmp_path / "run"), weights)
+
+
 def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):
     for rank in range(2):
         write_rank(tmp_path / "in", f"{rank:02}", model=share(draw(SMALL), SMALL, 3.0, rank, 2), iteration=5 + rank)

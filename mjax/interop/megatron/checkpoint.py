@@ -1,7 +1,7 @@
 """Finds the checkpoint in a folder of Megatron's and opens it.
 
     latest_checkpointed_iteration.txt    a step, or the word release
-    iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp, common.pt …
+    iter_0300000/, release/              mp_rank_00/model_optim_rng.pt … or .metadata, __0_0.distcp …
 
 The first names one of the folders, whose files determine the format (of two) and the architecture.
 """
@@ -19,7 +19,7 @@ from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import StandIn, as_arrays, load, read_metadata
+from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, load_common_state, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -34,7 +34,8 @@ class Checkpoint:
       folder: of the checkpoint.
       architecture: of the model.
       tensors: the weights by current names, merged over ranks.
-      version: `checkpoint_version`; 0 if missing.
+      version: `checkpoint_version`; if missing, 0 with names from before megatron-core and 3 with its own.
+      version_missing: whether `version` is assumed.
       arguments: of the run that wrote it; None if missing.
       tensor_ranks: the tensor-parallel size it was written with; None if unknown.
       old_names: whether its names are from before megatron-core.
@@ -44,6 +45,7 @@ class Checkpoint:
     architecture: Literal["gpt", "bert", "decoder"]
     tensors: Tensors
     version: float
+    version_missing: bool
     arguments: dict[str, Any] | None
     tensor_ranks: int | None
     old_names: bool
@@ -142,9 +144,10 @@ def _open_ranks(folder: Path) -> Checkpoint:
         for stage in range(stages)
     ]
     old = any(name.startswith("language_model.") for share in shares.values() for name in share)
-    version = _version(first.get("checkpoint_version"), folder)
+    version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    return Checkpoint(folder, kind, tensors, version, arguments, ranks, old)
+    missing = first.get("checkpoint_version") is None
+    return Checkpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -218,9 +221,10 @@ def _architecture(
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
 
 
-def _version(value: Any, folder: Path) -> float:
+def _version(content: dict[str, Any], folder: Path, assumed: float) -> float:
+    value = content.get("checkpoint_version")
     if value is None:
-        return 0
+        return assumed
     if type(value) not in (int, float) or not 0 <= value < 100:
         raise UsageError(f"{folder}: checkpoint_version is {value!r}, which is not a version; copy it again")
     return value
@@ -241,11 +245,17 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def _open_distributed(folder: Path) -> Checkpoint:
-    stored = {name: tensor for name, tensor in read_metadata(folder / ".metadata").items() if is_weight(name)}
-    common = load(folder / "common.pt")
+    entries = read_metadata(folder / ".metadata")
+    stored = {name: tensor for name, tensor in entries.items() if is_weight(name) and name != COMMON_STATE}
+    if (folder / "common.pt").is_file():  # megatron-core until 0.18
+        common = load(folder / "common.pt")
+    elif COMMON_STATE in entries:
+        common = load_common_state(folder, entries[COMMON_STATE])
+    else:
+        raise UsageError(f"{folder} holds neither common.pt nor {COMMON_STATE}; copy the whole checkpoint")
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))
-    # Its writer had the order of version 2, and need not name it.
-    version = _version(common.get("checkpoint_version", 3.0), folder)
-    return Checkpoint(folder, kind, tensors, version, arguments, None, old_names=False)
+    version = _version(common, folder, assumed=3)
+    missing = common.get("checkpoint_version") is None
+    return Checkpoint(folder, kind, tensors, version, missing, arguments, None, old_names=False)

@@ -39,8 +39,8 @@ def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0
 
     Args:
       kind: `gpt` or `bert`.
-      version: determines the order of queries, keys and values. Below 1, which includes files without a version, they
-        are concatenated; in 1 they are interleaved number by number, from 2 on head by head.
+      version: determines the order of queries, keys and values. Below 1, which includes files of 2020 without a
+        version, they are concatenated; in 1 they are interleaved number by number, from 2 on head by head.
       layernorm: `post` for a BERT with LayerNorm after the residual sums, as in the original (arXiv 1909.08053, figure
         7a). Megatron keeps the pre-LayerNorm layers, but takes the residual from the LayerNorm's output instead of its
         input (`--apply-residual-connection-post-layernorm`). That is the original with the layer boundaries shifted: a
