@@ -185,6 +185,14 @@ def test_continuation_depends_on_seed_and_own_prompt():
     assert tokens_of(generate(replace(HOT, seed=1), [[1, 2]] * 3))[0] != first
 
 
+def test_prompts_draw_with_noise_of_their_streams():
+    generator, model = generator_and_model()
+    listed = tokens_of(generator.generate(model, [[1, 2]] * 3, HOT, ends(), streams=[2, 0, 2**32 - 1]))
+    by_index = tokens_of(generate(HOT, [[1, 2]] * 3))
+    assert listed[:2] == [by_index[2], by_index[0]]
+    assert listed[2] not in by_index
+
+
 def programs(generator):
     return [program._cache_size() for program in (generator._weights, generator._read, generator._write)]
 

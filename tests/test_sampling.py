@@ -28,7 +28,7 @@ def reference_probabilities(logits, temperature, top_k, top_p):
 
 @jax.jit
 def compiled_draw(logits, positions, temperature, top_k, top_p, seed):
-    return draw(logits, positions, 6, temperature, top_k, top_p, seed)
+    return draw(logits, positions, 6, temperature, top_k, top_p, seed, jnp.arange(len(logits)))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [fla
   --simulate N      number of CPU devices to simulate
 
 Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); mjax lm-eval run --help lists
-its flags. --model_args of mjax are run, config, step, pipe, data, context, model, compute, attention and tokenizer."""
+its flags. --model_args of mjax are run, config, step, pipe, data, context, model, compute, attention, tokenizer and
+seed."""
 
 
 def lm_eval(argv: Sequence[str]) -> int:

@@ -48,12 +48,19 @@ from mjax.step.layout import Layout, lay_out
 #     logits / temperature ─ top-k ─ top-p ─ Gumbel noise ─ argmax
 #
 # A token is drawn by the Gumbel-max rule: the argmax of logits / temperature + noise is distributed as their softmax.
-# The noise belongs to the id; its key is folded from (seed, index of the sequence, position). So every mesh generates
+# The noise belongs to the id; its key is folded from (seed, stream of the sequence, position). So every mesh generates
 # the same tokens, and a continuation does not depend on the other prompts of a batch. Everything is float32.
 
 
 def draw(
-    logits: Array, positions: Array, vocabulary: int, temperature: Array, top_k: Array, top_p: Array, seed: Array
+    logits: Array,
+    positions: Array,
+    vocabulary: int,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    seed: Array,
+    streams: Array,
 ) -> Array:
     """The next token of each sequence: int32 [b].
 
@@ -61,6 +68,7 @@ def draw(
       logits: [b, v]; ids from `vocabulary` on are padding of the embedding and never drawn.
       positions: int [b], the positions of the new tokens.
       temperature, top_k, top_p, seed: as in `Sampling`, scalars; they may be traced.
+      streams: uint32 [b], of noise; sequences of one stream draw with the same noise.
     """
     is_token = jnp.arange(logits.shape[-1]) < vocabulary
     logits = jnp.where(is_token, logits.astype(jnp.float32), -jnp.inf)
@@ -68,7 +76,7 @@ def draw(
     def noisy(logits):
         # Shift the largest to 0 first: divided by a tiny temperature, none overflows to +∞.
         scaled = (logits - logits.max(-1, keepdims=True)) / temperature
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(logits.shape[0]))
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), streams)
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
         return jnp.where(allowed(scaled, top_k, top_p), scaled + noise, -jnp.inf)
@@ -154,7 +162,7 @@ def _write(
 
     def step(carry: tuple[_State, _Step, Array]) -> tuple[_State, _Step, Array]:
         state, _, left = carry
-        settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed")}
+        settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
         drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
         at_eod = state.at_eod | (~state.ended & (drawn[:, None] == request["eod"]).any(-1))
         grows = ~state.ended & ~at_eod
@@ -251,6 +259,7 @@ class Generator:
         sampling: Sampling,
         eod: int | Sequence[int],
         listener: Listener | None = None,
+        streams: Sequence[int] | None = None,
     ) -> list[Continuation]:
         """Continue each of `prompts` until its document ends, `sampling.tokens` are generated, or positions run out.
 
@@ -261,6 +270,7 @@ class Generator:
           eod: the end-of-document id, or several ids that end a text.
           listener: called with the index of a prompt, a position and the token drawn for it, or None if the text ends
             before it.
+          streams: of noise, one of each prompt, from 0 to 2³² − 1; by default its index.
 
         Raises:
           UsageError: a setting is out of range; or there is no prompt, or one is empty, contains an invalid id, or
@@ -278,6 +288,7 @@ class Generator:
             "top_k": np.int32(min(sampling.top_k, self.config.model.vocabulary)),
             "top_p": np.float32(sampling.top_p),
             "seed": np.uint32(sampling.seed),
+            "streams": np.asarray(range(len(prompts)) if streams is None else streams, np.uint32),
         }
         weights = self._prepared(model)
         rows = self._padded(prompts)

@@ -352,12 +352,16 @@ class LayerTime:
 
     @cached_property
     def _attention(self) -> float:
+        if not self.layer.of_activations:
+            return 0.0
         if self.run.flash:
             return self._flash(backward=False)
         return self._score_products + self._scores[0]
 
     @cached_property
     def _attention_backward(self) -> float:
+        if not self.layer.of_activations:
+            return 0.0
         if self.run.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
             return self._flash(backward=True)
         return 2 * self._score_products + self._scores[1]

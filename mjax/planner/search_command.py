@@ -584,8 +584,9 @@ def _remarks(result: SearchResult, question: Question, spent: Cost) -> list[str]
             f"not ranked, because it leaves {result.free(fast):.1%} of the memory free and the prediction may be off "
             f"by {HEADROOM:.0%}: {describe(fast.config)}, {_compared(fast.time, best.time)}"
         )
-    without = with_values(best.config, {"model.attention_dropout": 0.0})
-    capability = question.gpu.compute_capability
+    without, capability = best.config, question.gpu.compute_capability
+    if config.model.attention_dropout > 0:  # a model of one's own may have no such field
+        without = with_values(best.config, {"model.attention_dropout": 0.0})
     if attention_on_gpu(best.config, capability) != attention_on_gpu(without, capability):
         change = question.time_of(without).total / best.time.total - 1
         less = f"{abs(change):.1%} {'less' if change < 0 else 'more'} time"

@@ -17,6 +17,8 @@ This module needs the package lm-eval; `mjax lm-eval` reports it if it is missin
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ class HarnessModel(TemplateLM):
       attention: the kernel, as in training.
       batch_size: sequences per forward pass of a data-parallel replica (`--batch_size`); auto: as in training.
       tokenizer: KIND:FILE, for a run that has none.
+      seed: determines sampled answers.
       device: ignored; the harness always passes one, and the devices are those of the mesh.
 
     Raises:
@@ -83,6 +86,7 @@ class HarnessModel(TemplateLM):
         checkpoint: str | None = None,
         tokenizer: str | None = None,
         config: str | None = None,
+        seed: int = 0,
     ):
         super().__init__()
         if (folder := run or checkpoint) is None:
@@ -94,7 +98,7 @@ class HarnessModel(TemplateLM):
         saved = read_run(run, *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
-        self.run, self._chat = run, None
+        self.run, self.seed, self._chat = run, seed, None
         self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
         self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
@@ -181,20 +185,22 @@ class HarnessModel(TemplateLM):
         """Continue each prompt up to its first stop sequence, the end of the document or the token limit."""
         # Requests with the same settings together, longest prompts first, so that prompts in a batch have similar
         # lengths.
-        arguments = [request.args for request in requests]
+        streams = _streams([request.args[0] for request in requests])
+        arguments = [(*request.args, stream) for request, stream in zip(requests, streams, strict=True)]
         collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
         texts, size, weights = [], self.config.train.global_batch, self.generator.prepare(self.weights)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
             for batch in collator.get_batched(n=size):
                 sampling, until = self._settings(batch[0][1])
                 room = self.max_length - sampling.tokens
-                prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text, _ in batch]
-                filled = prompts + prompts[:1] * (size - len(prompts))  # the same program for all batches
-                written = self.generator.generate(weights, filled, sampling, self.ends)
-                for args, prompt, continuation in zip(batch, prompts, written, strict=False):
+                prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text, *_ in batch]
+                rows = np.arange(size) % len(prompts)  # the same program for all batches
+                filled, noise = [prompts[row] for row in rows], [batch[row][2] for row in rows]
+                written = self.generator.generate(weights, filled, sampling, self.ends, streams=noise)
+                for (*args, _), prompt, continuation in zip(batch, prompts, written, strict=False):
                     text = written_after(self.text.decode, prompt, continuation.tokens)
                     texts.append(postprocess_generated_text(text, until, None))
-                    self.cache_hook.add_partial("generate_until", args, texts[-1])
+                    self.cache_hook.add_partial("generate_until", tuple(args), texts[-1])
                 bar.update(len(batch))
         return collator.get_original(texts)
 
@@ -214,7 +220,7 @@ class HarnessModel(TemplateLM):
                 f"the task asks for {tokens} new tokens and {self.run} has {self.max_length} positions; use "
                 f"--gen_kwargs max_gen_toks={self.max_length // 2}"
             )
-        sampling = Sampling(tokens=tokens, temperature=temperature if samples else 0.0, top_k=top_k, top_p=top_p)
+        sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
         check_bounds(sampling)
         return sampling, until
 
@@ -227,3 +233,16 @@ class HarnessModel(TemplateLM):
             )
         tokens = [*context, *continuation][-(self.max_length + 1) :]
         return Window(np.array(tokens, np.int32), len(continuation))
+
+
+def _streams(texts: Sequence[str]) -> list[int]:
+    """A stream of noise for each request, from its text and how often this was asked before.
+
+    The harness repeats a request as often as a task samples it. Repeats of a text never share a stream: CRC-32 is
+    one-to-one in the four bytes that follow it.
+    """
+    asked, streams = Counter(), []
+    for text in texts:
+        streams.append(zlib.crc32(asked[text].to_bytes(4), zlib.crc32(text.encode())))
+        asked[text] += 1
+    return streams

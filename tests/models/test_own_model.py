@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import jax
@@ -18,6 +19,7 @@ from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
+from mjax.planner.time import predict_time
 from mjax.run.metrics import read_metrics
 from mjax.trace.collectives import ledger
 from mjax.trace.flops import model_flops
@@ -117,6 +119,25 @@ class Stacked(toy_model.Toy):
 
 class StackedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Stacked"
+
+
+class Hybrid(toy_model.Toy):
+    """Two layers with attention, then two with another MLP instead."""
+
+    def __init__(self, key, config, dtype):
+        super().__init__(key, config, dtype)
+
+        def without_attention(key):
+            block = toy_model.toy_layer(key, config, dtype)
+            block.attention = toy_model.GatedMLP(key, config, dtype)
+            return block
+
+        layers = partial(toy_model.toy_layer, config=config, dtype=dtype), without_attention
+        self.blocks = nnx.List([stack(key, 2, layer) for layer in layers])
+
+
+class HybridConfig(toy_model.ToyConfig):
+    module = f"{__name__}:Hybrid"
 
 
 STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
@@ -228,6 +249,20 @@ def test_plan_counts_parameters_and_flops_as_by_hand(capsys):
     assert json.loads(capsys.readouterr().out)["run"]["parameters"] == count_parameters(model) == parameters
     forward = 2 * s * (model.layers * (layer + 2 * s * h) + v * h)
     assert model_flops(toy_model.config) == 3 * train.global_batch * forward
+
+
+@pytest.mark.parametrize("kernel", ["auto", "xla"])
+def test_layers_without_attention_take_no_time_for_it(kernel):
+    model, gpu = replace(MODEL, attention=kernel), gpu_named("h100")
+    configs = (config_of(kind(**vars(model)), "bf16") for kind in (type(model), HybridConfig))
+    whole, half = (predict_time(config, gpu).parts["attention"] for config in configs)
+    assert 0 < half == pytest.approx(whole / 2)
+
+
+def test_search_plans_model_without_field_for_dropout(capsys):
+    flags = "--gpu", "h100", "--devices", "2", "--json"
+    assert cli.main(["plan", "--config", str(ROOT / "tests" / "toy_model.py"), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["search"]["best"]
 
 
 @pytest.mark.compiler

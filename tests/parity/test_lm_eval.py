@@ -171,6 +171,22 @@ def test_greedy_continuations_equal_hf_on_export(ours, theirs, until):
     assert any(found)
 
 
+def test_sampled_answers_ignore_the_batch(folder):
+    """Three repeats of five prompts, in batches of one, four and 15: each answer has its own noise."""
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
+    requests = instances("generate_until", [(text, settings) for text in "abcde" for _ in range(3)])
+
+    def answers(batch_size, asked=requests, **arguments):
+        model = HarnessModel(str(folder / "run"), compute="fp32", batch_size=batch_size, **arguments)
+        return model.generate_until(asked, True)
+
+    alone = answers(1)
+    assert len(set(alone)) == 15
+    assert answers(4) == answers(15) == alone
+    assert answers(4, requests[6:9]) == alone[6:9]  # whatever else is asked
+    assert not set(alone) & set(answers(4, seed=1))
+
+
 def test_text_ends_at_ids_of_generation_config(folder, capsys):
     file = folder / "run" / "tokenizer" / "generation_config.json"
     argv = ["generate", "--run", str(folder / "run"), "--prompt", "It", "--temperature", "0", "--tokens", "6", "--json"]
