@@ -202,6 +202,9 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
     if checkpoint.arguments is None:
         print(f"no arguments in it: {model.heads} heads, {model.activation}, epsilon {model.layernorm_epsilon:g}")
+    elif assumed := megatron.assumed_arguments(checkpoint.arguments, checkpoint.architecture):
+        listed = ", ".join(f"{name} {value}" for name, value in assumed.items())
+        print(f"arguments missing in it: assumed {listed}")
     if checkpoint.version_missing:
         origin = "from before megatron-core" if checkpoint.old_names else "of megatron-core"
         print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")

@@ -9,7 +9,7 @@ from mjax.commands import cli
 from mjax.config import GPTConfig, read_config
 from mjax.config.model import as_kind
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import model_config
+from mjax.interop.megatron.arguments import DEFAULTS, model_config
 from mjax.interop.megatron.names import family_of, flat, renamed
 from mjax.interop.megatron.tensors import RankTensors
 from tests.interop.megatron_files import draw, share
@@ -180,6 +180,22 @@ def test_tokenizer_tells_padding_of_vocabulary(write_rank, ranks, padded, flags,
     assert words in (said.out if vocabulary else said.err)
     if vocabulary:
         assert read_config(tmp_path / "run" / "config.json").model.vocabulary == vocabulary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "attention_dropout 0.1, init_method_std 0.02, norm_epsilon 1e-05, bias_gelu_fusion False"),
+        ({"layernorm_epsilon": 1e-6, "openai_gelu": True}, "attention_dropout 0.1, init_method_std 0.02"),
+        (dict.fromkeys(DEFAULTS, 0.5), ""),
+    ],
+    ids=["none", "older", "all"],
+)
+def test_assumed_arguments_are_printed(arguments, words, write_rank, tmp_path, capsys):
+    write_rank(tmp_path / "in", "00", model=share(draw(SMALL), SMALL, 3.0), args={"num_attention_heads": 4} | arguments)
+    assert convert(tmp_path, "--vocabulary-multiple", "8") == 0
+    said = capsys.readouterr().out
+    assert (f"{words}\n" in said) if words else ("missing" not in said)
 
 
 # --- The arguments of the run -----------------------------------------------------------------------------------------

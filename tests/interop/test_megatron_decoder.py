@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.megatron.arguments import balance_left_out, decoder_config
+from mjax.interop.megatron.arguments import assumed_arguments, balance_left_out, decoder_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.names import DECODER, MIXTURE
 from mjax.interop.megatron.tensors import DecoderTensors, RankTensors, gathered
@@ -218,6 +218,35 @@ def test_arguments_become_matching_fields(given, expected):
     assert not balance_left_out(OF_MIXTURE | given, "source")
 
 
+RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("given", "assumed"),
+    [
+        ({}, {"rotary_percent": 1.0}),
+        (
+            {"norm_epsilon": None, "rotary_base": None},
+            {"norm_epsilon": 1e-5, "rotary_base": 10_000, "rotary_percent": 1},
+        ),
+        ({"rotary_percent": 0.5, "use_rope_scaling": True}, {"rope_scaling_factor": 8.0}),
+        (
+            {"num_experts": E, "rotary_percent": 0.5},
+            {"moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+            | {"moe_aux_loss_coeff": 0.0},
+        ),
+    ],
+    ids=["complete", "epsilon and base", "scaled", "experts"],
+)
+def test_assumed_arguments_equal_stated_ones(given, assumed):
+    """What is said to be assumed and what the model has: stating it changes nothing."""
+    said, tensors = ARGUMENTS | given, TENSORS if "num_experts" in given else DENSE
+    assert assumed_arguments(said, "decoder") == RATES | assumed
+    models = [decoder_config(each, tensors, "source", 3.0) for each in (said, said | RATES | assumed)]
+    assert models[0] == models[1]
+    assert not assumed_arguments(said | RATES | assumed, "decoder")
+
+
 @pytest.mark.parametrize(
     ("given", "left_out"),
     [
@@ -241,6 +270,16 @@ REFUSED = [
     (TENSORS, SIGMOID | IN_GROUPS | {"moe_router_topk": 1}, "score a group by its best 1 experts, and mjax by its"),
     (TENSORS, IN_GROUPS, "group_topk is 1 without moe_router_pre_softmax"),
     (TENSORS, {"num_experts": 8}, "num_experts is 8 among the arguments, and 4 by the tensors"),
+    (
+        TENSORS,
+        {"num_experts": None},
+        "num_experts is missing among the arguments, and decoder.layers.0.mlp.router.weight",
+    ),
+    (
+        DENSE,
+        {"group_query_attention": None},
+        "group_query_attention is missing among the arguments, and self_attention",
+    ),
     (TENSORS, {"moe_router_topk": "2"}, "moe_router_topk is '2', not a whole number"),
 ]
 

@@ -74,14 +74,17 @@ def main(folder: Path, kinds: list[str]) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils
-    from megatron.core.transformer.moe.experts import GroupedMLP
+    from megatron.core.transformer.moe import experts, moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(tensor_ranks, expert_model_parallel_size=expert_ranks)
-    grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
+    GroupedMLP = getattr(experts, "GroupedMLP", ())  # not in 0.19, which writes no "before"
+    if GroupedMLP:
+        from megatron.core.transformer.moe import grouped_gemm_util
+
+        grouped_gemm_util.grouped_gemm, grouped_gemm_util.ops = object(), SimpleNamespace(gmm=products)
     moe_utils.te_general_gemm = None  # which it asks for where TransformerEngine is not installed, too
     shared = dict(
         **SETTINGS,

@@ -40,14 +40,14 @@ ONLY: dict[str, Any] = {
 }  # fmt: skip
 """Arguments that change what the model computes, and the only value of each that mjax supports. No version of Megatron
 has all of them; None is the value of an argument that was not given."""
-NUMBERS = {
-    "hidden_dropout": ("hidden_dropout", 0.1),
-    "attention_dropout": ("attention_dropout", 0.1),
-    "init_method_std": ("init_std", 0.02),
-    "layernorm_epsilon": ("layernorm_epsilon", 1e-5),
-    "norm_epsilon": ("layernorm_epsilon", 1e-5),
-}
-"""Megatron's name → ours, and the default without arguments."""
+DEFAULTS: dict[str, Any] = {
+    "hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02, "norm_epsilon": 1e-5,
+    "bias_gelu_fusion": False,  # unknown to the versions of 2020 that lack it
+    "rotary_base": 10_000, "rotary_percent": 1.0, "rope_scaling_factor": 8.0,
+    "moe_router_topk": 2, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
+    "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
+"""Values of missing arguments that no shape determines."""
 PLAIN = (type(None), bool, int, float, str, list, tuple, StandIn)
 """Types of arguments that are compared with others."""
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
@@ -84,8 +84,8 @@ def _count(said: Mapping[str, Any], name: str, source: str, default: int | None 
     return value
 
 
-def _number(said: Mapping[str, Any], name: str, source: str, default: float = 0.0) -> float:
-    value = default if said.get(name) is None else said[name]
+def _number(said: Mapping[str, Any], name: str, source: str) -> float:
+    value = DEFAULTS.get(name, 0.0) if said.get(name) is None else said[name]
     if type(value) not in (int, float) or not 0 <= value < 1e30:
         raise UsageError(f"{source}: {name} is {value!r}, not a number from 0 on; copy the checkpoint again")
     return float(value)
@@ -93,10 +93,30 @@ def _number(said: Mapping[str, Any], name: str, source: str, default: float = 0.
 
 def _numbers(said: Mapping[str, Any], source: str) -> dict[str, float]:
     """Rates, epsilon and the like by our names."""
-    numbers: dict[str, float] = {}
-    for name, (ours, default) in NUMBERS.items():
-        numbers[ours] = _number(said, name, source, numbers.get(ours, default))
-    return numbers
+    names = {
+        "hidden_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+        "init_std": "init_method_std",
+        "layernorm_epsilon": _epsilon(said),
+    }
+    return {ours: _number(said, name, source) for ours, name in names.items()}
+
+
+def _epsilon(said: Mapping[str, Any]) -> str:
+    """The name of LayerNorm's epsilon, which changed in 2023."""
+    old = said.get("norm_epsilon") is None and said.get("layernorm_epsilon") is not None
+    return "layernorm_epsilon" if old else "norm_epsilon"
+
+
+def assumed_arguments(said: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
+    """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
+    names = ["hidden_dropout", "attention_dropout", "init_method_std", _epsilon(said)]
+    if kind == "decoder":
+        names += ["rotary_base", "rotary_percent", *(["rope_scaling_factor"] if said.get("use_rope_scaling") else [])]
+        names += [name for name in DEFAULTS if name.startswith("moe_") and said.get("num_experts")]
+    elif not said.get("openai_gelu"):
+        names.append("bias_gelu_fusion")
+    return {name: DEFAULTS[name] for name in names if said.get(name) is None}
 
 
 def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
@@ -265,6 +285,13 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
     heads = _count(said, "num_attention_heads", source, least=1)
     sequence = _count(said, "max_position_embeddings", source, least=1)
     numbers = _numbers(said, source)
+    routers = [name for name in tensors.kinds if name.endswith(".mlp.router.weight")]
+    if routers and not said.get("num_experts"):
+        rows = _extent(tensors, routers[0], 0, source)
+        raise UsageError(
+            f"{source}: num_experts is missing among the arguments, and {routers[0]} has {rows} rows; "
+            f"set num_experts to {rows} in args and save the checkpoint again"
+        )
     if said.get("num_experts"):
         _check_experts(said, source)
         shapes = _shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2")
@@ -272,12 +299,19 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
     else:
         shapes = _shapes(tensors, "decoder", source)
         kind, of_mlp = LlamaConfig, {"feed_forward": shapes["ffn_hidden_size"]}
+    head_dim = _count(said, "kv_channels", source, shapes["hidden_size"] // heads, 1)
+    rows, expected = _extent(tensors, f"decoder.layers.0.{QKV}.weight", 0, source), 3 * heads * head_dim
+    if said.get("group_query_attention") is None and rows != expected:
+        raise UsageError(
+            f"{source}: group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not the "
+            f"{expected} of {heads} heads; set it and num_query_groups in args and save the checkpoint again"
+        )
     return kind(
         layers=shapes["num_layers"],
         hidden=shapes["hidden_size"],
         heads=heads,
         kv_heads=_count(said, "num_query_groups", source, least=1) if said.get("group_query_attention") else heads,
-        head_dim=_count(said, "kv_channels", source, shapes["hidden_size"] // heads, 1),
+        head_dim=head_dim,
         **of_mlp,
         sequence=sequence,
         vocabulary=shapes["padded_vocab_size"],
@@ -293,8 +327,8 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
 def _rope(said: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Our fields for rotary positions; Llama 3's scaling has fixed frequencies and 8,192 positions there."""
     fields = {
-        "rope_theta": _number(said, "rotary_base", source) or 10_000.0,
-        "rope_share": _number(said, "rotary_percent", source) or 1.0,
+        "rope_theta": _number(said, "rotary_base", source),
+        "rope_share": _number(said, "rotary_percent", source),
     }
     factor = _number(said, "rotary_seq_len_interpolation_factor", source)
     if not said.get("use_rope_scaling"):
@@ -304,7 +338,7 @@ def _rope(said: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows "
             "one of the two; convert another model"
         )
-    factor = _number(said, "rope_scaling_factor", source) or 8.0
+    factor = _number(said, "rope_scaling_factor", source)
     return fields | {"rope_scaling": "llama3", "rope_factor": factor, "rope_original": 8192}
 
 
@@ -343,7 +377,8 @@ def _mixture_fields(said: Mapping[str, Any], tensors: Tensors, width: int, sourc
     router = tensors.kinds.get("decoder.layers.0.mlp.router.weight")
     experts = router.shape[0] if router is not None and router.shape else 0
     _check_shapes(said, {"num_experts": experts, "moe_ffn_hidden_size": width}, source)
-    score, chosen = said.get("moe_router_score_function") or "softmax", _count(said, "moe_router_topk", source, 2)
+    score = said.get("moe_router_score_function") or DEFAULTS["moe_router_score_function"]
+    chosen = _count(said, "moe_router_topk", source, DEFAULTS["moe_router_topk"])
     if score not in ("softmax", "sigmoid"):
         raise UsageError(
             f"{source}: moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid; "
@@ -418,7 +453,7 @@ def _balance(said: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]
             f"{source}: moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}; "
             "convert another model"
         )
-    numbers = [_number({name: each}, name, source) for each in _listed(said.get(name) or 0.0)]
+    numbers = [_number({name: each}, name, source) for each in _listed(said.get(name) or DEFAULTS[name])]
     if len(numbers) != len(kinds):
         raise UsageError(
             f"{source}: {name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses; "
