@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mjax.commands import cli
-from mjax.commands.sft import SftArguments, prepared_key
+from mjax.commands.flags import documented_flags
+from mjax.commands.sft import DEFAULTS, SftArguments, prepared_key
 from mjax.config import read_config
 from mjax.data.tokenizers import ends_of_text
 from mjax.run.metrics import read_metrics
@@ -64,6 +65,31 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert "prepared before" in capsys.readouterr().out
     again = read_metrics(folder / "metrics.jsonl")
     assert [record["loss"] for record in again] == [record["loss"] for record in records]
+
+
+def help_of(flag, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["sft", flag])
+    return capsys.readouterr().out
+
+
+def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
+    """What --help-all shows without words is what a run gets, with adapters and without."""
+    assert re.findall(r"^  (--\S+)", help_of("--help", capsys), re.MULTILINE)[:2] == ["--data", "--init"]
+    runs = []
+    monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)
+    assert sft() == sft("--lora.rank", "4") == 0
+    shown = list(documented_flags(SftArguments, SftArguments(settings=DEFAULTS)))
+    for run_of_model in runs:
+        real = {flag.name: flag.default for flag in documented_flags(SftArguments, run_of_model)}
+        wrong = [flag.name for flag in shown if flag.default != real.get(flag.name)]
+        derived = (SftArguments.derived.keys() & {name, name.partition(".")[0]} for name in wrong)
+        assert [name for name, words in zip(wrong, derived, strict=True) if not words] == ["init"]
+    words = " ".join(help_of("--help-all", capsys).split())
+    for flag, rate in (("learning-rate", "learning_rate"), ("min-learning-rate", "min_learning_rate")):
+        rates = [getattr(each.settings.optimizer, rate) for each in runs]
+        assert re.search(rf"--optimizer.{flag} X [^\[]*\[{rates[0]}, of adapters {rates[1]}\]", words)
+    assert "gpt_demo" not in words
 
 
 @pytest.mark.ci
