@@ -116,6 +116,19 @@ def test_mesh_leaves_losses(base, tmp_path):
 
 
 @pytest.mark.ci
+def test_validation_scores_each_conversation_once(base, tmp_path):
+    """Thirty, in batches of 4, 16 and 32; the only update changes nothing."""
+    held_out = "--data.split", "50,50,0", "--data.no-pack", "--precision.compute", "fp32"
+    still, losses = ("--optimizer.learning-rate", "1e-12", "--optimizer.min-learning-rate", "0"), []
+    for batch, mesh in ((4, ("--mesh.data", "4", "--mesh.model", "4")), (16, MESH), (32, MESH)):
+        flags = "--train.global-batch", str(batch), "--train.steps", "1", "--train.eval-interval", "1"
+        assert sft("--name", f"of {batch}", *held_out, *still, *flags, *mesh) == 0
+        (record,) = read_metrics(tmp_path / "runs" / f"of {batch}" / "metrics.jsonl")
+        losses.append(record["val_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
+
+
+@pytest.mark.ci
 def test_conversations_in_a_store_are_prepared_here(base, tmp_path, monkeypatch, capsys):
     pytest.importorskip("s3fs")
     given = []

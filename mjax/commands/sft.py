@@ -40,7 +40,7 @@ DEFAULTS = Config(
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
 EVALUATIONS = 5
-"""Validations of a run, and most batches of one."""
+"""Validations of a run."""
 SHOWN = (
     "train.steps",
     "train.global_batch",
@@ -82,7 +82,7 @@ class SftArguments(TrainArguments):
         "optimizer.min-learning-rate": "2e-06, of adapters 2e-05",
         "optimizer.warmup-steps": "3% of the steps",
         "precision": "of --init",
-        "train.eval-batches": f"those of the validation data, at most {EVALUATIONS}",
+        "train.eval-batches": "those of the validation data",
         "train.eval-interval": f"1/{EVALUATIONS} of the steps, if there are validation data",
         "train.loss-chunks": "of --init",
         "train.micro-batch": "1, or as --init was trained",
@@ -208,7 +208,7 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
         train_config,
         steps=steps,
         eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
-        eval_batches=min(max(validation, 1), EVALUATIONS),
+        eval_batches=max(validation, 1),
     )
     return replace(chosen, settings=replace(settings, optimizer=optimizer, train=train_config))
 
