@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mjax.commands import cli
-from mjax.commands.sft import SftArguments, prepared_key
+from mjax.commands.flags import documented_flags
+from mjax.commands.sft import DEFAULTS, SftArguments, prepared_key
 from mjax.config import read_config
 from mjax.data.tokenizers import ends_of_text
 from mjax.run.metrics import read_metrics
@@ -66,6 +67,31 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert [record["loss"] for record in again] == [record["loss"] for record in records]
 
 
+def help_of(flag, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["sft", flag])
+    return capsys.readouterr().out
+
+
+def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
+    """What --help-all shows without words is what a run gets, with adapters and without."""
+    assert re.findall(r"^  (--\S+)", help_of("--help", capsys), re.MULTILINE)[:2] == ["--data", "--init"]
+    runs = []
+    monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)
+    assert sft() == sft("--lora.rank", "4") == 0
+    shown = list(documented_flags(SftArguments, SftArguments(settings=DEFAULTS)))
+    for run_of_model in runs:
+        real = {flag.name: flag.default for flag in documented_flags(SftArguments, run_of_model)}
+        wrong = [flag.name for flag in shown if flag.default != real.get(flag.name)]
+        derived = (SftArguments.derived.keys() & {name, name.partition(".")[0]} for name in wrong)
+        assert [name for name, words in zip(wrong, derived, strict=True) if not words] == ["init"]
+    words = " ".join(help_of("--help-all", capsys).split())
+    for flag, rate in (("learning-rate", "learning_rate"), ("min-learning-rate", "min_learning_rate")):
+        rates = [getattr(each.settings.optimizer, rate) for each in runs]
+        assert re.search(rf"--optimizer.{flag} X [^\[]*\[{rates[0]}, of adapters {rates[1]}\]", words)
+    assert "gpt_demo" not in words
+
+
 @pytest.mark.ci
 def test_run_stops_as_its_new_template_does(base, tmp_path):
     """The ids that end texts of the base are 256 and 257; conversations of the other template end with 258."""
@@ -87,6 +113,19 @@ def test_mesh_leaves_losses(base, tmp_path):
         assert sft("--name", name, "--train.steps", "2", "--precision.compute", "fp32", *flags) == 0
         losses[name] = [record["loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
     assert losses["other"] == pytest.approx(losses["one"], abs=1e-5)
+
+
+@pytest.mark.ci
+def test_validation_scores_each_conversation_once(base, tmp_path):
+    """Thirty, in batches of 4, 16 and 32; the only update changes nothing."""
+    held_out = "--data.split", "50,50,0", "--data.no-pack", "--precision.compute", "fp32"
+    still, losses = ("--optimizer.learning-rate", "1e-12", "--optimizer.min-learning-rate", "0"), []
+    for batch, mesh in ((4, ("--mesh.data", "4", "--mesh.model", "4")), (16, MESH), (32, MESH)):
+        flags = "--train.global-batch", str(batch), "--train.steps", "1", "--train.eval-interval", "1"
+        assert sft("--name", f"of {batch}", *held_out, *still, *flags, *mesh) == 0
+        (record,) = read_metrics(tmp_path / "runs" / f"of {batch}" / "metrics.jsonl")
+        losses.append(record["val_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, abs=1e-6)
 
 
 @pytest.mark.ci

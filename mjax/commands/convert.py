@@ -151,7 +151,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
         write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-    print(f"train on     mjax sft --init {shlex.quote(str(output))} --data chat.jsonl --name NEW")
+    print(f"on chats     mjax sft --data chat.jsonl --init {shlex.quote(str(output))} --name NEW")
     return 0
 
 
@@ -285,6 +285,8 @@ def _print_next_steps(
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     config_file = shlex.quote(f"{arguments.output}/config.json")
     print(f"train on     mjax train --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}")
+    if config.model.causal and tokenizer is not None:
+        print(f"on chats     mjax sft --data chat.jsonl --init {run} --name NEW")
 
 
 # --- Export to Hugging Face -------------------------------------------------------------------------------------------

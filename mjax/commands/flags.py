@@ -160,7 +160,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     """The dataclass `cls` from the command line; `--help` ends the process, as in tyro.
 
     A class with more flags than a screen has lines says which are `usual`, by topic, and gives `examples`; its --help
-    shows these, and --help-all every flag.
+    shows these, and --help-all every flag. Defaults that follow from other flags are `derived`.
 
     Raises:
       UsageError: a flag does not exist in `cls`, or a number is out of its bounds.
@@ -319,8 +319,7 @@ def _short_help(cls: type, default: object, prog: str) -> str:
         lines += ["", f"{topic}:"]
         for flag in map(known.get, names):
             sentence = flag.text.partition(". ")[0].rstrip(".")
-            shown = "" if flag.default in (None, False, "", ()) else f" [{_as_typed(flag.default)}]"
-            lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + shown)
+            lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _shown_default(cls, flag))
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
     return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
 
@@ -340,9 +339,8 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
-        without = flag.default in (None, "", (), dataclasses.MISSING) or flag.kind is bool
-        text = flag.text + ("" if without else f" [{_as_typed(flag.default)}]")
-        sections.setdefault(title, []).extend(_entry(typed, text))
+        shown = "" if flag.kind is bool else _shown_default(cls, flag)
+        sections.setdefault(title, []).extend(_entry(typed, flag.text + shown))
     lines = [f"usage: {' '.join([prog, *positional.values()])} [flags]", ""]
     lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), WIDTH_OF_HELP)
     for title, entries in sections.items():
@@ -351,8 +349,13 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     return "\n".join(lines)
 
 
-def _as_typed(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _shown_default(cls: type, flag: Flag) -> str:
+    """' [24]'; in words if it follows from other flags, which `derived` of `cls` says for flags and whole sections."""
+    derived = getattr(cls, "derived", {})
+    value = derived.get(flag.name) or derived.get(flag.name.partition(".")[0], flag.default)
+    if value in (None, "", (), dataclasses.MISSING) or value is False:
+        return ""
+    return f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
 
 
 def _entry(typed: str, text: str) -> list[str]:

@@ -40,7 +40,7 @@ DEFAULTS = Config(
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
 EVALUATIONS = 5
-"""Validations of a run, and most batches of one."""
+"""Validations of a run."""
 SHOWN = (
     "train.steps",
     "train.global_batch",
@@ -54,10 +54,12 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class SftArguments(TrainArguments):
-    """Fine-tune a model on conversations, a .jsonl or .parquet file or the prefix of `mjax prepare --chat`.
+    """Fine-tune a model on conversations; all flags of `mjax train` work."""
 
-    --data is --data.path; all flags of `mjax train` work."""
-
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX")] = ()  # rewritten before flags are parsed
+    """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
+    name: str | None = None
+    """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
     epochs: Annotated[float, Bounds(gt=0)] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
@@ -65,12 +67,27 @@ class SftArguments(TrainArguments):
     turns: Literal["all", "last"] = "all"
     """For a file of conversations: train on all turns of the assistant, or the last."""
     usual: ClassVar = {
-        "the run": ("init", "data.path", "epochs", "name", "template", "turns"),
+        "the run": ("data", "init", "epochs", "name", "template", "turns"),
         "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
         "adapters": ("lora.rank", "lora.alpha", "lora.targets"),
         "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
         "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
         "what is kept": ("checkpoint.interval", "train.eval-interval"),
+    }
+    derived: ClassVar = {
+        "config": "of --init",
+        "model": "of --init",
+        "name": "INIT-sft",
+        "optimizer.learning-rate": "2e-05, of adapters 0.0002",
+        "optimizer.min-learning-rate": "2e-06, of adapters 2e-05",
+        "optimizer.warmup-steps": "3% of the steps",
+        "precision": "of --init",
+        "train.eval-batches": "those of the validation data",
+        "train.eval-interval": f"1/{EVALUATIONS} of the steps, if there are validation data",
+        "train.loss-chunks": "of --init",
+        "train.micro-batch": "1, or as --init was trained",
+        "train.recompute": "of --init",
+        "train.steps": "as --epochs gives",
     }
     examples: ClassVar = (
         "mjax sft --init runs/q --data chat.jsonl --name q-chat",
@@ -191,7 +208,7 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
         train_config,
         steps=steps,
         eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
-        eval_batches=min(max(validation, 1), EVALUATIONS),
+        eval_batches=max(validation, 1),
     )
     return replace(chosen, settings=replace(settings, optimizer=optimizer, train=train_config))
 

@@ -68,6 +68,7 @@ class ConversationDataset:
       name: name of this part in errors.
       vocabulary: ids must be below it.
       pack: whether several conversations share a sequence.
+      once: samples after the first epoch are padding, as a validation needs it to score each conversation once.
       cache: keeps the packing on disk.
 
     Raises:
@@ -85,6 +86,7 @@ class ConversationDataset:
         *,
         vocabulary: int = 2**31,
         pack: bool = True,
+        once: bool = False,
         cache: IndexCache = NO_CACHE,
     ):
         if not indexed.masked:
@@ -93,6 +95,7 @@ class ConversationDataset:
                 "with `mjax prepare --chat`, or to train on all of the text add --data.no-conversations"
             )
         self.indexed, self.sequence, self.seed, self.vocabulary = indexed, sequence, seed, vocabulary
+        self.once = once
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
             raise UsageError(
@@ -130,6 +133,8 @@ class ConversationDataset:
     def conversations(self, index: int) -> np.ndarray:
         """Numbers of the conversations in sample `index`, int64 [n]."""
         epoch, row = divmod(index, self.sequences)
+        if self.once and epoch:
+            return np.empty(0, np.int64)
         order, rows = self._epoch(epoch)
         sequence = rows[row]
         return order[self._members[self._begins[sequence] : self._begins[sequence + 1]]]

@@ -172,8 +172,9 @@ class _Files:
             shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
             return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache, **shares)
         if data.conversations:
-            vocabulary = self.config.model.vocabulary
-            return ConversationDataset(*drawn, f"{part} part", vocabulary=vocabulary, pack=data.pack, cache=cache)
+            options = {"vocabulary": self.config.model.vocabulary, "pack": data.pack, "cache": cache}
+            once = part == "validation" and self.blends[part].weights is None
+            return ConversationDataset(*drawn, f"{part} part", once=once, **options)
         if indexed.masked:
             self.say(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "

@@ -316,7 +316,9 @@ def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path, capsys):
     shutil.copy(file, source)
     (source / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
     assert from_hf(source, tmp_path / "run") == 0
-    assert f"--tokenizer run:{tmp_path}/run --split-sentences --no-append-eod\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"--tokenizer run:{tmp_path}/run --split-sentences --no-append-eod\n" in said
+    assert "mjax sft" not in said
     assert tokenizer_from_folder(tmp_path / "run" / "tokenizer").scheme == kind
     assert to_hf(tmp_path / "run", tmp_path / "out") == 0
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == file.read_bytes()
@@ -387,6 +389,7 @@ def test_names_lead_to_what_to_type(runs, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "prepare corpus.jsonl --output data/corpus --tokenizer 'run:my run'\n" in said
     assert "mjax train --config 'my run/config.json' --init 'my run' --name NEW --data.path data/corpus" in said
+    assert said.endswith("\non chats     mjax sft --data chat.jsonl --init 'my run' --name NEW\n")
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 90)
     assert cli.main(["prepare", "text.jsonl", "--output", "data", "--tokenizer", "run:my run"]) == 0
     assert "--config 'my run/config.json' --init 'my run' --name NEW" in capsys.readouterr().out
