@@ -508,9 +508,9 @@ class Mirror:
     def _manifest(step: int) -> str:
         return f"checkpoints/{step}/{MANIFEST}"
 
-    def _upload(self, step: int, folder: Path | None = None) -> None:
+    def _upload(self, step: int) -> None:
         """Copy a checkpoint; it is due until the store lists all of it."""
-        folder = folder or self.folder / "checkpoints" / str(step)
+        folder = self.folder / "checkpoints" / str(step)
         there, prefix, begun = f"{self.address}/checkpoints/{step}", f"checkpoints/{step}/", time.monotonic()
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}

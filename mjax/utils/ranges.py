@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import itertools
 import json
 import mmap
 import os
@@ -144,15 +143,17 @@ class Ranges:
         """
         touched = {number for begin, end in spans for number in range(begin // RANGE, -(-end // RANGE))}
         missing = sorted(number for number in touched if not self._here[number])
-        begins = [at for at, number in enumerate(missing) if not at or missing[at - 1] != number - 1]
-        runs = [
-            missing[at : min(at + TOGETHER, end)]
-            for begin, end in itertools.pairwise([*begins, len(missing)])
-            for at in range(begin, end, TOGETHER)
-        ]
-        if runs:
+        runs: list[list[int]] = []
+        for number in missing:
+            if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < TOGETHER:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        if len(runs) > 1:
             with ThreadPoolExecutor(TOGETHER) as pool:
                 list(pool.map(self._fetch, runs))
+        else:
+            list(map(self._fetch, runs))
 
     def _fetch(self, run: list[int]) -> None:
         begin, end = run[0] * RANGE, min((run[-1] + 1) * RANGE, self._size)
