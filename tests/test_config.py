@@ -249,6 +249,10 @@ def test_invalid_config_json_names_field(values, words):
     assert words in str(error.value)
 
 
+def test_run_with_a_removed_schedule_continues():
+    assert from_dict({"mesh": {"pipe": 2, "schedule": "zb-h1"}}) == from_dict({"mesh": {"pipe": 2}})
+
+
 def test_fields_without_effect_are_dropped_from_config_json(tmp_path):
     old = {"train": {"streams": 2, "seed": 3}, "data": {"test_path": ["data/c"]}}
     old["health"] = {"unhealthy_share": 0.5, "good_after": 10}

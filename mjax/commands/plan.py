@@ -305,14 +305,14 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
-    forward, backward, weight = times
+    forward, backward = times
     values = {
         "name": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "chunks": schedule.chunks,
         "ticks": schedule.ticks,
-        "slot_times": {"forward": forward, "backward": backward, "weight": weight},
+        "slot_times": {"forward": forward, "backward": backward},
         "bubble": schedule.bubble(*times),
         "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
         "figure": None if file is None else str(file),

@@ -68,7 +68,7 @@ class MeshConfig:
     sequence_parallel: bool = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
-    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
     chunks: Count = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
@@ -440,6 +440,8 @@ def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], ty
         return build(Config, values, source)  # which refuses it
     model = upgraded(values.get("model", {}))
     rest = {name: value for name, value in values.items() if name != "model"}
+    if isinstance(mesh := rest.get("mesh"), dict) and mesh.get("schedule") == "zb-h1":  # of 0.2.0: the same results
+        rest["mesh"] = mesh | {"schedule": "1f1b"}
     config, cls = build(Config, rest, source), class_of(model)
     try:
         return replace(config, model=build(cls, model, source, "model."))

@@ -13,19 +13,18 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of
-from mjax.parallel.products import from_rows, into_columns, kept_input, overlapped_sum
+from mjax.parallel.products import from_rows, into_columns, overlapped_sum
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
@@ -39,7 +38,6 @@ def parameter(
     Args:
       spec: names, dim by dim, the mesh axis that splits it.
       metadata: more about the weight, for those who ask with `metadata_of`:
-        contracted: how many of its first dims `linear` contracts.
         matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
           (`matrices.py`); a weight without it is not a matrix for an optimizer such as Muon.
         grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
@@ -72,11 +70,6 @@ def trained(weights):
 def joined(one, other):
     """All weights from the two trees of `split_trained`."""
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
-
-
-def kernel_of(parameter: nnx.Param) -> Kernel:
-    """The value of a parameter as products take it."""
-    return FrozenKernel(parameter[...]) if parameter.get_metadata().get("frozen") else parameter[...]
 
 
 def normal(std: float):
@@ -134,8 +127,7 @@ class ColumnParallelLinear(nnx.Module):
         self.columns, self.split, self.unfused = out[split], split, unfused
         # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
         matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
-        about = {"contracted": 1, "matrix": matrix, "float8": True}
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, **about)
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, matrix=matrix, float8=True)
         self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
 
     def __call__(
@@ -146,10 +138,10 @@ class ColumnParallelLinear(nnx.Module):
         (y,) = columns(x, tokens, self, whole=True, key=key)
         return y
 
-    def weights(self) -> tuple[Kernel, Array | None]:
+    def weights(self) -> tuple[Array, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
         bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
-        return local_columns(kernel_of(self.kernel), self.columns, self.split + 1), bias
+        return local_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
 def columns(
@@ -165,7 +157,7 @@ def columns(
     dropout masks of their adapters.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
+    axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
     unfused = tuple(layer.unfused and not whole for layer in layers)
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
@@ -185,14 +177,9 @@ def columns(
     return tuple(sums)
 
 
-def local_columns(weight: Kernel, columns: int, dim: int) -> Kernel:
+def local_columns(weight: Array, columns: int, dim: int) -> Array:
     """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
     `columns` than ranks and each rank holds them all."""
-    if isinstance(weight, FrozenKernel):
-        return FrozenKernel(local_columns(weight.kernel, columns, dim))
-    if isinstance(weight, PostponedKernel):
-        kernel, gradient = (local_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
-        return replace(weight, kernel=kernel, gradient=gradient)
     ranks = mappings.size(MODEL)
     if weight.shape[dim] * ranks == columns:
         return weight
@@ -213,14 +200,13 @@ class RowParallelLinear(nnx.Module):
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
         matrix = tuple(range(-1 - len(into), -1)), (-1,)
-        about = {"contracted": len(into), "matrix": matrix, "float8": True}
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, **about)
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, matrix=matrix, float8=True)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = from_rows(kernel_of(self.kernel), x, tokens, self.adapter and partial(self.adapter, tokens=tokens, key=key))
+        y = from_rows(self.kernel[...], x, tokens, self.adapter and partial(self.adapter, tokens=tokens, key=key))
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -249,7 +235,7 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(_scores(x, kernel_of(self.table), bias, tokens), self.tokens_of_rank(table))
+        return without_padding(_scores(x, table, bias, tokens), self.tokens_of_rank(table))
 
     def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
@@ -263,31 +249,32 @@ class VocabParallelEmbedding(nnx.Module):
 # compute that gradient twice, and keep the logits for the second time.
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _scores(
-    x: Float[Array, "t h"], table: Array | FrozenKernel, bias: Float[Array, " v"] | None, tokens: Tokens
+    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens
 ) -> Float[Array, "bs v"]:
     """f(x) Eᵀ + b, for a table [v, h]."""
-    return _scores_forward(x, table, bias, tokens)[0]
+    scores = tokens.enter(x) @ table.T
+    return scores if bias is None else scores + bias
 
 
-def _scores_forward(x: Array, table: Array | FrozenKernel, bias: Array | None, tokens: Tokens):
-    x, back = jax.vjp(tokens.enter, x)
-    scores = x @ array_of(table).T
-    x = kept_input(x, table)
-    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
+def _scores_forward(x: CustomVJPPrimal, table: CustomVJPPrimal, bias: CustomVJPPrimal | None, tokens: Tokens):
+    x, back = jax.vjp(tokens.enter, x.value)
+    scores = x @ table.value.T
+    x = x if table.perturbed else None
+    return (scores, (x, back, table.value)) if bias is None else (scores + bias.value, (x, back, table.value, ()))
 
 
 def _scores_backward(tokens: Tokens, residuals, gradient: Array):
     x, back, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
     to_table = None if x is None else gradient.T @ x
-    products = gradient @ array_of(table), (to_table, sum_rows(gradient) if biased else None)
+    products = gradient @ table, (to_table, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
     to_x, (to_table, to_bias) = overlapped_sum(back, *products, tokens)
     return to_x, to_table, to_bias
 
 
-_scores.defvjp(_scores_forward, _scores_backward)
+_scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
 
 
 def without_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:

@@ -39,7 +39,6 @@ from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
-from mjax.parallel.postponed import PostponedKernel
 from mjax.utils.names import leaf_name
 
 REPLICAS = axes.holding()
@@ -256,9 +255,7 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
     if not any(storage.gather_per_layer for storage in jax.tree.leaves(plan)):
         return None
 
-    def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
-        if isinstance(shard, PostponedKernel):
-            return replace(shard, kernel=one(storage, shard.kernel))
+    def one(storage: Storage, shard: Array) -> Array:
         if not storage.gather_per_layer:
             return shard
         if inference:

@@ -28,7 +28,7 @@ from mjax.parallel.schedules import Schedule, Slots
 from mjax.pictures.figures import INK, SOFT_INK, save
 
 # Okabe and Ito's palette: apart for every kind of colour vision, and of different lightness too.
-COLOURS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}
+COLOURS = {"forward": "#0072B2", "backward": "#E69F00"}
 IDLE = "#DCDCDC"
 
 DPI, POINT = 150, 150 / 72  # pixels in an inch, and in a point
@@ -43,17 +43,15 @@ GAP = 2.5
 """Width of a gap, in forwards."""
 
 
-def draw_schedule(
-    schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0
-) -> None:
+def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0) -> None:
     """Draw `schedule` into `file`, in the format of its suffix (png, pdf, svg, …).
 
     Args:
       schedule: what to draw.
       file: a path, or an open file, which gets a PNG.
-      forward, backward, weight: time of F, B and W of one micro-batch through one chunk, in any one unit.
+      forward, backward: time of F and B of one micro-batch through one chunk, in any one unit.
     """
-    times = [forward, backward, weight]
+    times = [forward, backward]
     passes, lengths = _passes(schedule, times)
     line_of_time = timeline(schedule, lengths, forward)
     span = line_of_time.span
@@ -89,16 +87,13 @@ def draw_schedule(
     save(figure, file)
 
 
-def describe_bubble(schedule: Schedule, forward: float, backward: float, weight: float = 0.0) -> str:
+def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
     """The bubble as computed from the table, with the formula that it equals, if there is one."""
-    bubble = schedule.bubble(forward, backward, weight)
+    bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
-    formulas = {
-        "(P − 1) / M" if chunks == 1 else "(P − 1) / (V M)": (stages - 1) / (chunks * micro_batches),
-        "(P − 1) / (3 M)" if chunks == 1 else "(P − 1) / (3 V M)": (stages - 1) / (3 * chunks * micro_batches),
-    }
-    exact = [f" = {formula}" for formula, value in formulas.items() if np.isclose(bubble, value)]
-    return f"{bubble:.1%} of the ideal time{(exact or [''])[0]}"
+    formula = " = (P − 1) / M" if chunks == 1 else " = (P − 1) / (V M)"
+    exact = np.isclose(bubble, (stages - 1) / (chunks * micro_batches))
+    return f"{bubble:.1%} of the ideal time{formula if exact else ''}"
 
 
 def describe_in_flight(schedule: Schedule) -> str:
@@ -109,7 +104,7 @@ def describe_in_flight(schedule: Schedule) -> str:
 
 def display_name(schedule: Schedule) -> str:
     """The schedule's name in its paper."""
-    name = {"gpipe": "GPipe", "1f1b": "1F1B", "zb-h1": "ZB-H1", "forward": "Forward only"}[schedule.name]
+    name = {"gpipe": "GPipe", "1f1b": "1F1B", "forward": "Forward only"}[schedule.name]
     return name + ", interleaved" * (schedule.chunks > 1)
 
 
@@ -119,13 +114,10 @@ Pass = tuple[str, Slots, np.ndarray, float]
 
 def _passes(schedule: Schedule, times: list[float]) -> tuple[list[Pass], np.ndarray]:
     """Return the passes of a schedule, and the length of all ticks [ticks]."""
-    slots = schedule.forward, schedule.backward, schedule.weight
+    slots = schedule.forward, schedule.backward
     kinds = [row for row in zip(COLOURS, slots, times, strict=True) if row[1] is not None]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in kinds])  # [kinds, ticks]
-    if schedule.exclusive:
-        ticks, offsets = lengths.max(axis=0), np.zeros_like(lengths)
-    else:
-        ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
+    ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
     return [(name, slots, offset, time) for (name, slots, time), offset in zip(kinds, offsets, strict=True)], ticks
 
 
@@ -167,9 +159,13 @@ def _label_rows(rows: Axes, schedule: Schedule, row: int, scale: float) -> None:
     rows.set_yticks([stage + 0.5 for stage in shown], [f"stage {stage}" for stage in shown])
     rows.tick_params(axis="y", length=0, pad=7 * scale, labelsize=10 * scale, labelcolor=INK)
     rows.tick_params(axis="x", length=3, color=SOFT_INK, labelsize=9 * scale, labelcolor=SOFT_INK)
-    together = "each tick" if schedule.exclusive else "a tick's forwards, and its backwards,"
     unit = "forward passes" if schedule.chunks == 1 else "forward passes of one chunk"
-    rows.set_xlabel(f"time, in {unit}; stages begin {together} together", size=9 * scale, color=SOFT_INK, loc="left")
+    rows.set_xlabel(
+        f"time, in {unit}; stages begin a tick's forwards, and its backwards, together",
+        size=9 * scale,
+        color=SOFT_INK,
+        loc="left",
+    )
     rows.spines[:].set_visible(False)
     if schedule.backward is not None:
         at_right = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "annotation_clip": False}
@@ -294,10 +290,8 @@ def timeline(schedule: Schedule, length: np.ndarray, forward: float) -> Timeline
 
 def _steady(schedule: Schedule) -> list[tuple[int, int]]:
     """The stretches [first, end) of ticks in which no stage is idle."""
-    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward, schedule.weight) if slots is not None])
-    # One operation on every stage; or, where a tick has several, those that any stage runs on all.
-    alike = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)
-    busy = on.any(axis=0).all(axis=-1) if schedule.exclusive else alike
+    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward) if slots is not None])
+    busy = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)  # what any stage runs runs on all
     return [run for run in _stretches(busy) if run[1] - run[0] > 2 * LEAST]
 
 

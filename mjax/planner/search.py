@@ -60,7 +60,7 @@ SEARCHED = (
 """Fields in which candidates differ."""
 
 RECOMPUTE = ("none", "selective", "full", "offload")
-SCHEDULES = ("1f1b", "zb-h1")
+SCHEDULES = ("1f1b",)
 ZERO = (0, 1, 3)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]

@@ -22,7 +22,6 @@ from mjax.models.protocol import Model
 from mjax.parallel import scopes
 from mjax.parallel.layers import joined, split_trained
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
-from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
@@ -167,11 +166,6 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
         layers=layers,
         head=of_all(forward.loss),
         loss_weights=weights,
-        rows=tokens_of(config).count,
-        shards=[
-            storage.gathers if storage.gather_per_layer else () for storage in jax.tree.leaves(forward.plan.blocks)
-        ],
-        kernel_gradient=kernel_gradient_in_float8 if in_float8(config.precision) else kernel_gradient,
     )
 
 

@@ -165,7 +165,7 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        (BalancedConfig, {"pipe": 2, "schedule": "zb-h1"}),
+        (BalancedConfig, {"pipe": 2}),
         pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci),
     ],
     ids=["pipeline", "mesh"],

@@ -82,7 +82,6 @@ SPLIT = {"data": 2, "model": 2, "mesh": {"sequence_parallel": True}}
             {"recompute": "selective", **SPLIT},
             {"compute": "fp16"},
             {"mesh": {"pipe": 2}},
-            {"mesh": {"pipe": 2, "schedule": "zb-h1"}},
             {"data": 2, "mesh": {"zero": 3}},
             {"samples": {"reset_positions": True, "reset_attention": True, "eod": 0}},
             BLOOM,
