@@ -15,7 +15,7 @@ from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.lora.add import add_adapters
 from mjax.models.protocol import Model
-from mjax.parallel.layers import metadata_of
+from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
 from mjax.utils.names import leaf_name
 from mjax.utils.stacks import STACK, stack_and_turn
 
@@ -38,8 +38,14 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
-    matrices = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
+    matrices = zip(abstract_weights(config), muon_matrices(_traced(config)), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
+
+
+@lru_cache(maxsize=64)
+def weight_dims(config: ModelConfig) -> dict[str, Dims | None]:
+    """What the dims of each weight are (`parallel/weights.py`), by name."""
+    return dict(zip(abstract_weights(config), dims_of(_traced(config)), strict=True))
 
 
 @lru_cache(maxsize=64)

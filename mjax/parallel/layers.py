@@ -28,48 +28,7 @@ from mjax.parallel.products import from_rows, into_columns, overlapped_sum
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
-
-
-def parameter(
-    key: Array, initializer, shape: tuple[int, ...], spec: tuple[str | None, ...], dtype, **metadata
-) -> nnx.Param:
-    """A weight of the whole model.
-
-    Args:
-      spec: names, dim by dim, the mesh axis that splits it.
-      metadata: more about the weight, for those who ask with `metadata_of`:
-        matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
-          (`matrices.py`); a weight without it is not a matrix for an optimizer such as Muon.
-        grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
-        frozen: whether it is not trained (`split_trained`); then it is stored in the compute dtype.
-    """
-    assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
-    return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
-
-
-def metadata_of(weights, name: str) -> list:
-    """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
-    None."""
-    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get(name) for parameter in parameters if jax.tree.leaves(parameter)]
-
-
-def split_trained(weights) -> tuple:
-    """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
-    place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
-    leaves, structure = jax.tree.flatten(weights)
-    each = list(zip(leaves, map(bool, metadata_of(weights, "frozen")), strict=True))
-    return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
-
-
-def trained(weights):
-    """The weights that are trained, with None in place of those that are frozen."""
-    return split_trained(weights)[0]
-
-
-def joined(one, other):
-    """All weights from the two trees of `split_trained`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
+from mjax.parallel.weights import IN, OUT, PART, TOKEN, parameter
 
 
 def normal(std: float):
@@ -104,9 +63,10 @@ class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
-    one, the same as its neighbours. `unfused` says that the parts along the first dim are separate outputs (`columns`):
-    each is computed by a product of its own, so that nothing has to be copied out of the whole.
+    split; dims before it number separate matrices, which `parts` names. If that has fewer columns than there are
+    ranks, each rank computes one, the same as its neighbours. `unfused` says that the parts along the first dim are
+    separate outputs (`columns`): each is computed by a product of its own, so that nothing has to be copied out of
+    the whole.
     """
 
     adapter: Any = None
@@ -122,13 +82,13 @@ class ColumnParallelLinear(nnx.Module):
         dtype,
         bias: bool = True,
         unfused: bool = False,
+        parts: tuple[str, ...] = (),
     ):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
-        self.columns, self.split, self.unfused = out[split], split, unfused
-        # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
-        matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, matrix=matrix, float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
+        self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
+        dims = (PART,) * split + (OUT,) * (len(out) - split)
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, (IN, *dims), float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype, dims) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
@@ -199,8 +159,8 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
-        matrix = tuple(range(-1 - len(into), -1)), (-1,)
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, matrix=matrix, float8=True)
+        dims = (IN,) * len(into) + (OUT,)
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, dims, float8=True)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(
@@ -221,7 +181,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
         self.vocabulary, self.rows = vocabulary, rows
-        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype)
+        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype, (TOKEN, OUT))
 
     def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""

@@ -31,9 +31,9 @@ from jax import Array, lax
 
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import metadata_of, trained
 from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
 from mjax.parallel.schedules import Schedule
+from mjax.parallel.weights import metadata_of, trained
 
 Weights = Any  # a pytree of arrays
 

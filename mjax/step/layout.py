@@ -13,8 +13,8 @@ from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.build import build_model, has_several_stacks
 from mjax.models.protocol import Model
-from mjax.parallel.layers import metadata_of
 from mjax.parallel.mesh import sharded_shapes
+from mjax.parallel.weights import metadata_of
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import COMPUTE_TYPES, parameter_type
 

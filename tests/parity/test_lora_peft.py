@@ -16,8 +16,8 @@ from mjax.generation.inference import open_run
 from mjax.interop import lora
 from mjax.interop.convert import family_of
 from mjax.interop.lora import modules_of
-from mjax.parallel.layers import trained
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.weights import trained
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
 from tests.small import named
