@@ -187,7 +187,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(runs, moved, mesh):
         np.testing.assert_allclose(losses(moved / "lora"), losses(runs / "lora"), rtol=1e-5)
 
 
-def test_digest_is_of_the_numbers_alone(runs, tmp_path):
+def test_digest_is_of_names_and_numbers_alone(runs, tmp_path):
     """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
     weights = named(open_run(runs / "q").weights)
     narrow = {name: weight.astype("bfloat16") for name, weight in weights.items()}
@@ -195,6 +195,7 @@ def test_digest_is_of_the_numbers_alone(runs, tmp_path):
     digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
     assert bases.digest_of(weights) == digest
     assert bases.digest_of(dict(reversed(weights.items()))) == digest
+    assert bases.digest_of({name.replace("norm.", "norms."): weight for name, weight in weights.items()}) != digest
     assert bases.digest_of(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
     assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2") == digest
     target = open_run(runs / "q").weights
