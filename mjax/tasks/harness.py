@@ -225,14 +225,13 @@ class HarnessModel(TemplateLM):
         return sampling, until
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
-        """Both together, of which the continuation counts; what is too long is truncated on the left."""
+        """The continuation, which counts, after its context."""
         if len(continuation) > self.max_length:
             raise UsageError(
                 f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
                 "leave out this task, or use a model with more positions"
             )
-        tokens = [*context, *continuation][-(self.max_length + 1) :]
-        return Window(np.array(tokens, np.int32), len(continuation))
+        return Window.of(context, continuation, self.max_length)
 
 
 def _streams(texts: Sequence[str]) -> list[int]:

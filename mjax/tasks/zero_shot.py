@@ -322,4 +322,4 @@ def _window(document: Document, context: list[int], labels: list[int], positions
             f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "
             f"{positions + 1:,}; leave the passage out, or evaluate a model with more"
         )
-    return Window(np.array(context + labels, np.int32), len(labels))
+    return Window.of(context, labels, positions)

@@ -89,6 +89,20 @@ def test_samples_have_the_arrays_asked_for(data):
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
 
 
+RESETS = "reset_positions", "reset_attention", "mask_eod_loss"
+
+
+@pytest.mark.parametrize("options", [(), ("reset_positions",), ("reset_attention",), ("mask_eod_loss",), RESETS])
+def test_process_with_some_positions_has_those_of_all(data, options):
+    """Documents begin before them."""
+    described("a")
+    batches = open_data(config_of(path="a", **dict.fromkeys(options, True))).training
+    for step in range(3):
+        whole, parts = batches.at(step), [batches.at(step, positions=part) for part in (slice(0, 8), slice(8, 16))]
+        for name, array in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts], axis=1), array, name)
+
+
 def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
@@ -125,6 +139,29 @@ def test_indices_are_kept_where_config_says(data, monkeypatch):
     chosen = open_data(config_of(path=path, cache="chosen"))
     assert len(list((data / "chosen").glob("*.json"))) == 6  # two datasets and a blend, for training and validation
     assert rows(first.training, 10) == rows(chosen.training, 10)
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_flags_decide_which_indices_are_read(conversations, data, monkeypatch):
+    """What a start with a shared cache reads is what it would read alone, and each flag changes it."""
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    with IndexedDatasetWriter("d", 257) as writer:
+        for length in np.random.default_rng(0).integers(2, 16, 40):
+            writer.add_documents(np.arange(length), np.array([length]), np.array([1]), np.ones(length, bool))
+    changes = [{}, {"split": "50,50,0"}, {"steps": 12}, {"batch": 8}, {"path": ("0.5", "d", "0.5", "d")}]
+    changes += [{"pack": False}] if conversations else [{"validation_tail": True}]
+    plain = {"path": "d", "split": "75,25,0", "conversations": conversations}
+    configs = [config_of(**plain | change) for change in changes]
+    configs.append(replace(configs[0], model=replace(configs[0].model, sequence=20)))
+    configs.append(replace(configs[0], train=replace(configs[0].train, seed=7)))
+
+    def read(config, folder):
+        opened = open_data(replace(config, data=replace(config.data, cache=folder)))
+        return rows(opened.training, config.train.steps), rows(opened.validation, 1)
+
+    alone = [read(config, str(number)) for number, config in enumerate(configs)]
+    assert [read(config, "shared") for config in configs] == alone
+    assert len({str(each) for each in alone}) == len(configs)
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------

@@ -69,11 +69,11 @@ def compare(config, total, names=None):
 
 
 class BalancedBlock(Block):
-    """A layer that adds the squares of the stream to the loss."""
+    """A layer that adds the squares of the stream to the loss, and reports their cubes."""
 
     def __call__(self, x, context):
         x = super().__call__(x, context)
-        return x, {"balance_loss": jnp.square(x).sum()}
+        return x, {"balance_loss": (x**2).sum(), "cubes": (x**3).sum()}
 
 
 class Balanced(toy_model.Toy):
@@ -87,7 +87,7 @@ class Balanced(toy_model.Toy):
         self.blocks = stack(key, config.layers, layer)
 
     def counts(self, batch):
-        return super().counts(batch) | {"balance_loss": batch["tokens"].size}
+        return super().counts(batch) | dict.fromkeys(("balance_loss", "cubes"), batch["tokens"].size)
 
 
 class BalancedConfig(toy_model.ToyConfig):
@@ -171,24 +171,25 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
+    """With its weight; a metric without one has no gradient."""
     model = kind(**vars(MODEL))
     config = config_of(model, **mesh)
     twin, batch, norm = as_llama(model), batch_of(config), reference.norm
 
     def total(weights):
-        squares = []
+        streams = []
 
         def noted(x, w, name, *how):
             if name == "attention_norm" or name == "final_norm":
-                squares.append((x**2).sum())  # what every layer is given, and what the last one gives
+                streams.append(x)  # what every layer is given, and what the last one gives
             return norm(x, w, name, *how)
 
         monkeypatch.setattr(reference, "norm", noted)
         loss, _ = reference.total(weights, twin, batch)
-        mean = sum(squares[1:]) / batch["tokens"].size
-        return loss + 0.25 * mean, jnp.stack([loss, mean])
+        squares, cubes = (sum((x**n).sum() for x in streams[1:]) / batch["tokens"].size for n in (2, 3))
+        return loss + 0.25 * squares, jnp.stack([loss, squares, cubes])
 
-    compare(config, total, ("loss", "balance_loss"))
+    compare(config, total, ("loss", "balance_loss", "cubes"))
 
 
 def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):

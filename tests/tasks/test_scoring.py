@@ -122,6 +122,13 @@ def test_loss_scorer_equals_numpy_at_each_label():
             assert found[:last].sum() == pytest.approx(expected.loss, rel=1e-4)
 
 
+def test_labels_of_a_window_are_summed_in_float64(monkeypatch):
+    losses = np.array([2.0**24, 1.0, 1.0], np.float32)
+    monkeypatch.setattr(Scorer, "score_labels", lambda *_: [np.stack([losses, np.ones(3, np.float32)], axis=-1)])
+    scorer, model = scorer_and_model()
+    assert scorer.score_each(model, [Window(np.arange(9), 3)]) == [Score(2.0**24 + 2, 3, 3, 1, 1)]
+
+
 def test_batches_are_as_wide_as_their_longest_window():
     scorer, _ = scorer_and_model()
     batches = list(scorer._batches(windows()))
