@@ -202,6 +202,7 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
     [
         ({"rotary_percent": 0.5, "qk_layernorm": True}, {"rope_share": 0.5, "qk_norm": "head"}),
         (LLAMA_3, {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original": 8192}),
+        (LLAMA_3 | {"rotary_seq_len_interpolation_factor": 1}, {"rope_scaling": "llama3", "rope_factor": 32.0}),
         ({"rotary_seq_len_interpolation_factor": 4}, {"rope_scaling": "linear", "rope_factor": 4.0}),
         ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "balance_loss": 0, "z_loss": 0}),
         ({"moe_router_pre_softmax": True}, {"router": "softmax", "router_normalized": False}),
@@ -226,6 +227,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
     ("given", "assumed"),
     [
         ({}, {"rotary_percent": 1.0}),
+        ({"position_embedding_type": None}, {"rotary_percent": 1.0, "position_embedding_type": "rope"}),
         (
             {"norm_epsilon": None, "rotary_base": None},
             {"norm_epsilon": 1e-5, "rotary_base": 10_000, "rotary_percent": 1},
@@ -237,7 +239,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
             | {"moe_aux_loss_coeff": 0.0},
         ),
     ],
-    ids=["complete", "epsilon and base", "scaled", "experts"],
+    ids=["complete", "positions", "epsilon and base", "scaled", "experts"],
 )
 def test_assumed_arguments_equal_stated_ones(given, assumed):
     """What is said to be assumed and what the model has: stating it changes nothing."""

@@ -123,11 +123,12 @@ def assumed_arguments(said: Mapping[str, Any], kind: Literal["gpt", "bert", "dec
     """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
     names = ["hidden_dropout", "attention_dropout", "init_method_std", _epsilon(said)]
     if kind == "decoder":
-        names += ["rotary_base", "rotary_percent", *(["rope_scaling_factor"] if said.get("use_rope_scaling") else [])]
+        names += ["position_embedding_type", "rotary_base", "rotary_percent"]
+        names += ["rope_scaling_factor"] if said.get("use_rope_scaling") else []
         names += [name for name in DEFAULTS if name.startswith("moe_") and said.get("num_experts")]
     elif not said.get("openai_gelu"):
         names.append("bias_gelu_fusion")
-    return {name: DEFAULTS[name] for name in names if said.get(name) is None}
+    return {name: (ONLY_DECODER | DEFAULTS)[name] for name in names if said.get(name) is None}
 
 
 def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
@@ -357,7 +358,7 @@ def _rope(said: Mapping[str, Any], source: str) -> dict[str, Any]:
     factor = _number(said, "rotary_seq_len_interpolation_factor", source)
     if not said.get("use_rope_scaling"):
         return fields | ({"rope_scaling": "linear", "rope_factor": factor} if factor else {})
-    if factor:
+    if factor not in (0, 1):
         raise UsageError(
             f"{source}: use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows "
             "one of the two; convert another model"
