@@ -297,6 +297,7 @@ SWITCHES = {
     "hybrid_layer_pattern": "M*M*", "hybrid_override_pattern": "M*", "is_hybrid_model": True, "use_mup": True,
     "hybrid_attention_ratio": 0.5, "spec": ["a", "b"], "heterogeneous_layers_config_path": "a.json",
     "retro_add_retriever": True, "rotary_interleaved": True, "mrope_section": [1, 1, 2], "no_rope_freq": 4,
+    "apply_residual_connection_post_layernorm": True,
     "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "lora_rank": 8, "use_kitchen_attention": True,
     "of_a_later_version": {"size": np.ones(3)},
 }  # fmt: skip

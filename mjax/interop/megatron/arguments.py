@@ -196,7 +196,7 @@ def model_config(
         and needed.
     """
     said = {} if arguments is None else arguments
-    _check_known(said, source)
+    _check_known(said, source, known={"apply_residual_connection_post_layernorm"})
     if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
         raise UsageError(
             f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "

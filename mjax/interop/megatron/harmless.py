@@ -13,11 +13,11 @@ HARMLESS = re.compile(
         for name in """
         num_layers hidden_size ffn_hidden_size padded_vocab_size max_position_embeddings num_attention_heads kv_channels
         num_query_groups hidden_dropout attention_dropout init_method_std norm_epsilon layernorm_epsilon openai_gelu
-        onnx_safe bias_gelu_fusion apply_residual_connection_post_layernorm rotary_base rotary_percent use_rope_scaling
-        rope_scaling_factor rotary_seq_len_interpolation_factor add_qkv_bias encoder_num_layers moe_ffn_hidden_size
-        moe_router_topk moe_router_score_function moe_router_pre_softmax moe_aux_loss_coeff
-        moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type
-        moe_shared_expert_intermediate_size moe_z_loss_coeff moe_expert_capacity_factor moe_layer_freq
+        onnx_safe bias_gelu_fusion rotary_base rotary_percent use_rope_scaling rope_scaling_factor
+        rotary_seq_len_interpolation_factor add_qkv_bias encoder_num_layers moe_ffn_hidden_size moe_router_topk
+        moe_router_score_function moe_router_pre_softmax moe_aux_loss_coeff moe_router_topk_scaling_factor
+        moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type moe_shared_expert_intermediate_size
+        moe_z_loss_coeff moe_expert_capacity_factor moe_layer_freq
 
         *_parallel_size *_parallel_sizes *_num_weight_shards data_parallel_* rank local_rank world_size nnodes
         distributed_* DDP_impl ddp_* use_*_ddp *fsdp* *_dp_sharding_strategy num_distributed_optimizer_instances nccl_*
