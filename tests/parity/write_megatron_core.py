@@ -147,9 +147,10 @@ def main(folder: Path, kinds: list[str]) -> None:
             loss.backward()
             routers = [parameter.grad for name, parameter in model.named_parameters() if "router" in name]
             tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-            scores |= {name: found["values"].sum() for name, found in tracker.items()}
+            scores |= {name: found["values"].sum() for name, found in tracker.items() if found["values"].any()}
             scores |= {"labels": labels, "loss": loss.detach(), "routers": torch.stack(routers)}
-            tracker.clear()
+            for found in tracker.values():
+                found["values"].zero_()
         if rank == 0:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
