@@ -171,6 +171,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model_folder.check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
+    said = megatron.without_ignored(checkpoint.arguments, arguments.ignore, folder)
+    checkpoint = dataclasses.replace(checkpoint, arguments=said)
     model, tensors = _model(checkpoint, arguments)
     model = models.extended(model, arguments.rope, folder)
     rope = models.rope_line(model, arguments.rope)
