@@ -91,7 +91,7 @@ class Encoder(LanguageModel):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
-        self.positions = parameter(positions, normal(std), (config.sequence, hidden), (None, None), dtype)
+        self.positions = parameter(positions, normal(std), (config.max_positions, hidden), (None, None), dtype)
         self.token_types = parameter(token_types, normal(std), (TOKEN_TYPES, hidden), (None, None), dtype)
         block = Block if config.layernorm == "pre" else PostNormBlock
         self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))

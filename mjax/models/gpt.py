@@ -35,7 +35,7 @@ class GPT(CausalModel):
         )
         if config.positions == "learned":
             self.positions = parameter(
-                positions, normal(config.init_std), (config.sequence, config.hidden), (None, None), dtype
+                positions, normal(config.init_std), (config.max_positions, config.hidden), (None, None), dtype
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
