@@ -68,6 +68,7 @@ TRAIN_FLAGS = {
     "--model.kind llama --model.rope-factor 8": "add --model.rope-scaling yarn, llama3 or linear",
     "--model.kind llama --model.rope-scaling yarn": "add --model.rope-original",
     "--model.kind bert --model.vocabulary 2": "is too small for a BERT",
+    "--model.sequence 2048 --model.max-position-embeddings 1024": "than the 1024 learned positions of the model; use 1",
     "--mesh.data 3": "use a multiple of 3, such as 513",
     "--train.micro-batch 3": "does not divide the 512 sequences",
     "--mesh.expert 2": "a GPT has none; leave it out",

@@ -261,7 +261,7 @@ def _find_tokenizer(
     tokenizer = tokenizer_files.find_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
         return tokenizer, {}
-    positions = None if arguments.rope is None else model.sequence
+    positions = None if arguments.rope is None else model.max_positions
     carried = tokenizer_files.carried_files(arguments.source, values, positions)
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.stored}
 

@@ -118,7 +118,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
         else:
             name, scorer_of = arguments.task, LossScorer if arguments.task == "positions" else Scorer
             if name in SHORT_TASKS:
-                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.sequence, arguments.stride)
+                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
             else:
                 task = LONG_TASKS[name](arguments.data, tokenizer, saved.model, getattr(arguments, name))
             size, unit = sum(map(len, task.passes)), "windows"

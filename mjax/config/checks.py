@@ -47,6 +47,11 @@ def _check_shapes(config: Config) -> None:
             f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
             f"use {_listed(_divisors(model.hidden))}"
         )
+    if model.learned_positions and model.sequence > (most := model.max_position_embeddings or model.sequence):
+        raise UsageError(
+            f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
+            f"{most}, or for a new model --model.max-position-embeddings {model.sequence}"
+        )
     if not model.splits(mesh.model):
         columns = model.columns()
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)

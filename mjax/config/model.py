@@ -106,7 +106,10 @@ class ModelConfig:
     heads: Count = 16
     """Attention heads, n; the head size is hidden / heads."""
     sequence: Count = 1024
-    """Tokens in a sample, s; with learned positions, how many there are."""
+    """Tokens in a sample, s."""
+    max_position_embeddings: Count | None = None
+    """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
+    say; as many as sequence when not given."""
     vocabulary: Count = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: Count = 1024
@@ -166,7 +169,7 @@ class ModelConfig:
 
     def limits(self) -> dict[str, int]:
         """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""
-        return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.sequence}
+        return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.max_positions}
 
     def check_values(self, batch: Mapping[str, Any], of: str) -> None:
         """Refuse values that a lookup on the device would clip without a word.
@@ -188,9 +191,14 @@ class ModelConfig:
             raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
 
     @property
+    def max_positions(self) -> int:
+        """Positions of the model: `max_position_embeddings`, or `sequence` where rotary ones are trained beyond it."""
+        return max(self.sequence, self.max_position_embeddings or 0)
+
+    @property
     def unscaled_sequence(self) -> int:
-        """Positions before rotary ones were scaled; `sequence` where they are not."""
-        return self.sequence
+        """Positions before rotary ones were scaled; all where they are not."""
+        return self.max_positions
 
     @property
     def adapter_alpha(self) -> float:

@@ -126,6 +126,8 @@ def inference_config(
 ) -> Config:
     """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
+    The `sequence` of a causal model is that of all its positions, however short the samples were.
+
     Args:
       config: as saved by the run.
       mesh: may differ from the mesh of training.
@@ -146,9 +148,12 @@ def inference_config(
     if compute is not None:
         precision = replace(precision, compute=compute, loss_scale=None)
     micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
+    model = replace(config.model.without_dropout(), attention=attention)
+    if model.causal:
+        model = replace(model, sequence=model.max_positions)
     config = replace(
         config,
-        model=replace(config.model.without_dropout(), attention=attention),
+        model=model,
         mesh=mesh,
         precision=precision,
         data=DataConfig(mock=True),  # no training data are read

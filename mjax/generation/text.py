@@ -243,7 +243,7 @@ def logits_of(
 
     Args:
       run: its folder, or what `open_run` returned.
-      ids: token ids, a list for each text; at most the model's `sequence` of them.
+      ids: token ids, a list for each text; at most as many as the model has positions.
       step, mesh, compute: as for `continuations_of`.
 
     Returns:

@@ -92,7 +92,7 @@ class Encoder(LanguageModel):
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
         rows = partial(parameter, initializer=normal(std), spec=(None, None), dtype=dtype, dims=("position", "out"))
-        self.positions = rows(positions, shape=(config.sequence, hidden))
+        self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock
         self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))

@@ -38,7 +38,7 @@ class GPT(CausalModel):
             self.positions = parameter(
                 positions,
                 normal(config.init_std),
-                (config.sequence, config.hidden),
+                (config.max_positions, config.hidden),
                 (None, None),
                 dtype,
                 ("position", "out"),

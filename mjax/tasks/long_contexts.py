@@ -56,12 +56,12 @@ class Positions:
 
         Raises:
           UsageError: there is nothing under that name, no document is long enough, the dataset was made with another
-            tokenizer, or the length is above the model's sequence.
+            tokenizer, or the length is above the model's positions.
         """
-        self.length = model.sequence if options.length is None else options.length
-        if not 2 <= self.length <= model.sequence:
-            problem = f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions"
-            raise UsageError(f"{problem}; use 2 to {model.sequence}")
+        self.length = model.max_positions if options.length is None else options.length
+        if not 2 <= self.length <= model.max_positions:
+            problem = f"--positions.length {self.length} does not fit a model of {model.max_positions:,} positions"
+            raise UsageError(f"{problem}; use 2 to {model.max_positions}")
         documents, _ = open_text(data, tokenizer)
         stretches: list[Window] = []
         self.documents = self.used = self.tokens = longest = 0
@@ -230,11 +230,11 @@ class Needle:
 
         Raises:
           UsageError: there is nothing under that name, or too little for the filler; a length is above the model's
-            sequence, or too short for the fact and the question.
+            positions, or too short for the fact and the question.
         """
         self.options, self.unscaled = options, model.unscaled_sequence
         samples = [_draw(tokenizer, options.seed, number) for number in range(options.samples)]
-        self.lengths = _lengths(options.lengths, model.sequence, max(sample.size for sample in samples))
+        self.lengths = _lengths(options.lengths, model.max_positions, max(sample.size for sample in samples))
         self.depths = np.linspace(0, 1, options.depths)
         filler = _filler(data, tokenizer, ENOUGH * self.lengths[-1])
         if len(filler) < (needed := self.lengths[-1] - min(sample.size for sample in samples)):

@@ -228,8 +228,8 @@ def test_ignored_arguments_are_left_out(write_rank, tmp_path, capsys):
 
 def test_arguments_and_shapes_describe_model():
     assert model_config(ARGUMENTS, TENSORS, "gpt", "source") == GPTConfig(
-        layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=32, hidden_dropout=0.1,
-        attention_dropout=0.2, init_std=0.01, layernorm_epsilon=1e-6, activation="gelu_tanh",
+        layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, max_position_embeddings=10, vocabulary=32,
+        hidden_dropout=0.1, attention_dropout=0.2, init_std=0.01, layernorm_epsilon=1e-6, activation="gelu_tanh",
     )  # fmt: skip
     found = model_config(None, TENSORS, "gpt", "source", heads=3)
     assert (found.heads, found.activation, found.layernorm_epsilon) == (3, "gelu_tanh", 1e-5)

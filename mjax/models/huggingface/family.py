@@ -102,8 +102,10 @@ ACTIVATIONS = {
 """transformers' name → ours; the first of each is written."""
 GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
 """The activations of a gated MLP."""
-RESOLVED = {"kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert"}
-"""Fields that may be None in our config → the property that has their value."""
+RESOLVED = {
+    "kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert", "sequence": "max_positions",
+}  # fmt: skip
+"""Fields whose exported value is a property's: they may be None, or are those of the last run."""
 MOST_WHOLE, MOST = 2**31, 1e30
 """Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
@@ -124,7 +126,9 @@ WITHOUT_EFFECT = {
     "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
-FREE_FIELDS = {"attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers"}
+FREE_FIELDS = {
+    "attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers", "max_position_embeddings",
+}  # fmt: skip
 """Fields of our configs that do not change what a model computes, or have more than one rule."""
 
 
@@ -179,9 +183,8 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
             f"{file}: {theirs['heads']} {fields['heads']} does not divide {theirs['hidden']} {fields['hidden']}; "
             "restore the file"
         )
-    return config_class(family.fixed["kind"], file)(
-        **family.fixed, **fields, **more, vocabulary_multiple=vocabulary_multiple
-    )
+    more |= {"vocabulary_multiple": vocabulary_multiple, "max_position_embeddings": fields["sequence"]}
+    return config_class(family.fixed["kind"], file)(**family.fixed, **fields, **more)
 
 
 def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
