@@ -15,11 +15,17 @@ def equations(jaxpr, name=None):
     for equation in jaxpr.eqns:
         if name in (None, equation.primitive.name):
             yield equation
-        for value in equation.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                item = getattr(item, "jaxpr", item)
-                if hasattr(item, "eqns"):
-                    yield from equations(item, name)
+        for body in subjaxprs(equation):
+            yield from equations(body, name)
+
+
+def subjaxprs(equation):
+    """The jaxprs in the parameters of an equation."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
 
 
 def carried(loop):
