@@ -34,20 +34,21 @@ IN_16_BITS = {
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
         product_in_loops.of_group.of_tile""",
     # The residual stream, and biases.
-    "add": """Block.__call__ Block.decode ColumnAdapter.added.<listcomp> Encoder.embed Experts.__call__ GPT.embed
+    "add": """Block.__call__ Block.decode ColumnAdapter.added Encoder.embed Experts.__call__ GPT.embed
         MixtureBlock.__call__ MixtureBlock.decode OutputNormBlock.__call__ OutputNormBlock.decode PostNormBlock.__call__
         SandwichBlock.__call__ SandwichBlock.decode _add_bias _scores_forward add_bias columns from_rows""",
     # Gradients of a value that is used twice.
-    "add_any": """ColumnAdapter.added.<dictcomp> Encoder.pooled Router.__call__ _by_group.body _norm _sum_of_squares
+    "add_any": """ColumnAdapter.added Encoder.pooled Router.__call__ _by_group.body _norm _sum_of_squares
         _unit_rms_norm columns enter gated gather_tokens linear lookup""",
     "mul": "ColumnAdapter.added Encoder.pooled Gemma3.embed LocalAndGlobal.turn RowAdapter.__call__ gated",
     "div": "_attend_block attend_cached",  # queries by √d
     "tanh": "Encoder.pooled",
-    "sub": "Encoder.pooled",  # of its gradient
+    "sub": "Encoder.pooled",  # of its gradient, with one name from jax 0.12 on
+    "one_minus_square": "Encoder.pooled",
     "gt": "BERT.loss",  # of an accuracy
     # Results of what is computed in float32, weights, and gradients of what was widened.
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Rotary.turn Router.__call__
-        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _attend_in_blocks.<genexpr> _dropout _norm
+        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _norm
         _one_dim _rotate_by _scaled _sum_of_squares _unit_rms_norm _weighted _wide activate add_bias as_used
         attend_cached chunked_cross_entropy columns combined dropout dropout_tokens for_every_query grouped_product
         layer_gather.one lookup positions_of product_in_loops.of_group.of_tile""",
@@ -59,7 +60,7 @@ def writer(equation):
     """The innermost function of mjax on the stack when an operation was traced."""
     for frame in equation.source_info.traceback.frames:
         if frame.file_name.startswith(MJAX):
-            return frame.function_name.replace("<locals>.", "")
+            return frame.function_name.partition(".<locals>.<")[0].replace("<locals>.", "")
     return "?"
 
 
@@ -89,7 +90,7 @@ def computed_in_16_bits(jaxpr):
         if name == "dot_general":
             name = "matmul" if results else "wide matmul"
         elif name == "convert_element_type":
-            if given:  # loses nothing
+            if given or equation.invars[0].aval.weak_type:  # loses nothing; a number of Python
                 continue
             name = "round" if jnp.issubdtype(equation.invars[0].aval.dtype, jnp.floating) else "round integers"
         found[name].add(function)
