@@ -6,21 +6,18 @@ rest is float32: rotary angles, norms, activations, softmax, cross entropy, rout
 
 from collections import Counter, defaultdict
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import mjax
 from mjax.generation.generate import Generator
 from mjax.models import bert, experts, mlp, norms
 from mjax.models.gemma3 import model as gemma3
 from mjax.parallel.mesh import abstract_mesh
 from tests.small import BLOOM, small_config
-from tests.traced import carried, equations, subjaxprs, traced_step
+from tests.traced import carried, equations, subjaxprs, traced_step, writer
 
-MJAX = str(Path(mjax.__file__).parent)
 CALLS = "checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 scan shard_map while"
 MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broadcast_in_dim concatenate copy copy_p
     dynamic_slice dynamic_update_slice gather name optimization_barrier pad ppermute psum psum_invariant pvary
@@ -54,14 +51,6 @@ IN_16_BITS = {
         layer_gather.one lookup positions_of product_in_loops.of_group.of_tile""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
 }
-
-
-def writer(equation):
-    """The innermost function of mjax on the stack when an operation was traced."""
-    for frame in equation.source_info.traceback.frames:
-        if frame.file_name.startswith(MJAX):
-            return frame.function_name.partition(".<locals>.<")[0].replace("<locals>.", "")
-    return "?"
 
 
 def operations(jaxpr, function=None):
