@@ -167,6 +167,22 @@ def weights_of(config: Config):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+@cache
+def compiled_step(config: Config):
+    """The program of `config` and its compiled training step: (state, batch, limit of the loss) → state, metrics."""
+    program = program_of(config)
+    limit = jax.ShapeDtypeStruct((), jnp.float32)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch, limit)
+    return program, step.compile(compiler_options=QUICKLY)
+
+
+def state_of(config: Config):
+    """The first state with the weights of `weights_of`."""
+    program = program_of(config)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
+    return program.begin(jax.device_put(cut_into_chunks(weights_of(config), config.mesh), shardings))
+
+
 MEANS = {
     "bert": ("mlm_loss", "order_loss", "order_accuracy"),
     "bert_task": ("loss", "accuracy"),
