@@ -23,7 +23,6 @@ import tyro
 
 from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
 from mjax.config.model import KIND_FLAG, kinds_with
-from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import without_parents
 
@@ -71,7 +70,7 @@ NAMES_ELSEWHERE = {
     "optimizer.min-learning-rate": "min-lr",
     "optimizer.schedule": "lr-decay-style lr-scheduler lr-scheduler-type lr-schedule decay-lr",
     "optimizer.warmup-steps": "lr-warmup-iters warmup-iters lr-warmup-steps num-warmup-steps warmup",
-    "optimizer.warmup-from": "lr-warmup-init", "optimizer.warmup-steps warmup": "lr-warmup-fraction warmup-ratio",
+    "optimizer.warmup-steps warmup": "lr-warmup-fraction warmup-ratio",
     "optimizer.decay-steps": "lr-decay-iters lr-decay-steps", "optimizer.wsd-decay-steps": "lr-wsd-decay-iters",
     "optimizer.wsd-decay": "lr-wsd-decay-style", "optimizer.weight-decay weight-decay": "wd",
     "optimizer.beta1": "adam-beta1", "optimizer.beta2": "adam-beta2", "optimizer.epsilon": "adam-eps adam-epsilon eps",
@@ -97,7 +96,7 @@ NAMES_ELSEWHERE = {
     # --- data
     "data.path": "data", "data.path data": "dataset data-dir data-file", "data.path train": "train-file",
     "data.train-path train": "train-data", "data.train-path": "train-data-path", "data.valid-path": "valid-data-path",
-    "data.valid-path validation": "val-data validation-file", "data.test-path": "test-data-path",
+    "data.valid-path validation": "val-data validation-file",
     "data.reset-positions": "reset-position-ids", "data.reset-attention": "reset-attention-mask",
     "data.mask-eod-loss": "eod-mask-loss", "data.mask-probability": "mask-prob",
     "data.short-probability": "short-seq-prob", "data.cache": "data-cache-path", "data.mock": "mock-data",
@@ -218,7 +217,7 @@ def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
         values = [value] if equals else list(after)
         if not _can_be(values, kind):
             typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
-            raise UsageError(f"{typed}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
+            raise UsageError(f"{typed}: it takes {_takes(kind)}")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -288,10 +287,6 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
     theirs = ELSEWHERE.get(last, "").split()
-    typed = {field.replace("-", "_") for field in (name, *theirs)}
-    for field, gone in REMOVED.items():
-        if field in typed or (not section and field.endswith(f".{last.replace('-', '_')}")):
-            return f" any more; {gone.instead}"
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
     ours = [flag for flag in theirs if flag in known]

@@ -545,33 +545,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
 
 
-# Fields that every config once had, whatever its kind, with their defaults.
-_SHARED_ONCE = {
-    "positions": "learned",
-    "embedding_layernorm": False,
-    "layernorm": "pre",
-    "mlm_activation": None,
-    "head": "pretraining",
-    "answers": 2,
-}
-
-
-def upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the model in a config.json, also from when all architectures shared one dataclass."""
-    values = {"kind": "gpt", **values}
-    if values["kind"] == "bert" and values.get("head", "pretraining") != "pretraining":
-        values["kind"] = "bert_task"
-        values.pop("mlm_activation", None)
-    if not isinstance(values["kind"], str) or values["kind"] not in REGISTRY:
-        return values  # which `config_class` refuses
-    known = _names(REGISTRY[values["kind"]])
-    return {
-        name: value
-        for name, value in values.items()
-        if name in known or name not in _SHARED_ONCE or value != _SHARED_ONCE[name]
-    }
-
-
 def kinds_with(field: str) -> Iterator[str]:
     """The kinds of the registered models that have a field."""
     for kind, cls in REGISTRY.items():

@@ -34,14 +34,12 @@ from mjax.config.model import (
     is_own,
     kind_of,
     stand_in,
-    upgraded,
 )
 from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.config.model import BERTTaskConfig as BERTTaskConfig
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
-from mjax.config.removed import named_like
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
 
@@ -392,7 +390,7 @@ def _execute(file: Path) -> types.ModuleType:
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}{named_like(str(error))}; "
+            f"{error.msg if isinstance(error, SyntaxError) else error}; "
             f"fix the file, python {shlex.quote(str(file))} "
             "shows the traceback"
         ) from error
@@ -438,7 +436,7 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
-    model = upgraded(values.get("model", {}))
+    model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
     if isinstance(mesh := rest.get("mesh"), dict) and mesh.get("schedule") == "zb-h1":  # of 0.2.0: the same results
         rest["mesh"] = mesh | {"schedule": "1f1b"}

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
@@ -30,6 +29,7 @@ from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike,
 from mjax.parallel.products import overlapped_sum
 from mjax.parallel.sums import sum_rows, wide_type
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import is_frozen
 
 MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other sizes is slow
 
@@ -99,7 +99,8 @@ def chunked_cross_entropy(
     parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-    return _chunked(x, table, bias, labels, embedding.tokens_of_rank(table), tokens, chunks)
+    count, frozen = embedding.tokens_of_rank(table), is_frozen(embedding.table)
+    return _chunked(x, table, bias, labels, count, tokens, chunks, frozen)
 
 
 def rows_of_chunks(rows: int, chunks: int) -> list[slice]:
@@ -126,16 +127,16 @@ class _Running(NamedTuple):
         return self.total * jnp.exp(self.highest - highest)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked(
-    x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, tokens: Tokens, chunks: int
-) -> Array:
-    return _normalized(tokens.enter(x), table, bias, labels, count, chunks)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, *how) -> Array:
+    return _chunked_forward(x, table, bias, labels, count, *how)[0]
 
 
-def _normalized(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, chunks: int):
-    """The cross entropy of each token, and the logarithm of its normalizer."""
-    running = None
+def _chunked_forward(
+    x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, tokens: Tokens, chunks: int, _: bool
+):
+    x, back = jax.vjp(tokens.enter, x)
+    saved, running = x, None
     for rows in rows_of_chunks(table.shape[0], chunks):
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
@@ -150,16 +151,7 @@ def _normalized(x: Array, table: Array, bias: Array | None, labels: Array, count
     label = jnp.where(owned, running.label - highest, 0.0)
     exponentials, label = mappings.leave(jnp.stack([running.up_to(highest), label]))
     log_sum = jnp.log(exponentials)
-    return log_sum - label, highest + log_sum
-
-
-def _chunked_forward(x: CustomVJPPrimal, table: CustomVJPPrimal, *others):
-    *arrays, tokens, chunks = others
-    trained = () if table.perturbed else None
-    x, table, bias, labels, count = jax.tree.map(lambda primal: primal.value, (x, table, *arrays))
-    x, back = jax.vjp(tokens.enter, x)
-    loss, log_normalizer = _normalized(x, table, bias, labels, count, chunks)
-    return loss, (x, back, table, bias, labels, count, log_normalizer, trained)
+    return log_sum - label, (saved, back, table, bias, labels, count, highest + log_sum)
 
 
 def _of_chunk(
@@ -174,8 +166,8 @@ def _of_chunk(
     return scores.astype(wide_type(scores.dtype)), owned[:, None] & (column == local[:, None])
 
 
-def _chunked_backward(tokens: Tokens, chunks: int, residuals, gradient: Array):
-    x, back, table, bias, labels, count, log_normalizer, trained = residuals
+def _chunked_backward(tokens: Tokens, chunks: int, frozen: bool, residuals, gradient: Array):
+    x, back, table, bias, labels, count, log_normalizer = residuals
     previous, to_table, to_bias = [], [], []
     for rows in rows_of_chunks(table.shape[0], chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
@@ -187,7 +179,7 @@ def _chunked_backward(tokens: Tokens, chunks: int, residuals, gradient: Array):
             to_logits = jax.lax.optimization_barrier(to_logits)
             to_bias.append(sum_rows(to_logits))
         part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
-        to_table += [] if trained is None else [to_logits.T @ x]
+        to_table += [] if frozen else [to_logits.T @ x]
         previous = [previous[0] + part if previous else part, *to_table[-1:]]
     to_x, *to_table[-1:] = jax.lax.optimization_barrier(previous)
     products = tuple(jnp.concatenate(parts) if parts else None for parts in (to_table, to_bias))
@@ -195,4 +187,4 @@ def _chunked_backward(tokens: Tokens, chunks: int, residuals, gradient: Array):
     return to_x, to_table, to_bias, None, None
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward, symbolic_zeros=True)
+_chunked.defvjp(_chunked_forward, _chunked_backward)

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
@@ -28,7 +27,7 @@ from mjax.parallel.products import from_rows, into_columns, overlapped_sum
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import IN, OUT, PART, TOKEN, parameter
+from mjax.parallel.weights import IN, OUT, PART, TOKEN, is_frozen, parameter
 
 
 def normal(std: float):
@@ -120,16 +119,17 @@ def columns(
     axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
     unfused = tuple(layer.unfused and not whole for layer in layers)
+    frozen = tuple(is_frozen(layer.kernel) for layer in layers)
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if not adapters:
-        return into_columns(x, kernels, biases, tokens, unfused)
+        return into_columns(x, kernels, biases, tokens, unfused, frozen)
     downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
     no, nothing = (False,) * len(downs), (None,) * len(downs)
     if key is not None and adapters[0].dropout:  # another input, which costs an f of its own
-        outputs = into_columns(x, kernels, biases, tokens, unfused)
-        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no)
+        outputs = into_columns(x, kernels, biases, tokens, unfused, frozen)
+        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no, no)
     else:
-        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no)
+        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no, frozen + no)
     outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
     for layer, apart in zip(layers, unfused, strict=True):
         own = [next(outputs) for _ in range(layer.kernel.shape[1] if apart else 1)]
@@ -166,7 +166,8 @@ class RowParallelLinear(nnx.Module):
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = from_rows(self.kernel[...], x, tokens, self.adapter and partial(self.adapter, tokens=tokens, key=key))
+        adapter = self.adapter and partial(self.adapter, tokens=tokens, key=key)
+        y = from_rows(self.kernel[...], x, tokens, adapter, is_frozen(self.kernel))
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -195,7 +196,7 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(_scores(x, table, bias, tokens), self.tokens_of_rank(table))
+        return without_padding(_scores(x, table, bias, tokens, is_frozen(self.table)), self.tokens_of_rank(table))
 
     def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
@@ -207,26 +208,25 @@ class VocabParallelEmbedding(nnx.Module):
 # The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
 # pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
 # compute that gradient twice, and keep the logits for the second time.
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _scores(
-    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens
+    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens, frozen: bool
 ) -> Float[Array, "bs v"]:
     """f(x) Eᵀ + b, for a table [v, h]."""
-    scores = tokens.enter(x) @ table.T
-    return scores if bias is None else scores + bias
+    return _scores_forward(x, table, bias, tokens, frozen)[0]
 
 
-def _scores_forward(x: CustomVJPPrimal, table: CustomVJPPrimal, bias: CustomVJPPrimal | None, tokens: Tokens):
-    x, back = jax.vjp(tokens.enter, x.value)
-    scores = x @ table.value.T
-    x = x if table.perturbed else None
-    return (scores, (x, back, table.value)) if bias is None else (scores + bias.value, (x, back, table.value, ()))
+def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens, frozen: bool):
+    x, back = jax.vjp(tokens.enter, x)
+    scores = x @ table.T
+    x = None if frozen else x
+    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
 
 
-def _scores_backward(tokens: Tokens, residuals, gradient: Array):
+def _scores_backward(tokens: Tokens, frozen: bool, residuals, gradient: Array):
     x, back, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
-    to_table = None if x is None else gradient.T @ x
+    to_table = None if frozen else gradient.T @ x
     products = gradient @ table, (to_table, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
@@ -234,7 +234,7 @@ def _scores_backward(tokens: Tokens, residuals, gradient: Array):
     return to_x, to_table, to_bias
 
 
-_scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def without_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:

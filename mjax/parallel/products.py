@@ -1,8 +1,7 @@
 """The products of linear layers with f in front of them, and the order of their backward passes.
 
 f and the products behind it are differentiated as one, `into_columns`, so that the sum over the ranks in the backward
-pass is beside the gradients of the weights. A kernel that is not differentiated, because it is frozen, has no gradient
-and needs no input for it: JAX says which are (`perturbed`).
+pass is beside the gradients of the weights. A kernel that is `frozen` has no gradient, and its input is not kept.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
@@ -23,30 +21,27 @@ from mjax.parallel.sums import add_bias, sum_rows
 from mjax.parallel.tokens import Tokens
 
 
-def linear(kernel: Array, x: Float[Array, " t *into"], dims: int) -> Float[Array, " t *out"]:
+def linear(kernel: Array, x: Float[Array, " t *into"], dims: int, frozen: bool = False) -> Float[Array, " t *out"]:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel, [*into, *out]; both vary over the
     same mesh axes."""
-    return _linear(x, kernel, dims)
+    return _linear(x, kernel, dims, frozen)
 
 
 # The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
 # gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x: Array, kernel: Array, dims: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _linear(x: Array, kernel: Array, dims: int, frozen: bool) -> Array:
     return _product(x, kernel, dims)
 
 
-def _linear_forward(x: CustomVJPPrimal, kernel: CustomVJPPrimal, dims: int):
-    y = _product(x.value, kernel.value, dims)
-    return y, (x.value if kernel.perturbed else None, kernel.value)
-
-
-def _linear_backward(dims: int, residuals, gradient: Array):
+def _linear_backward(dims: int, frozen: bool, residuals, gradient: Array):
     x, kernel = residuals
-    return input_gradient(gradient, dims, kernel), _kernel_gradient(x, gradient)
+    return input_gradient(gradient, dims, kernel), None if frozen else _kernel_gradient(x, gradient)
 
 
-_linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
+_linear.defvjp(
+    lambda x, kernel, dims, frozen: (_product(x, kernel, dims), (None if frozen else x, kernel)), _linear_backward
+)
 
 
 def _product(x: Array, kernel: Array, dims: int) -> Array:
@@ -61,19 +56,10 @@ def input_gradient(gradient: Float[Array, " t *out"], dims: int, kernel: Array) 
     return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(len(gradient), *kernel.shape[:dims])
 
 
-def _kernel_gradient(x: Float[Array, " t *into"] | None, gradient: Float[Array, " t *out"]) -> Array | None:
-    """xᵀ g, the gradient of the kernel of `linear`, [*into, *out]; None if it is frozen, and x was not saved."""
-    if x is None:
-        return None
+def _kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
+    """xᵀ g, the gradient of the kernel of `linear`, [*into, *out]."""
     product = _matrix(x, x.ndim - 1).T @ _matrix(gradient, gradient.ndim - 1)
     return product.reshape(*x.shape[1:], *gradient.shape[1:])
-
-
-def dense(gradient: Array | SymbolicZero) -> Array:
-    """The gradient of a result as an array, also of one that nobody uses."""
-    if isinstance(gradient, SymbolicZero):
-        return mappings.vary(jnp.zeros(gradient.shape, gradient.dtype), gradient.aval.vma)
-    return gradient
 
 
 def _matrix(x: Array, columns: int) -> Array:
@@ -110,26 +96,26 @@ def _operand(kernel: Array, tokens: Tokens, scale: Array | None = None) -> tuple
 
 
 # f and the products behind it are differentiated as one, for their order (`overlapped_sum`).
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def into_columns(
     x: Float[Array, "t h"],
     kernels: tuple[Array, ...],
     biases: tuple[Array | None, ...],
     tokens: Tokens,
     unfused: tuple[bool, ...],
+    frozen: tuple[bool, ...],
 ) -> tuple[Float[Array, "bs ..."], ...]:
     """y = f(x) A + b for each kernel; for one that is `unfused` each of the parts along its first dim of columns.
 
     Kernels [h, *out] and biases [*out] vary over the same axes as the results.
     """
-    return _columns(x, kernels, biases, tokens, unfused)[0]
+    return _columns_forward(x, kernels, biases, tokens, unfused, frozen)[0]
 
 
-def _columns(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, unfused: tuple[bool, ...]):
-    """The outputs, and what a backward pass needs of f and of float8: f(x), the backward pass of f, the scales."""
+def _columns_forward(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, unfused, frozen):
     outputs = []
     entered, back = _entered(x, tokens)
-    saved = entered
+    saved = None if all(frozen) else entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
     for operand, bias, cut in zip(operands, biases, unfused, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
@@ -137,21 +123,13 @@ def _columns(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), saved, back, scales
+    return tuple(outputs), (saved, back, kernels, scales, biases)
 
 
-def _columns_forward(x: CustomVJPPrimal, kernels: tuple, biases: tuple, tokens: Tokens, unfused: tuple[bool, ...]):
-    trained = tuple(() if kernel.perturbed else None for kernel in kernels)
-    x, kernels, biases = jax.tree.map(lambda primal: primal.value, (x, kernels, biases))
-    outputs, entered, back, scales = _columns(x, kernels, biases, tokens, unfused)
-    kept = None if trained == (None,) * len(trained) else entered
-    return outputs, (kept, back, kernels, scales, biases, trained)
-
-
-def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
-    x, back, kernels, scales, biases, trained = residuals
+def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], frozen: tuple[bool, ...], residuals, gradients):
+    x, back, kernels, scales, biases = residuals
     back = back or (lambda gradient: (tokens.leave(gradient),))
-    parts = map(dense, gradients)
+    parts = iter(gradients)
     operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
     wholes = [
         _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
@@ -162,15 +140,12 @@ def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, grad
         x = None if x is None else _restored(x, wholes[0].dtype)
         wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
     to_x = sum(input_gradient(gradient, 1, operand) for gradient, operand in zip(wholes, operands, strict=True))
-    to_kernels = tuple(
-        _kernel_gradient(None if is_trained is None else x, gradient)
-        for is_trained, gradient in zip(trained, wholes, strict=True)
-    )
+    to_kernels = tuple(None if no else _kernel_gradient(x, g) for no, g in zip(frozen, wholes, strict=True))
     to_x, to_kernels = overlapped_sum(back, to_x, to_kernels, tokens)
     return to_x, to_kernels, tuple(to_biases)
 
 
-into_columns.defvjp(_columns_forward, _columns_backward, symbolic_zeros=True)
+into_columns.defvjp(_columns_forward, _columns_backward)
 
 
 def _joined(parts: list[Float[Array, " t *out"]]) -> Float[Array, "t parts *out"]:
@@ -200,12 +175,12 @@ def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
 
 
 def from_rows(
-    kernel: Array, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None
+    kernel: Array, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None, frozen: bool = False
 ) -> Float[Array, "t h"]:
     """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]; g also sums what `adapter` makes of x."""
     if tokens.float8:
         return _rows(x, kernel, tokens)
-    y = linear(kernel, x, x.ndim - 1)
+    y = linear(kernel, x, x.ndim - 1, frozen)
     return tokens.leave(y if adapter is None else y + adapter(x))
 
 

@@ -110,6 +110,11 @@ def decays(dims: Dims | None) -> bool:
 # --- Trained and frozen weights ---------------------------------------------------------------------------------------
 
 
+def is_frozen(weight: nnx.Param) -> bool:
+    """Whether a weight is not trained; then it is stored in the compute dtype."""
+    return bool(weight.get_metadata().get("frozen"))
+
+
 def split_trained(weights) -> tuple:
     """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
     place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""

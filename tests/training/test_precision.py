@@ -25,7 +25,7 @@ MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broad
     unstack"""
 """Operations that compute nothing on a device; sums over devices are counted in `trace/test_collectives.py`."""
 IN_16_BITS = {
-    "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _of_chunk _product _scores _scores_forward
+    "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _of_chunk _product _scores_forward
         attend_cached chunked_cross_entropy columns _kernel_gradient linear""",
     # With a float32 result: scores of attention, products of experts before they are rounded, the loss in chunks.
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
@@ -33,7 +33,7 @@ IN_16_BITS = {
     # The residual stream, and biases.
     "add": """Block.__call__ Block.decode ColumnAdapter.added Encoder.embed Experts.__call__ GPT.embed
         MixtureBlock.__call__ MixtureBlock.decode OutputNormBlock.__call__ OutputNormBlock.decode PostNormBlock.__call__
-        SandwichBlock.__call__ SandwichBlock.decode _add_bias _scores _scores_forward add_bias columns from_rows""",
+        SandwichBlock.__call__ SandwichBlock.decode _add_bias _scores_forward add_bias columns from_rows""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.added Encoder.pooled Router.__call__ _by_group.body _norm _sum_of_squares
         _unit_rms_norm columns enter gated gather_tokens linear lookup""",
