@@ -260,6 +260,8 @@ class LogConfig:
     """Write TensorBoard scalars into the run folder."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the wandb package)."""
+    trackio: str | None = None
+    """Trackio project to log to (needs the trackio package)."""
     prompt: str | None = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None
