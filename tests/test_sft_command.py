@@ -46,7 +46,7 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *asked, *MESH) == 0
     said = capsys.readouterr().out
     assert "sft     --train.steps" in said
-    assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.\d epochs", " ".join(said.split()))
+    assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.0 epochs", " ".join(said.split()))
     config, folder = read_config(tmp_path / "runs" / "chat" / "config.json"), tmp_path / "runs" / "chat"
     assert (config.data.conversations, config.optimizer.learning_rate) == (True, 2e-5)
     records = read_metrics(folder / "metrics.jsonl")

@@ -209,7 +209,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
         )
     if not begun:
         return []
-    if training_samples(before) != training_samples(config) and not config.data.mock:
+    if training_samples(before) != training_samples(config) and not (config.data.mock or config.data.conversations):
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "
             f"--data.samples {training_samples(before)} keeps it if that many are enough"
