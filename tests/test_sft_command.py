@@ -191,6 +191,7 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
         (("--init", "runs/none", "--data", "chat.jsonl"), "runs/none/config.json does not exist"),
         (("--init", "runs/base", "--data", "missing.jsonl"), "there is no file missing.jsonl"),
         (("--init", "runs/base", "--data", "chat.jsonl", "--epochs", "0"), "--epochs is 0"),
+        (("--init", "runs/base", "--data", "a.jsonl", "--data=chat.jsonl"), "--data.path is given twice"),
         (
             ("--init", "runs/base", "--data", "chat.jsonl", "--log.sample-prompts", "no"),
             "no cannot be read",
