@@ -26,6 +26,7 @@ CONTINUES = "the same command continues"
 def without_secrets(text: str) -> str:
     """`text` with … for user and password, and for the query, of each address in it."""
     text = re.sub(r"(\b[a-z][a-z0-9]*:/+)[^\s/'\"]+@", r"\1…@", text)
+    text = re.sub(r"(?<![\w/])[\w.%+-]+:[^\s/'\"@]+@(?=\w)", "…@", text)  # as libraries quote it, without the scheme
     # In a store a question mark may be a pattern: s3://bucket/part-?.jsonl
     query = r"(\b(?:https?:/+[^\s?'\"]*\?|[a-z][a-z0-9]*:/+[^\s?'\"]*\?(?=[\w.%-]+=)))(?!…)[^\s'\"]*[^\s'\";:,.)]"
     return re.sub(query, r"\1…", text)
