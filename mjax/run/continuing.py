@@ -187,7 +187,7 @@ def _meaning(config: Config, name: str) -> Any:
         case "model", "mlm_activation":
             return getattr(config.model, "mlm_activation", None) or config.model.activation
         case "data", "samples":
-            return training_samples(config)
+            return None if config.data.conversations else training_samples(config)  # their order does not depend on it
         case "data", knob if knob in PATHS:
             return None
         case "optimizer", "decay_steps":
