@@ -142,6 +142,18 @@ def test_conversations_in_a_store_are_prepared_here(base, tmp_path, monkeypatch,
     assert f"{given[0][3]}, prepared before" in capsys.readouterr().out
 
 
+def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append((argv, of(None).settings)) or 0)
+    lines = (tmp_path / "chat.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[:20]))
+    parts = ["--data.train-path", "chat.jsonl", "--data.valid-path=held_out.jsonl", "--data.no-pack"]
+    assert cli.main(["sft", "--init", "runs/base", *parts, *FLAGS]) == 0
+    [(argv, settings)] = runs
+    assert not [word for word in argv if word.endswith(".jsonl")]
+    assert (settings.data.samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
+
+
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):
     """Another file of that name, although it is older, is prepared by itself; nothing is left in the folder."""
     before, prefixes = set(tmp_path.iterdir()), []

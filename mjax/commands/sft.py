@@ -118,10 +118,10 @@ def sft(argv: Sequence[str]) -> int:
         raise UsageError(f"{first.init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
     defaults = replace(saved, data=DataConfig(), mesh=MeshConfig())
     given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
-    paths = given.settings.data.path
-    if not paths and not given.settings.data.train_path:
+    data = given.settings.data
+    if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    for path in paths:
+    for path in dict.fromkeys([*data.path, *data.train_path, *data.valid_path]):
         if path.endswith(OF_ROWS):
             longest = given.settings.model.sequence + 1 if "model.sequence" in typed_flags(argv) else None
             prefix = _prepared(given, path, longest)
