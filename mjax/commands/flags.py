@@ -220,7 +220,8 @@ def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
             raise UsageError(
                 f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
             )
-        lists |= {name} if any(... in get_args(option) for option in _options(kind)) else set()
+        if "." in name and any(... in get_args(option) for option in _options(kind)):  # others may add up: --prompt
+            lists.add(name)
         if not _can_be(values, kind):
             typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
             raise UsageError(f"{typed}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
