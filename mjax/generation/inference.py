@@ -198,7 +198,7 @@ def run_tokenizer(
         ways.append("convert the model again with --tokenizer KIND:FILES, which stores it in the run")
     remedy = ", or ".join(ways) or "use a run that was trained on data of mjax prepare, which stores it"
     if given is not None:
-        tokenizer, named = load_tokenizer(given), f"the tokenizer {given}"
+        tokenizer, named = load_tokenizer(given), (flag or "the tokenizer KIND:FILES").replace("KIND:FILES", given)
     elif (run / "tokenizer").is_dir():
         tokenizer, named = tokenizer_from_folder(run / "tokenizer"), f"the tokenizer of {run}"
     else:
