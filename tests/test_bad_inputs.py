@@ -184,6 +184,7 @@ MISTAKES = {
     f"{NEW} --name busy": "is in use by another process",
     f"{NEW} --simulate 0": "--simulate is 0",
     f"{NEW} --log.wandb project": "pip install wandb",
+    f"{NEW} --log.trackio project": "pip install trackio",
     f"{NEW} --model.attention cudnn": "it needs an NVIDIA GPU",
     f"{NEW} --precision.compute fp64": "set JAX_ENABLE_X64=1",
     # --- data
@@ -227,7 +228,8 @@ ENDED_LATER = "train --config TINY --runs text.txt --name x"
 @pytest.mark.parametrize("line", [*MISTAKES, ENDED_LATER], ids=lambda line: line[:80])
 def test_user_error_gets_one_sentence_and_loses_nothing(line, place, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    for package in ("wandb", "trackio"):  # as where they are not installed
+        monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(place)
     code, words = (2, MISTAKES[line]) if line in MISTAKES else (1, "text.txt")
     before = fingerprint(place)

@@ -22,7 +22,7 @@ from mjax.cluster.launch import keep_programs
 from mjax.commands.arguments import EvaluateArguments
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either
+from mjax.errors import UsageError, check_picture, either, in_python
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
 from mjax.tasks.long_contexts import Needle, Positions
@@ -60,6 +60,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
+@in_python("step", "task", "predictions", "stride", "figure", "tokenizer")
 def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 

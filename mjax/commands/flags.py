@@ -207,7 +207,8 @@ def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
 
 
 def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
-    """Refuse values of another type or number; what is left to tyro it prints in a box."""
+    """Refuse values of another type or number, and lists given twice; what is left to tyro it prints in a box."""
+    lists: set[str] = set()
     for index, word in enumerate(argv):
         name, equals, value = word[2:].partition("=")
         kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
@@ -215,6 +216,12 @@ def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
             continue
         after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[index + 1 :])
         values = [value] if equals else list(after)
+        if name in lists:
+            raise UsageError(
+                f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
+            )
+        if "." in name and any(... in get_args(option) for option in _options(kind)):  # others may add up: --prompt
+            lists.add(name)
         if not _can_be(values, kind):
             typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
             raise UsageError(f"{typed}: it takes {_takes(kind)}")

@@ -24,7 +24,7 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.resolve import resolve, resolve_steps
-from mjax.errors import UsageError, check_picture
+from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.planner.search_flags import SearchArguments, check_search, write_config
 from mjax.planner.section import Section
@@ -136,6 +136,7 @@ KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search"
 """Keys of the sections in --json, in printing order."""
 
 
+@in_python("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
 def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 

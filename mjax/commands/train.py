@@ -259,9 +259,9 @@ def _train_arguments(
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
         be_repeatable()
-    from mjax.run.metrics import check_wandb
+    from mjax.run.metrics import check_trackers
 
-    check_wandb(arguments.settings.log.wandb)
+    check_trackers(arguments.settings.log)
     return replace(arguments, resume=folder), label, origin, [*taken, *changes]
 
 

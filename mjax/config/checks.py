@@ -222,7 +222,10 @@ def _check_schedules(config: Config) -> None:
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
             f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
         )
-    needed = BatchSizes.of(config).samples_before(train.steps)
+    sizes = BatchSizes.of(config)  # of conversations, some padding may fill the last batch
+    needed = (
+        sizes.samples_before(train.steps - 1) + 1 if config.data.conversations else sizes.samples_before(train.steps)
+    )
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
             f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "

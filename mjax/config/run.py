@@ -108,7 +108,8 @@ class DataConfig:
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
     samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
-    depends on it, so set it to lengthen a run later without changing the order."""
+    depends on it, so set it to lengthen a run later without changing the order. Of
+    conversations, padding follows them in the last batch."""
     reset_positions: bool = False
     """Restart positions at 0 after each end of document."""
     reset_attention: bool = False
@@ -258,6 +259,8 @@ class LogConfig:
     """Write TensorBoard scalars into the run folder."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the wandb package)."""
+    trackio: str | None = None
+    """Trackio project to log to (needs the trackio package)."""
     prompt: str | None = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None

@@ -73,7 +73,7 @@ class OpenRun:
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
-@in_python()
+@in_python("step")
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
     """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
@@ -203,7 +203,7 @@ def run_tokenizer(
         ways.append("convert the model again with --tokenizer KIND:FILES, which stores it in the run")
     remedy = ", or ".join(ways) or "use a run that was trained on data of mjax prepare, which stores it"
     if given is not None:
-        tokenizer, named = load_tokenizer(given), f"--tokenizer {given}"
+        tokenizer, named = load_tokenizer(given), (flag or "the tokenizer KIND:FILES").replace("KIND:FILES", given)
     elif (run / "tokenizer").is_dir():
         tokenizer, named = tokenizer_from_folder(run / "tokenizer"), f"the tokenizer of {run}"
     else:

@@ -203,7 +203,7 @@ def _meaning(config: Config, name: str) -> Any:
         case "model", "mlm_activation":
             return getattr(config.model, "mlm_activation", None) or config.model.activation
         case "data", "samples":
-            return training_samples(config)
+            return None if config.data.conversations else training_samples(config)  # their order does not depend on it
         case "data", knob if knob in PATHS:
             return None
         case "optimizer", "decay_steps":
@@ -225,7 +225,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
         )
     if not begun:
         return []
-    if training_samples(before) != training_samples(config) and not config.data.mock:
+    if training_samples(before) != training_samples(config) and not (config.data.mock or config.data.conversations):
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "
             f"--data.samples {training_samples(before)} keeps it if that many are enough"

@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run, self.seed, self._chat = run, seed, None
-        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
+        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
         self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig
+from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata
 from mjax.data import cache
 from mjax.data.indexed import IndexedDatasetWriter, tokenizer_folder, write_metadata
@@ -108,6 +109,53 @@ def test_partial_validation_sample_is_kept(data):
     config = config_of(path="a", split="75,25,0", validation_tail=True)
     opened = open_data(replace(config, train=replace(config.train, global_batch=13, micro_batch=13, steps=3)))
     assert sorted(opened.validation.at(0)["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
+
+
+@pytest.fixture
+def chats(tmp_path, monkeypatch):
+    """Conversations of 1 to 12 tokens, each of one id: 30 in d, 11 in e, and in f one."""
+    monkeypatch.chdir(tmp_path)
+    for name, numbers in {"d": range(1, 31), "e": range(31, 42), "f": [42]}.items():
+        with IndexedDatasetWriter(name, 257) as writer:
+            for token in numbers:
+                tokens = np.full(2 + token % 11, token)
+                writer.add_documents(tokens, np.array([len(tokens)]), np.array([1]), np.arange(len(tokens)) == 1)
+    return tmp_path
+
+
+def times_seen(batches, steps):
+    """How often the only trained label of each conversation is trained."""
+    batches = [batches.at(step) for step in range(steps)]
+    labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
+    return dict(zip(*np.unique(labels, return_counts=True), strict=True))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("files", [("d",), ("d", "e"), ("e", "f", "d")])
+@pytest.mark.parametrize(("epochs", "batch"), [(1, 4), (2, 7), (3, 64)])
+def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch, chats):
+    """Whatever the batch, of one file or more; a validation has one epoch, also where a file has no part of it."""
+    config = config_of(batch=batch, path=files, split="75,25,0", conversations=True, pack=pack)
+    one = sum(part.sequences for part in parts_of(open_data(config).training.dataset.dataset))
+    steps = -(-epochs * one // batch)
+    config = replace(config, data=replace(config.data, samples=epochs * one))
+    config = replace(config, train=replace(config.train, steps=steps, eval_batches=12))
+    validate(config)
+    opened = open_data(config)
+    training, validation = times_seen(opened.training, steps), times_seen(opened.validation, 12)
+    assert set(training.values()) == {epochs}
+    assert set(validation.values()) == {1}
+    assert len(training) + len(validation) == sum({"d": 30, "e": 11, "f": 1}[name] for name in files)
+    assert f"{epochs}.0 epochs" in opened.summary
+    more = open_data(replace(config, data=replace(config.data, samples=None)))  # goes on into the next epoch
+    assert (more.training.at(steps - 1)["loss_mask"].sum(axis=1) > 0).all()
+    if steps > 1:
+        with pytest.raises(UsageError, match="is below the"):  # steps without any label
+            validate(replace(config, data=replace(config.data, samples=(steps - 1) * batch)))
+
+
+def parts_of(dataset):
+    return getattr(dataset, "parts", [dataset])
 
 
 def test_mock_validation_is_not_the_training_data():

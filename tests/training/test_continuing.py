@@ -139,6 +139,15 @@ def test_longer_run_is_told_what_follows_its_steps(run_of, tmp_path):
         changes_since(folder, _with(longer, optimizer={"decay_steps": 15}))
 
 
+def test_more_epochs_of_conversations_continue_run(run_of, tmp_path):
+    data = {"path": (write(tmp_path / "chats", 0),), "conversations": True}
+    before = _with(data=data | {"samples": 30}, train={"steps": 10, "global_batch": 4})
+    longer = _with(before, data={"samples": 60}, train={"steps": 15})
+    said = "\n".join(changes_since(run_of(before), longer))
+    assert "changed data.samples: 30 → 60" in said
+    assert "sample order" not in said
+
+
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
