@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Bounds, Count, Positive
-from mjax.config.model import TUNING, ModelConfig, Rate, Tuned, register
+from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.model import ModelConfig, Rate, Tuned, register
 from mjax.errors import UsageError
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
@@ -40,7 +41,7 @@ class LlamaConfig(ModelConfig):
     """Whether queries, keys and values have a bias, as in Qwen 2."""
     tied: bool = False
     """Whether the embedding is the output layer too."""
-    rope_theta: Positive = 10_000.0
+    rope_theta: Annotated[Positive, NEW_RUN] = 10_000.0
     """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
     rope_share: Annotated[float, Bounds(gt=0, le=1)] = 1.0
     """Share of a head that is turned; the rest knows no positions."""

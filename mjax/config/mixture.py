@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Count, CountOrZero, Positive
 from mjax.config.llama import LlamaConfig
-from mjax.config.model import TUNING, Tuned, register
+from mjax.config.marks import TUNING
+from mjax.config.model import Tuned, register
 from mjax.errors import UsageError
 
 

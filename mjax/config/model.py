@@ -24,18 +24,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
+from mjax.config.marks import FREE, NEW_RUN, TUNING
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
 Arrays = dict[str, tuple[tuple[int, ...], str]]
 """By name of an array of a batch the shape that one sample has in it, [s] or [], and its dtype."""
-
-
-class Tuning:
-    """Mark of a field that a run may change where it is meant: weights stay what they are, what is learned changes."""
-
-
-TUNING = Tuning()
 
 
 def lora_flag(name: str):
@@ -110,13 +104,13 @@ class ModelConfig:
     max_position_embeddings: Count | None = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Count = 50257
+    vocabulary: Annotated[Count, NEW_RUN] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Count = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Tuned = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Attention = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Share
+from mjax.config.marks import RATE
 
 
 @dataclass(frozen=True)
@@ -17,19 +18,19 @@ class OptimizerConfig:
     """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
     (embeddings, heads, norms, biases)."""
 
-    learning_rate: NotNegative = 1.5e-4
+    learning_rate: Annotated[NotNegative, RATE] = 1.5e-4
     """Peak learning rate."""
-    min_learning_rate: NotNegative = 1e-5
+    min_learning_rate: Annotated[NotNegative, RATE] = 1e-5
     """Learning rate at the end of the schedule."""
-    schedule: Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"] = "cosine"
+    schedule: Annotated[Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"], RATE] = "cosine"
     """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: Annotated[CountOrZero, RATE] = 0
     """Steps of linear warm-up."""
-    decay_steps: Count | None = None
+    decay_steps: Annotated[Count | None, RATE] = None
     """Step at which min_learning_rate is reached; by default train.steps."""
-    wsd_decay_steps: Count | None = None
+    wsd_decay_steps: Annotated[Count | None, RATE] = None
     """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
-    wsd_decay: Literal["exponential", "linear", "minus_sqrt"] = "exponential"
+    wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE] = "exponential"
     """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""

@@ -24,6 +24,7 @@ import tyro
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
+from mjax.config.marks import FREE, PER_PROCESS
 from mjax.config.mixture import MixtureConfig as MixtureConfig
 from mjax.config.model import (
     REGISTRY,
@@ -130,13 +131,13 @@ class DataConfig:
     Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
     """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
-    cache: str | None = None
+    cache: Annotated[str | None, FREE, PER_PROCESS] = None
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
         for name in ("path", "train_path", "valid_path"):
             value = getattr(self, name)
-            if value is None or isinstance(value, str):  # one prefix or none, as it was before there were blends
+            if value is None or isinstance(value, str):  # one prefix or none
                 object.__setattr__(self, name, (value,) if value else ())
 
     def batch_types(self, evaluation: bool = False) -> dict[str, str]:
@@ -179,9 +180,9 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Count = 300_000
+    steps: Annotated[Count, FREE] = 300_000
     """Number of optimizer steps."""
-    tokens: str | None = None
+    tokens: Annotated[str | None, FREE] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up or schedule. The run's config.json has the steps."""
     global_batch: Count = 512
@@ -192,26 +193,26 @@ class TrainConfig:
     batch_schedule: str | None = None
     """Instead of a ramp-up: pairs TOKENS:BATCH such as '0:768 250B:1536', from that many training tokens on (K, M, B,
     T: thousands to trillions) that many sequences per step. The last is global_batch."""
-    taken: Annotated[tuple[tuple[int, int], ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+    taken: Annotated[tuple[tuple[int, int], ...], tyro.conf.Fixed, tyro.conf.Suppress, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Count = 8
+    micro_batch: Annotated[Count, FREE] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Literal["none", "selective", "full", "offload"] = "none"
+    recompute: Annotated[Literal["none", "selective", "full", "offload"], FREE] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""
-    unroll: Literal["auto", "on", "off"] = "auto"
+    unroll: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
     on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
-    loss_chunks: Annotated[int, Bounds(ge=1, le=64)] = 1
+    loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE] = 1
     """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
     tokens are never in memory, for one more product of the output layer in the backward pass."""
     seed: Seed = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
-    eval_interval: CountOrZero = 1000
+    eval_interval: Annotated[CountOrZero, FREE] = 1000
     """Steps between validations; 0: none."""
-    eval_batches: Count = 10
+    eval_batches: Annotated[Count, FREE] = 10
     """Global batches per validation."""
 
 
@@ -255,11 +256,11 @@ class LogConfig:
 
     interval: Count = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: bool = True
+    tensorboard: Annotated[bool, PER_PROCESS] = True
     """Write TensorBoard scalars into the run folder."""
-    wandb: str | None = None
+    wandb: Annotated[str | None, PER_PROCESS] = None
     """Weights & Biases project to log to (needs the wandb package)."""
-    trackio: str | None = None
+    trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
     prompt: str | None = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
@@ -275,14 +276,14 @@ class Config:
     """One run of mjax."""
 
     model: ModelConfig = field(default_factory=GPTConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: Annotated[MeshConfig, FREE] = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
-    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: Annotated[CheckpointConfig, FREE] = field(default_factory=CheckpointConfig)
+    health: Annotated[HealthConfig, FREE] = field(default_factory=HealthConfig)
+    log: Annotated[LogConfig, FREE] = field(default_factory=LogConfig)
 
     @property
     def micro_batches(self) -> int:

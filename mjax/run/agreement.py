@@ -5,7 +5,7 @@ or line of code in one of them silently gives a useless checkpoint. So each proc
 compares them, and all end with one sentence that names which processes differ in what. The facts travel over the
 connections of the watchdog: a collective would need the agreement that is still to be checked.
 
-    config     every field, except those that only process 0 or only this process uses (`OWN`)
+    config     every field, except those that only process 0 or only this process uses (`PER_PROCESS`)
     data       digests of the datasets and of the tokenizer, wherever each process has them
     software   a hash of each of mjax's source files, versions of packages, settings of JAX and XLA
     folder     a token that process 0 writes into the run folder, and the newest checkpoint there
@@ -43,6 +43,7 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.axes import NAMES, holding
 from mjax.config.datasets import parse_blend
+from mjax.config.marks import PER_PROCESS, marks_of
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UnhealthyError, UsageError
@@ -52,7 +53,6 @@ from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed
 
-OWN = {"data.cache", "log.tensorboard", "log.wandb", "log.trackio"}
 PACKAGES = re.compile(
     r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
 )
@@ -134,13 +134,13 @@ def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def config_facts(config: Config) -> Facts:
-    """Every field except those of `OWN` and the paths of data."""
+    """Every field except those marked `PER_PROCESS` and the paths of data."""
     facts = {}
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         for knob in dataclasses.fields(values):
             name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
-            if name not in OWN and not (section.name == "data" and knob.name in PATHS):
+            if PER_PROCESS not in marks_of(config, name) and not (section.name == "data" and knob.name in PATHS):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 facts["--" + name.replace("_", "-")] = json.dumps(value), shown
     return facts

@@ -1,9 +1,10 @@
 """Settings that may change between two starts of a run, and the origin of a run that starts from another.
 
-A run folder holds one experiment. Each config field is in one of three classes:
+A run folder holds one experiment. Each config field is in one of three classes, by its marks (`config/marks.py`):
 
-    FIXED     weights or moments would not fit, or would mean something else: refused
-    LEARNED   changes what is learned: refused, unless --allow-change is given
+    fixed     weights or moments would not fit, or would mean something else: refused. Those of a model without `TUNING`
+              or `FREE`, and the name of the optimizer
+    learned   changes what is learned: refused, unless --allow-change is given
     FREE      changes how long, on which devices or in which portions, and what is saved, shown or watched
 
 A field that is derived from another by default is compared by its effective value (`_meaning`), and data by digest:
@@ -15,7 +16,6 @@ the former ones.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,23 +23,19 @@ from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
 from mjax.config import (
-    CheckpointConfig,
     Config,
     DataConfig,
-    HealthConfig,
-    LogConfig,
     MeshConfig,
     as_flag,
     differences,
     read_config,
     read_settings,
 )
-from mjax.config.axes import NAMES
 from mjax.config.batch_size import BatchSizes, training_samples
-from mjax.config.bounds import fields_of
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
-from mjax.config.model import TUNING, ModelConfig, kind_of
+from mjax.config.marks import FREE, NEW_RUN, RATE, TUNING, marks_of
+from mjax.config.model import ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, either
@@ -47,32 +43,6 @@ from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_
 from mjax.utils.files import write_whole
 from mjax.utils.stores import resolved
 
-
-def _every_field(section: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(section))
-
-
-# FIXED are the fields of a model, except for the attention kernel and those marked `TUNING` in its config; and the name
-# of the optimizer, whose moments another one cannot use. All other fields are LEARNED, unless they are FREE.
-FREE = {
-    "model": ("attention",),
-    "mesh": (*NAMES, "context_attention", "sequence_parallel", "schedule", "chunks", "zero"),
-    "data": ("cache",),
-    "train": (
-        "steps", "tokens", "taken", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval",
-        "eval_batches",
-    ),
-    # Whole sections: none of their fields affects what is learned from which samples.
-    "checkpoint": _every_field(CheckpointConfig),
-    "health": _every_field(HealthConfig),
-    "log": _every_field(LogConfig),
-}  # fmt: skip
-
-SCHEDULE = (
-    "learning_rate", "min_learning_rate", "schedule", "warmup_steps", "decay_steps", "wsd_decay_steps",
-    "wsd_decay",
-)  # fmt: skip
-"""Fields of the optimizer that may change if the learning rates of the steps taken do not."""
 OPTIMIZER = "optimizer.name"
 PATHS = ("path", "train_path", "valid_path")
 DIGESTS = "data.json"
@@ -104,7 +74,7 @@ def changes_since(
                 f"{folder} was trained with {old}, whose moments {new} cannot use; type --{OPTIMIZER} {old} to "
                 f"continue it, or --init {folder} --name NEW for a new run from its weights"
             )
-        if _is_fixed(config, name):
+        if name.startswith("model.") and marks_of(config, name).isdisjoint({FREE, TUNING}):
             raise UsageError(
                 f"{folder} holds a run of another model ({name} {old}, now {new}); "
                 "choose another --name, or leave the model as it was"
@@ -114,9 +84,9 @@ def changes_since(
         refused = [
             f"{name} {_shown(old)}, now {_shown(new)}"
             for name, (old, new) in changed.items()
-            if not _is_in(FREE, name)
+            if FREE not in marks_of(config, name)
             and _meaning(before, name) != _meaning(config, name)
-            and not (rates_kept and _is_in({"optimizer": SCHEDULE}, name))
+            and not (rates_kept and RATE in marks_of(config, name))
         ]
         refused = [*refused, *_changed_data(folder, before.data, config.data)]
         if refused:
@@ -181,20 +151,6 @@ def with_positions(config: Config, folder: Path, init: Path | None) -> Config:
 def save_digests(folder: Path, data: DataConfig) -> None:
     """Save digests of the run's data in the run folder."""
     write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
-
-
-def _is_fixed(config: Config, name: str) -> bool:
-    section, knob = name.split(".")
-    return section == "model" and not _is_in(FREE, name) and knob not in _tuned(config.model)
-
-
-def _tuned(model: ModelConfig) -> set[str]:
-    return {field for field, _, _, marks in fields_of(type(model)) if TUNING in marks}
-
-
-def _is_in(fields: dict[str, tuple[str, ...]], name: str) -> bool:
-    section, knob = name.split(".")
-    return knob in fields.get(section, ())
 
 
 def _meaning(config: Config, name: str) -> Any:
@@ -312,8 +268,6 @@ def _shown(value: Any) -> str:
 # the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"
-UNSEEN = ("attention", "rope_theta", "vocabulary", "vocabulary_multiple")
-"""Fields of a model, in addition to `TUNING`, that may differ if the shapes of its weights are the same."""
 BY_DEFAULT = {
     "feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size",
     "max_position_embeddings": "max_positions",
@@ -429,7 +383,7 @@ def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
         if section == "model" and name != "attention":
             values = _value(saved.model, name), _value(config.model, name)
             changed |= {name: values} if values[0] != values[1] else {}
-    if wrong := [name for name in changed if not _may_differ(name, saved.model, config.model)]:
+    if wrong := [name for name in changed if not _may_differ(name, saved.model, config)]:
         values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
         flags = " ".join(as_flag(f"model.{name}", changed[name][0]) for name in wrong)
         if "vocabulary" in wrong:  # the data's ids would not fit the smaller vocabulary
@@ -450,9 +404,10 @@ def _value(model: ModelConfig, name: str) -> Any:
     return getattr(model, BY_DEFAULT[name]) if value is None and name in BY_DEFAULT else value
 
 
-def _may_differ(name: str, saved: ModelConfig, model: ModelConfig) -> bool:
+def _may_differ(name: str, saved: ModelConfig, config: Config) -> bool:
+    model = config.model
     if name == "sequence" or name == "max_position_embeddings":
         return not model.learned_positions or saved.max_positions == model.max_positions
     if name in ("vocabulary", "vocabulary_multiple"):
         return saved.padded_vocabulary == model.padded_vocabulary
-    return name in UNSEEN or name in _tuned(model)
+    return not marks_of(config, f"model.{name}").isdisjoint({NEW_RUN, TUNING})

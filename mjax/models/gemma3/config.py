@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count, Positive
 from mjax.config.llama import LlamaConfig
-from mjax.config.model import TUNING, Tuned, register
+from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.model import Tuned, register
 from mjax.errors import UsageError
 
 
@@ -24,7 +25,7 @@ class Gemma3Config(LlamaConfig):
     """Tokens that a position sees in a layer with a window, itself included."""
     full_attention_every: Annotated[Count | None, TUNING] = 6
     """Of so many layers the last sees everything. Layers after the last whole group have windows."""
-    rope_theta: Positive = 1_000_000.0
+    rope_theta: Annotated[Positive, NEW_RUN] = 1_000_000.0
     """Base of the rotary frequencies in layers that see everything; --model.rope-scaling is for these layers too."""
     local_rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies in layers with a window."""

@@ -1,0 +1,44 @@
+"""What a field of a config says of itself, beside its type and bounds: marks in its `Annotated` type.
+
+    steps: Annotated[Count, FREE] = 300_000      or for a whole section of the config: mesh: Annotated[MeshConfig, FREE]
+
+A run folder holds one experiment. A field without a mark is part of it: to continue with another value needs
+--allow-change, and another value of an unmarked field of the model is another model. This module imports no JAX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mjax.config.bounds import fields_of
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A mark of fields, by its name."""
+
+    name: str
+
+
+FREE = Mark("free")
+"""Changes how long, on which devices or in which portions a run trains, or what is saved, shown and watched."""
+TUNING = Mark("tuning")
+"""Of a model: its weights stay what they are, what is learned changes; --allow-change continues with it."""
+RATE = Mark("rate")
+"""Of the learning rate: may change if the rates of the steps taken do not."""
+NEW_RUN = Mark("new run")
+"""Of a model: may differ where a new run starts from weights of another (--init), if these have the same shapes."""
+PER_PROCESS = Mark("per process")
+"""Processes of a run need not agree on it."""
+
+
+def marks_of(config: Any, name: str) -> frozenset[Mark]:
+    """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
+    section, knob = name.split(".")
+    marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
+    return frozenset(mark for mark in marks if isinstance(mark, Mark))
+
+
+def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
+    return {name: marks for name, _, _, marks in fields_of(cls)}
