@@ -46,7 +46,7 @@ def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[i
 
 
 @lru_cache(maxsize=64)
-def weight_dims(config: ModelConfig) -> dict[str, Dims | None]:
+def weight_dims(config: ModelConfig) -> dict[str, Dims]:
     """What the dims of each weight are (`parallel/weights.py`), by name."""
     return dict(zip(abstract_weights(config), dims_of(_traced(config)), strict=True))
 

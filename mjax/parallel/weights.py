@@ -55,43 +55,43 @@ def parameter(
     if {len(spec), len(dims or spec)} != {len(shape)} or not DIMS.issuperset(dims):
         raise ValueError(f"a weight {shape} needs a spec and dims with a name each ({sorted(DIMS)}): {spec}, {dims}")
     marks = {"muon": muon, "float8": float8, "keep_fp32": keep_fp32, "grad_partial_over_model": grad_partial_over_model}
-    array = initializer(key, shape, dtype)
-    return nnx.Param(array, out_sharding=spec, eager_sharding=False, dims=dims or default_dims(len(shape)), **marks)
+    return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, dims=dims, **marks)
 
 
-def default_dims(rank: int) -> Dims | None:
-    """The dims of a weight that names none."""
-    return (OUT,) if rank == 1 else None
+def _dims_of(weight: nnx.Param, rank: int) -> Dims:
+    """The dims of a weight of this rank: by default a vector is an output, and of others nothing is known."""
+    return weight.get_metadata().get("dims") or ((OUT,) if rank == 1 else (None,) * rank)
 
 
 def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
     """Put `layer` in front of the dims of all weights of a module that was made by `nnx.vmap`."""
     for _, weight in nnx.iter_graph(stacked):
         if isinstance(weight, nnx.Param):
-            dims = weight.get_metadata().get("dims") or default_dims(weight.ndim - 1)
-            weight.set_metadata(dims=(LAYER, *dims) if dims else (LAYER,) + (None,) * (weight.ndim - 1))
+            weight.set_metadata(dims=(LAYER, *_dims_of(weight, weight.ndim - 1)))
     return stacked
 
 
-def dims_of(weights) -> list[Dims | None]:
+def dims_of(weights) -> list[Dims]:
     """For each leaf of `weights` what its dims are; None: unknown."""
-    leaves = jax.tree.leaves(weights)
-    return [dims or default_dims(leaf.ndim) for dims, leaf in zip(metadata_of(weights, "dims"), leaves, strict=True)]
+    return [_dims_of(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
 
 
 def metadata_of(weights, name: str) -> list:
     """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
     None."""
-    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get(name) for parameter in parameters if jax.tree.leaves(parameter)]
+    return [weight.get_metadata().get(name) for weight in _parameters(weights)]
+
+
+def _parameters(weights) -> list[nnx.Param]:
+    leaves = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
+    return [weight for weight in leaves if jax.tree.leaves(weight)]
 
 
 # --- What follows from dims -------------------------------------------------------------------------------------------
 
 
-def matrix_of(dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def matrix_of(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Rows and columns of the matrices of a weight, as dims counted from its end; None if it has none."""
-    dims = dims or ()
     rows, columns = (tuple(i - len(dims) for i, dim in enumerate(dims) if dim == name) for name in (IN, OUT))
     return (rows, columns) if rows and columns else None
 
@@ -102,9 +102,9 @@ def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
     return [None if muon is False else matrix_of(dims) for dims, muon in cards]
 
 
-def decays(dims: Dims | None) -> bool:
+def decays(dims: Dims) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
-    return dims is None or None in dims or (OUT in dims and not {IN, TOKEN, POSITION}.isdisjoint(dims))
+    return None in dims or (OUT in dims and not {IN, TOKEN, POSITION}.isdisjoint(dims))
 
 
 # --- Trained and frozen weights ---------------------------------------------------------------------------------------
