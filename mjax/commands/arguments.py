@@ -15,7 +15,7 @@ from mjax.config.bounds import Bounds, Count, CountOrZero
 from mjax.config.model import Attention
 from mjax.data.corpus import FilterArguments, TextArguments, Unit
 from mjax.generation.sampling import Sampling
-from mjax.tasks.options import NeedleOptions, PositionsOptions
+from mjax.tasks.options import PositionsOptions
 
 
 @dataclass(frozen=True)
@@ -236,21 +236,20 @@ class MergeArguments:
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments(RunArguments):
     """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
-    what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
+    loss by position in long ones."""
 
     task: str
-    """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
+    """wikitext103, lambada, perplexity or positions; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
     squad2.0."""
     data: str
-    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
-    .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
+    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
+    file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
     stride: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
-    needle: NeedleOptions = field(default_factory=NeedleOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Picture of the results of positions or needle, .png, .pdf or .svg."""
+    """Picture of the results of positions, .png, .pdf or .svg."""
     predictions: Path | None = None
     """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

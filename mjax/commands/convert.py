@@ -270,7 +270,7 @@ def _print_next_steps(
     """Print what to type after an import."""
     run = shlex.quote(str(arguments.output))
     if rope:
-        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
+        print(f"{rope}; evaluate it with --task positions, and train it on long texts")
     if tokenizer is None:
         print(
             f"no tokenizer found in {arguments.source}; convert again with --tokenizer KIND:FILES to store one in the "

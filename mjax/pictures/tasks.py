@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator
 
-from mjax.pictures.figures import INK, add_heading, add_perplexity, save
+from mjax.pictures.figures import add_heading, add_perplexity, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
-FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
 MOST_TICKS = 12
-LEGIBLE = 12  # lengths of a heat map, at most, that have room for their numbers
 
 
 def draw_positions(
@@ -55,55 +52,6 @@ def draw_positions(
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     add_heading(axes, "Loss by position", about)
-    save(figure, file)
-
-
-def draw_needle(
-    shares: np.ndarray,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    file: Path,
-    about: str,
-    trained: int,
-) -> None:
-    """A heat map of the share of numbers that were found, depth × length.
-
-    Args:
-      shares: from 0 to 1, [depths, lengths].
-      lengths: tokens of the whole text.
-      depths: shares of the filler before the fact.
-      file: .png, .pdf or .svg.
-      about: what was evaluated on what, and how many numbers there are, in lines.
-      trained: positions before they were scaled; lengths above them are marked.
-    """
-    rows, columns = shares.shape
-    figure = Figure(figsize=(max(7, 2.6 + 0.85 * columns), 2 + 0.33 * rows), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(shares, cmap=FOUND, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(columns), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(rows), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens of the text", ylabel="depth of the fact")
-    axes.tick_params(length=0)
-    axes.set_xticks(np.arange(columns - 1) + 0.5, minor=True)
-    axes.set_yticks(np.arange(rows - 1) + 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
-    axes.tick_params(which="minor", length=0)
-    axes.spines[:].set_visible(False)
-    if columns <= LEGIBLE:
-        for (row, column), share in np.ndenumerate(shares):
-            ink = "white" if abs(share - 0.5) > 0.35 else INK
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=ink, size=8)
-    before = sum(length <= trained for length in lengths)
-    if 0 < before < columns:
-        axes.axvline(before - 0.5, color=INK, linewidth=2)
-        axes.annotate(
-            f"beyond {trained:,}: longer than trained on", (before - 0.5, 1), xycoords=("data", "axes fraction"),
-            xytext=(0, 3), textcoords="offset points", color=INK, size=8,
-        )  # fmt: skip
-    bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
-    bar.set_label("numbers found")
-    bar.outline.set_visible(False)
-    add_heading(axes, "Needle in a haystack: numbers found", about)
     save(figure, file)
 
 
