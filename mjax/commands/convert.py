@@ -34,8 +34,7 @@ from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHf
 from mjax.commands.flags import parse
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
@@ -110,7 +109,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         )
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
-    if isinstance(tokenizer, LibraryTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
@@ -261,7 +260,7 @@ def _find_tokenizer(
         return tokenizer, {}
     positions = None if arguments.rope is None else model.sequence
     carried = tokenizer_files.carried_files(arguments.source, values, positions)
-    return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.stored}
+    return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
 def _print_next_steps(

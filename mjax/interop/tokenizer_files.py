@@ -2,18 +2,16 @@
 
 An export contains the files it was made from and `mjax_tokenizer.json`, so that an import restores it. For
 `transformers.AutoTokenizer` it has a tokenizer.json with the same ids (`fast_tokenizer.py`).
-
-BERT's is a vocab.txt and a flag for capitals; newer folders have both in a tokenizer.json. A tokenizer that only
-resembles BERT's, with other rules for accents or with added tokens, is opened by its tokenizer.json or not at all.
 """
 
 from __future__ import annotations
 
 import json
+from copy import copy
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
@@ -21,17 +19,13 @@ from mjax.data.tokenizer_trial import remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     BertTokenizer,
-    CasedBertTokenizer,
-    GPT2Tokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
     Tokenizer,
-    UncasedBertTokenizer,
     load_tokenizer,
+    make_tokenizer,
+    open_library,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.bert import LONGEST_WORD, SPECIAL
-from mjax.data.tokenizers.huggingface import open_library
+from mjax.data.tokenizers.library import SCHEMES, library_errors
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
@@ -51,44 +45,44 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
         return load_tokenizer(given)
     if (folder / DESCRIPTION).is_file():
         return tokenizer_from_folder(folder)
-    if (bert := _find_bert(folder)) is not None:
-        return bert
     settings = read_object(folder / SETTINGS) if (folder / SETTINGS).is_file() else {}
     if (folder / "tokenizer.json").is_file():
         tokenizer = _find_fast(folder, settings)
         tokenizer.bos = tokenizer.bos_of_files()
         return tokenizer
-    for kind in (GPT2Tokenizer, SentencePieceTokenizer):
-        files = [folder / name for name in kind.stored]
+    lowercase = settings.get("do_lower_case")
+    bert = isinstance(lowercase, bool) and settings.get("strip_accents") in (None, lowercase)
+    bert = bert and settings.get("tokenize_chinese_chars") is not False
+    kinds = (["bert-uncased" if lowercase else "bert-cased"] if bert else []) + ["gpt2", "sentencepiece"]
+    for kind in kinds:
+        files = [folder / name for name in SCHEMES[kind][1]]
         if not all(file.is_file() for file in files):
             continue
         name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
-        if kind is GPT2Tokenizer and name.removesuffix("Fast") != "GPT2Tokenizer":
+        if kind == "gpt2" and name.removesuffix("Fast") != "GPT2Tokenizer":
             raise UsageError(
                 f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
                 "does; add its tokenizer.json, which save_pretrained of transformers writes"
             )
-        tokenizer = kind(*(file.read_bytes() for file in files), *map(str, files))
+        tokenizer = make_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.bos_of_files()
         return tokenizer
     return None
 
 
-def _find_fast(folder: Path, settings: dict[str, Any]) -> HuggingFaceTokenizer:
+def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     """Read tokenizer.json, with the tokens that only tokenizer_config.json has, and its end token."""
     file, source = folder / "tokenizer.json", folder / SETTINGS
     content, added = file.read_bytes(), settings.get("added_tokens_decoder") or {}
     library = open_library(content, str(file))
-    try:
-        listed = sorted((int(number), {**token}) for number, token in added.items())
+    with library_errors(f"{source}: added_tokens_decoder does not describe tokens", "restore the file"):
+        listed = [(int(number), token) for number, token in added.items()]
         tokens = [
             (number, AddedToken(**{name: token[name] for name in ADDED if name in token}))
-            for number, token in listed
+            for number, token in sorted(listed, key=lambda item: item[0])
             if library.token_to_id(token["content"]) is None
         ]
-    except (TypeError, ValueError, AttributeError, KeyError):
-        raise UsageError(f"{source}: added_tokens_decoder does not describe tokens; restore the file") from None
     for number, token in tokens:
         (library.add_special_tokens if token.special else library.add_tokens)([token])
         if library.token_to_id(token.content) != number:
@@ -101,54 +95,7 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> HuggingFaceTokenizer:
     end = end.get("content") if isinstance(end, dict) else end
     if end not in [token.content for token in library.get_added_tokens_decoder().values()]:
         end = None
-    return HuggingFaceTokenizer(library.to_str().encode() if tokens else content, str(file), end)
-
-
-def _find_bert(folder: Path) -> BertTokenizer | None:
-    """The WordPiece tokenizer of a model folder: from tokenizer.json if it exists, else from vocab.txt."""
-    whole, pieces, said = (folder / name for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json"))
-    if whole.is_file():
-        try:
-            # Omitted settings are filled in.
-            values = json.loads(open_library(whole.read_bytes(), str(whole)).to_str())
-        except UsageError:  # it is damaged; the next reader reports it
-            return None
-        vocab, lowercase = _pieces(values), _says_lowercase(values["normalizer"], "lowercase", "handle_chinese_chars")
-        name = whole
-    elif pieces.is_file() and said.is_file():
-        vocab, name = pieces.read_bytes(), pieces
-        lowercase = _says_lowercase(read_object(said), "do_lower_case", "tokenize_chinese_chars")
-    else:
-        return None
-    if vocab is None or lowercase is None:
-        return None
-    return (UncasedBertTokenizer if lowercase else CasedBertTokenizer)(vocab, str(name))
-
-
-def _says_lowercase(values: Any, lowercase: str, chinese: str) -> bool | None:
-    """Whether words are lower-cased; None if unknown, or if accents or Chinese are handled differently from BERT."""
-    small = values.get(lowercase) if isinstance(values, dict) else None
-    usual = (
-        isinstance(small, bool) and values.get("strip_accents") in (None, small) and values.get(chinese) is not False
-    )
-    return small if usual else None
-
-
-def _pieces(values: dict[str, Any]) -> bytes | None:
-    """The vocab.txt in a tokenizer.json; None if it describes another tokenizer than BERT's."""
-    model = values["model"]
-    described = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
-    described |= {"max_input_chars_per_word": LONGEST_WORD}
-    if values["pre_tokenizer"] != {"type": "BertPreTokenizer"} or any(
-        model.get(name) != value for name, value in described.items()
-    ):
-        return None
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    added = {token["content"]: token["id"] for token in values["added_tokens"]}
-    in_order = [model["vocab"][piece] for piece in pieces] == list(range(len(pieces)))
-    if not in_order or not added.items() <= model["vocab"].items():
-        return None
-    return "".join(f"{piece}\n" for piece in pieces).encode()
+    return make_tokenizer("hf", [library.to_str().encode() if tokens else content], [str(file)], end)
 
 
 def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model: ModelConfig) -> None:
@@ -163,10 +110,10 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
     """
     pairs = model.samples != "text"
     content = library.to_str(pretty=True).encode()
-    if isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file has that name
+    if tokenizer.scheme == "hf":  # whose own file has that name
         remember(content, "tokenizers")  # it has been compared with the tried one
-        bos, tokenizer = tokenizer.bos, HuggingFaceTokenizer(content, "tokenizer.json", tokenizer.eod)
-        tokenizer.bos = bos
+        tokenizer = copy(tokenizer)
+        tokenizer.contents = (content,)
     tokenizer.save(folder)
     (folder / "tokenizer.json").write_bytes(content)
     end, begin = library.id_to_token(tokenizer.eod), library.id_to_token(tokenizer.start)
@@ -178,8 +125,9 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
         "model_input_names": ["input_ids", *(["token_type_ids"] if pairs else []), "attention_mask"],
     }
     if isinstance(tokenizer, BertTokenizer):
-        values |= {f"{token.strip('[]').lower()}_token": token for token in SPECIAL}
-        values |= {"do_lower_case": tokenizer.lowercase, "tokenize_chinese_chars": True, "strip_accents": None}
+        values |= {f"{token.strip('[]').lower()}_token": token for token in BertTokenizer.special}
+        if isinstance(normalizer := library.normalizer, normalizers.BertNormalizer):
+            values |= {"do_lower_case": normalizer.lowercase, "tokenize_chinese_chars": True, "strip_accents": None}
     if not pairs:
         values |= {"bos_token": begin, "eos_token": end}
     write_object(folder / "tokenizer_config.json", values)

@@ -17,35 +17,25 @@ you name it once, on the command line of `mjax prepare`.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from mjax.config.plain_values import check, read
-from mjax.data.tokenizers.bert import BertTokenizer as BertTokenizer
-from mjax.data.tokenizers.bert import CasedBertTokenizer, UncasedBertTokenizer
-from mjax.data.tokenizers.bert import train_wordpiece as train_wordpiece
-from mjax.data.tokenizers.gpt2 import GPT2Tokenizer
-from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer
+from mjax.data.tokenizers.huggingface import BertTokenizer as BertTokenizer
+from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
+from mjax.data.tokenizers.huggingface import open_library as open_library
+from mjax.data.tokenizers.huggingface import wrapped
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
-from mjax.data.tokenizers.library import ByteTokenizer, Tokenizer, sha256
-from mjax.data.tokenizers.pieces import SentencePieceTokenizer
-from mjax.data.tokenizers.pieces import train_sentencepiece as train_sentencepiece
+from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, sha256
+from mjax.data.tokenizers.pieces import SentencePieceTokenizer as SentencePieceTokenizer
+from mjax.data.tokenizers.published import bert_library, files_of_ranks, gpt2_library
+from mjax.data.tokenizers.training import TRAINABLE as TRAINABLE
+from mjax.data.tokenizers.training import train_sentencepiece as train_sentencepiece
+from mjax.data.tokenizers.training import train_wordpiece as train_wordpiece
 from mjax.errors import UsageError
 from mjax.utils.files import read_json, write_whole
-
-SCHEMES: dict[str, type[Tokenizer]] = {
-    tokenizer.scheme: tokenizer
-    for tokenizer in (
-        GPT2Tokenizer,
-        UncasedBertTokenizer,
-        CasedBertTokenizer,
-        SentencePieceTokenizer,
-        HuggingFaceTokenizer,
-        ByteTokenizer,
-    )
-}
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -62,9 +52,61 @@ def load_tokenizer(spec: str) -> Tokenizer:
             )
         return tokenizer_from_folder(Path(files) / "tokenizer")
     if kind not in SCHEMES:
-        forms = ", ".join([*(tokenizer.form for tokenizer in SCHEMES.values()), "run:RUN"])
+        forms = ", ".join([*(form for form, _ in SCHEMES.values()), "run:RUN"])
         raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
-    return SCHEMES[kind].from_files(files)
+    eod, names = None, [files]
+    if kind == "hf":
+        file, _, eod = files.partition(",eod=")
+        names = [file]
+    elif kind == "gpt2":
+        names = files.split(",")
+    elif kind == "bytes" and not files:
+        names = []
+    if len(names) > len(SCHEMES[kind][1]):
+        raise UsageError(f"--tokenizer {spec} names {len(names)} files; use --tokenizer {SCHEMES[kind][0]}")
+    contents = [_read_given(spec, name) for name in names]
+    if kind == "gpt2" and len(names) == 1:
+        contents, names = files_of_ranks(contents[0], files), [files, files]
+    elif kind == "gpt2" and contents[1].lstrip()[:1] == b"{":  # no line of merges begins with it
+        raise UsageError(f"the files are swapped; use --tokenizer gpt2:{names[1]},{names[0]}")
+    return make_tokenizer(kind, contents, names, eod or None)
+
+
+def make_tokenizer(
+    kind: str, contents: Sequence[bytes], names: Sequence[str], eod: str | int | None = None
+) -> Tokenizer:
+    """A tokenizer of a kind, from its files.
+
+    Args:
+      kind: of SCHEMES.
+      contents: of its files.
+      names: of its files, for errors.
+      eod: text or id of the token that ends documents, for a tokenizer.json.
+
+    Raises:
+      UsageError: a file is not what the kind needs.
+    """
+    match kind:
+        case "bytes":
+            return ByteTokenizer()
+        case "sentencepiece":
+            return SentencePieceTokenizer(contents[0], names[0])
+        case "hf":
+            return wrapped(open_library(contents[0], names[0]), kind, contents, names[0], eod)
+        case "gpt2":
+            return wrapped(gpt2_library(contents, names), kind, contents, names[0])
+    return wrapped(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
+
+
+def _read_given(spec: str, file: str) -> bytes:
+    """Read a file that is named on the command line."""
+    if not Path(file).is_file():
+        form = SCHEMES[spec.partition(":")[0]][0]
+        raise UsageError(f"--tokenizer {spec}: there is no file {file or 'given'}; use --tokenizer {form}")
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"--tokenizer {spec}: cannot read {file} ({error.strerror}); check its permissions") from None
 
 
 def files_of(spec: str) -> list[Path]:
@@ -87,34 +129,34 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
         )
     values = _described(folder)
-    kind, stated, sums = values["kind"], (values["vocabulary"], values["eod"]), values["sha256"]
+    kind, stated = values["kind"], (values["vocabulary"], values["eod"])
     if kind not in SCHEMES:
         raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(SCHEMES)}")
-
-    contents = []
-    for name in SCHEMES[kind].stored:
-        file = folder / name
-        if not file.is_file():
-            raise UsageError(f"{file} does not exist, but {description} lists it; prepare the data again")
-        contents.append(file.read_bytes())
-        if sha256(contents[-1]) != sums.get(name):
-            raise UsageError(f"{file} was changed (its sha256 differs); restore the folder or prepare the data again")
-    names = [str(folder / name) for name in SCHEMES[kind].stored]
-    tokenizer = SCHEMES[kind].from_contents(contents, names, stated[1])
+    files = [folder / name for name in SCHEMES[kind][1]]
+    contents = [_unchanged(file, values["sha256"].get(file.name)) for file in files]
+    tokenizer = make_tokenizer(kind, contents, [*map(str, files)], stated[1])
     if tokenizer.vocabulary > stated[0]:
         tokenizer.leave_out(stated[0])
     tokenizer.bos = values.get("bos")
-    if tokenizer.bos not in (None, tokenizer.bos_of_files()):
+    bos = None if tokenizer.bos is None else tokenizer.bos_of_files()
+    if (tokenizer.vocabulary, tokenizer.eod, tokenizer.bos) != (*stated, bos):
         raise UsageError(
-            f"{description} says that texts begin with id {tokenizer.bos}, and the files beside it "
-            f"{tokenizer.bos_of_files()}; restore the folder or prepare the data again"
-        )
-    if (tokenizer.vocabulary, tokenizer.eod) != stated:
-        raise UsageError(
-            f"{description} states vocabulary and end of document {stated}, but the files beside it give "
-            f"{(tokenizer.vocabulary, tokenizer.eod)}; restore the folder or prepare the data again"
+            f"{description} states vocabulary, end of document and beginning of texts {*stated, tokenizer.bos}, but "
+            f"the files beside it give {tokenizer.vocabulary, tokenizer.eod, bos}; restore the folder or prepare the "
+            "data again"
         )
     return tokenizer
+
+
+def _unchanged(file: Path, checksum: str | None) -> bytes:
+    """The content of a tokenizer's file with this checksum."""
+    fix = "restore the folder or prepare the data again"
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist, but {file.with_name(DESCRIPTION)} lists it; {fix}")
+    content = file.read_bytes()
+    if sha256(content) != checksum:
+        raise UsageError(f"{file} was changed (its sha256 differs); {fix}")
+    return content
 
 
 def bos_of(folder: Path) -> int | None:
@@ -122,15 +164,12 @@ def bos_of(folder: Path) -> int | None:
     return _described(folder).get("bos")
 
 
-class _Vocabulary(TypedDict):
+class _Description(TypedDict):
     kind: str
     vocabulary: int
     eod: int
     sha256: dict[str, str]
-
-
-class _Description(_Vocabulary, total=False):
-    bos: int | None
+    bos: NotRequired[int | None]
 
 
 def _described(folder: Path) -> _Description:
