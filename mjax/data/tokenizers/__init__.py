@@ -2,7 +2,6 @@
 
     --tokenizer                  split by       documents end with    decode(encode(text))
     gpt2:vocab.json,merges.txt   byte pairs     <|endoftext|>         text
-    gpt2:FILE.tiktoken           byte pairs     <|endoftext|>         text
     bert-uncased:vocab.txt       WordPiece      [SEP]                 its words, in lower case
     bert-cased:vocab.txt         WordPiece      [SEP]                 its words
     sentencepiece:FILE.model     its pieces     </s>, <|endoftext|>   text, except what a foreign model normalises
@@ -28,9 +27,9 @@ from mjax.data.tokenizers.huggingface import open_library as open_library
 from mjax.data.tokenizers.huggingface import wrapped
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
-from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, sha256
+from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, library_errors, sha256
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer as SentencePieceTokenizer
-from mjax.data.tokenizers.published import bert_library, files_of_ranks, gpt2_library
+from mjax.data.tokenizers.published import bert_library, gpt2_library
 from mjax.data.tokenizers.training import TRAINABLE as TRAINABLE
 from mjax.data.tokenizers.training import train_sentencepiece as train_sentencepiece
 from mjax.data.tokenizers.training import train_wordpiece as train_wordpiece
@@ -54,20 +53,16 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if kind not in SCHEMES:
         forms = ", ".join([*(form for form, _ in SCHEMES.values()), "run:RUN"])
         raise UsageError(f"--tokenizer {spec} is not a known kind; use {forms}")
-    eod, names = None, [files]
-    if kind == "hf":
-        file, _, eod = files.partition(",eod=")
-        names = [file]
-    elif kind == "gpt2":
-        names = files.split(",")
-    elif kind == "bytes" and not files:
-        names = []
-    if len(names) > len(SCHEMES[kind][1]):
-        raise UsageError(f"--tokenizer {spec} names {len(names)} files; use --tokenizer {SCHEMES[kind][0]}")
-    contents = [_read_given(spec, name) for name in names]
-    if kind == "gpt2" and len(names) == 1:
-        contents, names = files_of_ranks(contents[0], files), [files, files]
-    elif kind == "gpt2" and contents[1].lstrip()[:1] == b"{":  # no line of merges begins with it
+    form, stored = SCHEMES[kind]
+    files, _, eod = files.partition(",eod=") if kind == "hf" else (files, "", None)
+    names = files.split(",") if kind == "gpt2" else [files] if files else []
+    if len(names) != len(stored):
+        raise UsageError(f"--tokenizer {spec} names {len(names)} files; use --tokenizer {form}")
+    if missing := [name for name in names if not Path(name).is_file()]:
+        raise UsageError(f"--tokenizer {spec}: there is no file {missing[0]}; use --tokenizer {form}")
+    with library_errors(f"--tokenizer {spec}: cannot read a file", "check its permissions"):
+        contents = [Path(name).read_bytes() for name in names]
+    if kind == "gpt2" and contents[1].lstrip()[:1] == b"{":  # no line of merges begins with it
         raise UsageError(f"the files are swapped; use --tokenizer gpt2:{names[1]},{names[0]}")
     return make_tokenizer(kind, contents, names, eod or None)
 
@@ -96,17 +91,6 @@ def make_tokenizer(
         case "gpt2":
             return wrapped(gpt2_library(contents, names), kind, contents, names[0])
     return wrapped(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
-
-
-def _read_given(spec: str, file: str) -> bytes:
-    """Read a file that is named on the command line."""
-    if not Path(file).is_file():
-        form = SCHEMES[spec.partition(":")[0]][0]
-        raise UsageError(f"--tokenizer {spec}: there is no file {file or 'given'}; use --tokenizer {form}")
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"--tokenizer {spec}: cannot read {file} ({error.strerror}); check its permissions") from None
 
 
 def files_of(spec: str) -> list[Path]:

@@ -28,7 +28,7 @@ EOD_PIECE = "<|endoftext|>"
 WHOLE_FILES = "get its files again, they may be damaged"
 
 SCHEMES = {
-    "gpt2": ("gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken", ("vocab.json", "merges.txt")),
+    "gpt2": ("gpt2:vocab.json,merges.txt", ("vocab.json", "merges.txt")),
     "bert-uncased": ("bert-uncased:vocab.txt", ("vocab.txt",)),
     "bert-cased": ("bert-cased:vocab.txt", ("vocab.txt",)),
     "sentencepiece": ("sentencepiece:FILE.model", ("tokenizer.model",)),

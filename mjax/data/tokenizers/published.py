@@ -3,9 +3,7 @@
 GPT-2 cuts text into words, each with the space before it, and merges the bytes of a word pair by pair, pairs learned
 earlier first (Radford et al. 2019, §2.2). Any text can be encoded and decodes to itself. The files write a byte as a
 printable character, the space as "Ġ". `vocab.json` (OpenAI's `encoder.json`) maps tokens to ids, and each line of
-`merges.txt` (`vocab.bpe`) is a pair, in the order of learning. A tiktoken file has a line per token: its bytes in
-base64 and its rank, which is both its id and its position in the order of learning. The pairs are not in it, but can be
-computed: a token was made from the two parts that remain when its bytes are merged by all lower ranks.
+`merges.txt` (`vocab.bpe`) is a pair, in the order of learning.
 
 BERT's `vocab.txt` has a piece per line, whose number is its id. Text is cleaned of control characters and cut at white
 space and around each punctuation mark and Chinese character. A word becomes its longest known beginning, then the
@@ -15,7 +13,6 @@ space is lost, so decoding does not restore the text. [CLS], [SEP] and [MASK] ar
 encodes to them, because their brackets are punctuation: `[MASK]` in a text is `[`, `mask`, `]`, as in Megatron.
 """
 
-import base64
 import json
 import string
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ from functools import cache
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from mjax.data.tokenizers.huggingface import BertTokenizer
-from mjax.data.tokenizers.library import EOD_PIECE, SCHEMES, library_errors
+from mjax.data.tokenizers.library import EOD_PIECE, library_errors
 from mjax.errors import UsageError
 
 
@@ -136,63 +133,3 @@ def byte_characters() -> list[str]:
     printable = {ord(character) for character in known if ord(character) < 256}
     others = iter(known[len(printable) :])
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
-
-
-# --- tiktoken ---------------------------------------------------------------------------------------------------------
-
-MERGING = 2**27
-"""Sum of the squares of the lengths of all tokens: half a minute of merging; 131,000 of Mistral's have 2**23."""
-
-
-def files_of_ranks(content: bytes, name: str) -> tuple[bytes, bytes]:
-    """The vocab.json and merges.txt of a tiktoken file; `<|endoftext|>`, which it leaves out, gets the next id.
-
-    Raises:
-      UsageError: it is not a tiktoken file, or one whose words are not GPT-2's.
-    """
-    ranks = _parse_ranks(content, name)
-    written = {token: "".join(byte_characters()[byte] for byte in token) for token in ranks}
-    merges = ["#version: 0.2"]
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            parts = _merge(token, ranks, below=rank)
-            if len(parts) != 2:
-                raise UsageError(f"{name}: no two tokens of lower rank make token {rank}; give a file of byte pairs")
-            merges.append(f"{written[parts[0]]} {written[parts[1]]}")
-    ids = {written[token]: rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
-    return json.dumps(ids | {EOD_PIECE: len(ids)}).encode(), ("\n".join(merges) + "\n").encode()
-
-
-def _parse_ranks(content: bytes, name: str) -> dict[bytes, int]:
-    with library_errors(
-        f"{name} is not a tiktoken file, a token in base64 and its rank a line", f"use {SCHEMES['gpt2'][0]}"
-    ):
-        lines = [line.split() for line in content.splitlines()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError(f"its ranks are not 0 to {len(ranks) - 1}, each once")
-        if any(bytes([byte]) not in ranks for byte in range(256)):
-            raise ValueError("it has no token for some of the 256 bytes")
-    if sum(len(token) ** 2 for token in ranks) > MERGING:
-        raise UsageError(
-            f"{name} has tokens of up to {max(map(len, ranks)):,} bytes, which take too long to split into pairs; give "
-            "the tiktoken file of a published model, whose tokens have up to 128"
-        )
-    if any(b"\n" in token and token.decode(errors="ignore").strip() for token in ranks):
-        # To GPT-2 a line end is white space, and a word is all white space or has none but a space in front.
-        raise UsageError(
-            f"{name} is not split into words as GPT-2 does (some token holds a line end and other characters); "
-            "use --tokenizer hf:tokenizer.json for this vocabulary"
-        )
-    return ranks
-
-
-def _merge(token: bytes, ranks: dict[bytes, int], below: int) -> list[bytes]:
-    """Merge the bytes of `token`, lowest rank first, as long as a rank is lower than `below`."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 1:
-        rank, first = min((ranks.get(parts[i] + parts[i + 1], below), i) for i in range(len(parts) - 1))
-        if rank >= below:
-            break
-        parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return parts
