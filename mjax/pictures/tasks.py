@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from mjax.pictures.figures import add_heading, add_perplexity, save
 
 LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
-MOST_TICKS = 12
 
 
 def draw_positions(
@@ -34,17 +33,12 @@ def draw_positions(
     middle = np.sqrt(first * last) if logarithmic else (first + last) / 2
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    if error.any():
-        band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
-        axes.fill_between(middle, loss - error, loss + error, **band)
+    band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
+    axes.fill_between(middle, loss - error, loss + error, **band)
     axes.plot(middle, loss, "o-", color=LINE, markersize=4, linewidth=1.8, label="mean of a bin")
     if logarithmic:
         axes.set_xscale("log", base=2)
-    edge = last[-1]
-    ticks = [1 << power for power in range(int(edge).bit_length())]
-    ticks = ticks[:: -(-len(ticks) // MOST_TICKS)] if logarithmic else np.linspace(0, edge, 9)
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
     axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")
