@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -112,7 +112,7 @@ def draw_communication(
     save(figure, file)
 
 
-Piece = tuple[str, float, dict[str, str]]
+Piece = tuple[str, float, dict[str, Any]]
 """A part of a bar: its name in the legend, its length and its style."""
 
 
@@ -120,11 +120,14 @@ def _bars(rows: Mapping[str, Sequence[Piece]], totals: Sequence[tuple[str, str]]
     """Bars of pieces, one below the other; `totals` are the words behind each and their color."""
     figure = Figure(figsize=(9, 2.3 + height * max(len(rows), 1)), dpi=150, layout="constrained")
     axes, labels = figure.add_subplot(), set()
+    longest = max((sum(size for _, size, _ in pieces) for pieces in rows.values()), default=0.0)
     for row, pieces in enumerate(rows.values()):
         left = 0.0
         for label, size, style in pieces:
             if size > 0:
-                axes.barh(row, size, left=left, label=None if label in labels else label, zorder=2, **style)
+                style = style | {"label": None if label in labels else label}
+                # A thin piece has no border, which would hide it.
+                axes.barh(row, size, left=left, zorder=2, linewidth=0.8 * (size > 0.005 * longest), **style)
                 labels.add(label)
                 left += size
         words, color = totals[row]
