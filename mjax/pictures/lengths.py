@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from mjax.pictures.figures import INK, save
+from mjax.pictures.figures import INK, PALETTE, save
 
-BARS, LINE = "#0072B2", "#E69F00"  # of Okabe and Ito's palette
+BARS, _, LINE, *_ = PALETTE
 BINS_A_DECADE = 12  # at most
 
 

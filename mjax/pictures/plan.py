@@ -1,7 +1,4 @@
-"""Pictures of a plan: memory by recomputation mode, communication by mesh axis, the longest sequences.
-
-Colors are Okabe and Ito's palette, distinguishable with color blindness.
-"""
+"""Pictures of a plan: memory by recomputation mode, communication by mesh axis, the longest sequences."""
 
 from __future__ import annotations
 
@@ -15,28 +12,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
-from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
+from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 from mjax.utils.figures import GIB, human_bytes
 
-KIND_COLORS = {
-    "parameters": "#0072B2",
-    "optimizer": "#56B4E9",
-    "gradients": "#E69F00",
-    "activations": "#009E73",
-    "logits": "#CC79A7",
-    "workspace": "#999999",
-}
-SOURCE_COLORS = {
-    scopes.LAYER: "#0072B2",
-    scopes.EMBEDDING: "#56B4E9",
-    scopes.HEAD: "#CC79A7",
-    scopes.WEIGHTS: "#009E73",
-    scopes.GRADIENT: "#E69F00",
-    scopes.PIPELINE: "#F0E442",
-    scopes.OPTIMIZER: "#D55E00",
-    scopes.LOSS: "#999999",
-    "": "#000000",
-}
+KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
+PARTS = (
+    *(scopes.LAYER, scopes.EMBEDDING, scopes.HEAD, scopes.WEIGHTS, scopes.GRADIENT),
+    *(scopes.PIPELINE, scopes.OPTIMIZER, scopes.LOSS, ""),
+)
 HATCHES = {"": "", "forward": "", "backward": "///", "recomputation": "..."}
 TOO_MUCH = "#B00020"
 
@@ -57,9 +40,9 @@ def draw_memory(
       heading, about: above the bars.
       gpu: its memory is drawn as a limit: the usable part, and of that the last `headroom`, in which a bar may not fit.
     """
-    rows, totals = {}, []
+    rows, totals, colors = {}, [], dict(zip(KINDS, PALETTE, strict=False))
     for mode, parts in modes.items():
-        rows[mode] = [(kind, parts[kind] / GIB, {"color": color}) for kind, color in KIND_COLORS.items()]
+        rows[mode] = [(kind, parts[kind] / GIB, {"color": color}) for kind, color in colors.items()]
         size = sum(parts.values())
         free = 1.0 if gpu is None else 1 - size / gpu.usable_bytes
         verdict = ", too much" if free < 0 else f", {free:.1%} free" if free < headroom else ""
@@ -98,7 +81,7 @@ def draw_communication(
     rows = {
         axes: [
             (_in_words(part, phase), sources[axes].get((part, phase), 0.0) / scale, _style(part, phase))
-            for part in SOURCE_COLORS
+            for part in PARTS
             for phase in HATCHES
         ]
         for axes in drawn
@@ -148,10 +131,7 @@ def _in_words(part: str, phase: str) -> str:
 
 def _style(part: str, phase: str) -> dict[str, str]:
     hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]
-    return {"facecolor": SOURCE_COLORS[part], "hatch": hatch, "edgecolor": "white"}
-
-
-STYLES = (("#0072B2", "o"), ("#009E73", "s"), ("#666666", "^"))
+    return {"facecolor": PALETTE[PARTS.index(part)], "hatch": hatch, "edgecolor": "white"}
 
 
 def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
@@ -164,7 +144,7 @@ def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, na
     """
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     plot = figure.add_subplot(yscale="log")
-    for (way, pairs), (color, marker) in zip(points.items(), STYLES, strict=False):
+    for (way, pairs), color, marker in zip(points.items(), PALETTE, "os^", strict=False):
         plot.plot(*zip(*pairs, strict=True), color=color, marker=marker, linewidth=2, label=way)
         for count, length in pairs:
             plot.annotate(

@@ -21,10 +21,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mjax.parallel.schedules import Schedule, Slots
-from mjax.pictures.figures import INK, SOFT_INK, add_heading, save
+from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 
-# Okabe and Ito's palette: different for every kind of colour vision, and of different lightness too.
-COLORS = {"forward": "#0072B2", "backward": "#E69F00", "weight gradient": "#009E73"}
+COLORS = {"forward": PALETTE[0], "backward": PALETTE[2], "weight gradient": PALETTE[3]}
 IDLE = "#DCDCDC"
 READABLE = 96
 """Forwards in a picture that still shows them one by one, with their numbers."""

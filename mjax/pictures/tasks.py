@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from mjax.pictures.figures import add_heading, add_perplexity, save
+from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
-LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
+LINE, MARK = PALETTE[0], PALETTE[6]
 
 
 def draw_positions(

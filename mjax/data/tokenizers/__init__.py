@@ -24,7 +24,7 @@ from mjax.config.plain_values import check, read
 from mjax.data.tokenizers.huggingface import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
 from mjax.data.tokenizers.huggingface import open_library as open_library
-from mjax.data.tokenizers.huggingface import wrapped
+from mjax.data.tokenizers.huggingface import tokenizer_of
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
 from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, library_errors, sha256
@@ -87,10 +87,10 @@ def make_tokenizer(
         case "sentencepiece":
             return SentencePieceTokenizer(contents[0], names[0])
         case "hf":
-            return wrapped(open_library(contents[0], names[0]), kind, contents, names[0], eod)
+            return tokenizer_of(open_library(contents[0], names[0]), kind, contents, names[0], eod)
         case "gpt2":
-            return wrapped(gpt2_library(contents, names), kind, contents, names[0])
-    return wrapped(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
+            return tokenizer_of(gpt2_library(contents, names), kind, contents, names[0])
+    return tokenizer_of(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
 
 
 def files_of(spec: str) -> list[Path]:

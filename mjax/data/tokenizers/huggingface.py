@@ -219,7 +219,7 @@ class BertTokenizer(HuggingFaceTokenizer):
         return None
 
 
-def wrapped(
+def tokenizer_of(
     library: tokenizers.Tokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
 ) -> HuggingFaceTokenizer:
     """The tokenizer around a library's, a BERT's if it has BERT's special tokens; arguments as above."""

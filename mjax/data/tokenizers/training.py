@@ -23,7 +23,7 @@ import sentencepiece
 from tokenizers import pre_tokenizers
 
 from mjax.data.tokenizer_trial import remember
-from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, wrapped
+from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, tokenizer_of
 from mjax.data.tokenizers.library import EOD_PIECE, utf8
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.published import bert_library, bert_normalizer
@@ -63,7 +63,7 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
       UsageError: there is no text, or it has too few words for the vocabulary or too many characters; says what works.
     """
     try:
-        model = learned(
+        model = train_byte_pairs(
             texts,
             vocabulary,
             byte_fallback=True,
@@ -93,14 +93,14 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
     """
     lowercase = scheme == "bert-uncased"
     always = set() if lowercase else {*string.ascii_uppercase}  # by which a cased vocabulary is recognised
-    met: set[str] = set()
+    seen: set[str] = set()
 
     def size(letters: int) -> int:
         return len(FIRST_PIECES) + 2 * letters
 
     try:
-        model = learned(
-            _spaced(texts, lowercase, met),
+        model = train_byte_pairs(
+            _spaced_words(texts, lowercase, seen),
             vocabulary,
             character_coverage=0.9995,
             split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
@@ -108,7 +108,7 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
             eos_id=-1,
         )
     except WrongSize as error:
-        least = size(len(met | always))
+        least = size(len(seen | always))
         if error.most is not None and error.most < least:
             raise UsageError(
                 f"there is too little text to train a vocabulary: its words yield {error.most} pieces, its letters "
@@ -124,18 +124,18 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
     longer = [piece[1:] if piece.startswith(SPACE) else f"##{piece}" for piece in learned_pieces if len(piece) > 1]
     lines = list(dict.fromkeys([*FIRST_PIECES, *alphabet, *longer]))[:vocabulary]
     content, name = ("\n".join(lines) + "\n").encode(), "the vocabulary that was trained"
-    return wrapped(bert_library(content, name, lowercase), scheme, [content], name)
+    return tokenizer_of(bert_library(content, name, lowercase), scheme, [content], name)
 
 
-def _spaced(texts: Iterable[str], lowercase: bool, met: set[str]) -> Iterator[str]:
-    """BERT's words of the texts, a space between two, in chunks that end with a word; their letters go to `met`."""
+def _spaced_words(texts: Iterable[str], lowercase: bool, seen: set[str]) -> Iterator[str]:
+    """BERT's words of the texts, a space between two, in chunks that end with a word; their letters go to `seen`."""
     normalizer, splitter = bert_normalizer(lowercase), pre_tokenizers.BertPreTokenizer()
     for text in texts:
         utf8(text)
         line, size = [], 0
         for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
             line.append(word)
-            met.update(word)
+            seen.update(word)
             size += len(word) + 1
             if size >= CHUNK // 2:
                 yield " ".join(line)
@@ -143,7 +143,7 @@ def _spaced(texts: Iterable[str], lowercase: bool, met: set[str]) -> Iterator[st
         yield " ".join(line)
 
 
-def learned(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
+def train_byte_pairs(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
     """Train a sentencepiece model of exactly `vocabulary` byte-pair pieces on the text as it is.
 
     Args:
