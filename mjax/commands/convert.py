@@ -259,7 +259,7 @@ def _find_tokenizer(
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
         return tokenizer, {}
     positions = None if arguments.rope is None else model.sequence
-    carried = tokenizer_files.carried_files(arguments.source, values, positions)
+    carried = tokenizer_files.collect_files(arguments.source, values, positions)
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
@@ -321,7 +321,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
     carries = arguments.tokenizer is None and family.generates
-    carried = tokenizer_files.restored_files(run / "tokenizer") if carries else {}
+    carried = tokenizer_files.restore_files(run / "tokenizer") if carries else {}
     library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------

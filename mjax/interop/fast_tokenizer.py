@@ -45,7 +45,7 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
       UsageError: the library does not give the same ids and text; the message shows where.
     """
     if isinstance(tokenizer, SentencePieceTokenizer):
-        library = _of_sentencepiece(parse_pieces(tokenizer.contents[0]))
+        library = _convert_sentencepiece(parse_pieces(tokenizer.contents[0]))
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         values = json.loads(tokenizer.library.to_str())
         if not (pairs and isinstance(tokenizer, BertTokenizer)):
@@ -102,7 +102,7 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def _of_sentencepiece(model: Any) -> Library:
+def _convert_sentencepiece(model: Any) -> Library:
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
     if trainer.model_type != BPE or normalizer.precompiled_charsmap:
         raise UsageError(

@@ -21,8 +21,8 @@ from mjax.data.tokenizers import (
     BertTokenizer,
     Tokenizer,
     load_tokenizer,
-    make_tokenizer,
     open_library,
+    parse_tokenizer,
     tokenizer_from_folder,
 )
 from mjax.data.tokenizers.library import SCHEMES, library_errors
@@ -64,7 +64,7 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
                 f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
                 "does; add its tokenizer.json, which save_pretrained of transformers writes"
             )
-        tokenizer = make_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
+        tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
             tokenizer.bos = tokenizer.bos_of_files()
         return tokenizer
@@ -95,7 +95,7 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     end = end.get("content") if isinstance(end, dict) else end
     if end not in [token.content for token in library.get_added_tokens_decoder().values()]:
         end = None
-    return make_tokenizer("hf", [library.to_str().encode() if tokens else content], [str(file)], end)
+    return parse_tokenizer("hf", [library.to_str().encode() if tokens else content], [str(file)], end)
 
 
 def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model: ModelConfig) -> None:
@@ -156,7 +156,7 @@ UNREAD = (
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def carried_files(folder: Path, config: dict[str, Any], positions: int | None = None) -> dict[str, bytes]:
+def collect_files(folder: Path, config: dict[str, Any], positions: int | None = None) -> dict[str, bytes]:
     """The files of a model folder to put next to the tokenizer of a run; none without a tokenizer_config.json.
 
     Args:
@@ -177,12 +177,12 @@ def carried_files(folder: Path, config: dict[str, Any], positions: int | None = 
     if "default" in templates:
         files[TEMPLATE] = templates.pop("default").encode()
     if templates:
-        settings["chat_template"] = _listed(templates)
+        settings["chat_template"] = _list_templates(templates)
     ids = {name: config[name] for name in IDS if config.get(name) is not None}
     return {GENERATION: _json(ids)} | files | {SETTINGS: _json(settings)}
 
 
-def restored_files(folder: Path) -> dict[str, bytes]:
+def restore_files(folder: Path) -> dict[str, bytes]:
     """The files of an export, from the tokenizer's folder of a run; none if none were carried.
 
     Raises:
@@ -196,7 +196,7 @@ def restored_files(folder: Path) -> dict[str, bytes]:
         settings["chat_template"] = templates["default"]
         files[TEMPLATE] = templates["default"].encode()
     elif templates:
-        settings["chat_template"] = _listed(templates)
+        settings["chat_template"] = _list_templates(templates)
     return files | {SETTINGS: _json(settings)}
 
 
@@ -221,7 +221,7 @@ def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[st
     return files, settings, of_settings, of_files
 
 
-def _listed(templates: dict[str, str]) -> list[dict[str, str]]:
+def _list_templates(templates: dict[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "template": template} for name, template in templates.items()]
 
 

@@ -80,7 +80,7 @@ def draw_communication(
     unit, scale = next((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)) if longest >= s)
     rows = {
         axes: [
-            (_in_words(part, phase), sources[axes].get((part, phase), 0.0) / scale, _style(part, phase))
+            (_describe_piece(part, phase), sources[axes].get((part, phase), 0.0) / scale, _style(part, phase))
             for part in PARTS
             for phase in HATCHES
         ]
@@ -123,7 +123,7 @@ def _bars(rows: Mapping[str, Sequence[Piece]], totals: Sequence[tuple[str, str]]
     return figure, axes
 
 
-def _in_words(part: str, phase: str) -> str:
+def _describe_piece(part: str, phase: str) -> str:
     if part == scopes.WEIGHTS and not phase:
         return "weights, at the start of the step"
     return ", ".join(filter(None, (part or "elsewhere", phase)))
@@ -148,13 +148,13 @@ def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, na
         plot.plot(*zip(*pairs, strict=True), color=color, marker=marker, linewidth=2, label=way)
         for count, length in pairs:
             plot.annotate(
-                in_short(length), (count, length), (-3, 5), textcoords="offset points", ha="right", color=color
+                format_positions(length), (count, length), (-3, 5), textcoords="offset points", ha="right", color=color
             )
     plot.set_xscale("log", base=2)
     plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     plot.yaxis.set_minor_formatter(NullFormatter())
-    plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: in_short(int(value))))
+    plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_positions(int(value))))
     plot.margins(x=0.1, y=0.12)
     add_heading(plot, f"Longest sequence of {name} that fits into memory")
     plot.set_xlabel(f"number of {gpu.upper()} GPUs", color=SOFT_INK)
@@ -164,7 +164,7 @@ def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, na
     save(figure, file)
 
 
-def in_short(positions: int) -> str:
+def format_positions(positions: int) -> str:
     """Return a number of positions with three digits: 131,072 → 131k, 1,572,864 → 1.57M."""
     for unit, word in ((1e6, "M"), (1e3, "k")):
         if positions >= unit:

@@ -25,9 +25,9 @@ from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 
 COLORS = {"forward": PALETTE[0], "backward": PALETTE[2], "weight gradient": PALETTE[3]}
 IDLE = "#DCDCDC"
-READABLE = 96
+MAX_FORWARDS = 96
 """Forwards in a picture that still shows them one by one, with their numbers."""
-LEAST = 6
+MIN_STEADY_TICKS = 6
 """Ticks of a steady state that stay at each of its ends."""
 GAP = 2.5
 """Width of a gap, in forwards."""
@@ -50,7 +50,7 @@ def draw_schedule(
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in passes])  # [kinds, ticks]
     ticks = lengths.max(axis=0) if schedule.exclusive else lengths.sum(axis=0)
     offsets = np.zeros_like(lengths) if schedule.exclusive else lengths.cumsum(axis=0) - lengths
-    gaps = _gaps(schedule) if ticks.sum() > READABLE * forward else []
+    gaps = _gaps(schedule) if ticks.sum() > MAX_FORWARDS * forward else []
     begin, drawn = ticks.cumsum() - ticks, np.ones(len(ticks), bool)  # of each tick, in time and in the picture
     start = begin.copy()
     for first, end in gaps:
@@ -124,7 +124,11 @@ def _gaps(schedule: Schedule) -> list[tuple[int, int]]:
     alike = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)
     busy = on.any(axis=0).all(axis=-1) if schedule.exclusive else alike
     changes = np.flatnonzero(np.diff(np.concatenate([[False], busy, [False]]).astype(int))).reshape(-1, 2).tolist()
-    return [(first + LEAST, end - LEAST) for first, end in changes if end - first > 3 * LEAST]
+    return [
+        (first + MIN_STEADY_TICKS, end - MIN_STEADY_TICKS)
+        for first, end in changes
+        if end - first > 3 * MIN_STEADY_TICKS
+    ]
 
 
 def _draw_boxes(

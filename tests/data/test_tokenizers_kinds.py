@@ -10,7 +10,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from mjax.data.tokenizers import (
     SentencePieceTokenizer,
     load_tokenizer,
-    make_tokenizer,
+    parse_tokenizer,
     tokenizer_from_folder,
     train_sentencepiece,
     train_wordpiece,
@@ -45,7 +45,7 @@ def test_gpt2_merges_bytes_in_learned_order(text, expected, version):
     tokens = [*byte_of_character(), *(merge.replace(" ", "") for merge in MERGES), "<|endoftext|>"]
     vocab = json.dumps({token: number for number, token in enumerate(tokens)})
     merges = version + "\n".join(MERGES) + "\n"
-    tokenizer = make_tokenizer("gpt2", [vocab.encode(), merges.encode()], ["vocab.json", "merges.txt"])
+    tokenizer = parse_tokenizer("gpt2", [vocab.encode(), merges.encode()], ["vocab.json", "merges.txt"])
     assert [tokens[token] for token in tokenizer.encode(text)] == expected
 
 
@@ -64,7 +64,7 @@ CAPITAL = [*PIECES, "Un", "Cafe", "café", "MASK", *"ABC"]
 
 
 def small_bert(kind, pieces, end="\n"):
-    return make_tokenizer(kind, [(end.join(pieces) + end).encode()], ["vocab.txt"])
+    return parse_tokenizer(kind, [(end.join(pieces) + end).encode()], ["vocab.txt"])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from mjax.config.plain_values import check, read
 from mjax.data.tokenizers.huggingface import BertTokenizer as BertTokenizer
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
 from mjax.data.tokenizers.huggingface import open_library as open_library
-from mjax.data.tokenizers.huggingface import tokenizer_of
+from mjax.data.tokenizers.huggingface import wrap_library
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
 from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, library_errors, sha256
@@ -64,10 +64,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
         contents = [Path(name).read_bytes() for name in names]
     if kind == "gpt2" and contents[1].lstrip()[:1] == b"{":  # no line of merges begins with it
         raise UsageError(f"the files are swapped; use --tokenizer gpt2:{names[1]},{names[0]}")
-    return make_tokenizer(kind, contents, names, eod or None)
+    return parse_tokenizer(kind, contents, names, eod or None)
 
 
-def make_tokenizer(
+def parse_tokenizer(
     kind: str, contents: Sequence[bytes], names: Sequence[str], eod: str | int | None = None
 ) -> Tokenizer:
     """A tokenizer of a kind, from its files.
@@ -87,10 +87,10 @@ def make_tokenizer(
         case "sentencepiece":
             return SentencePieceTokenizer(contents[0], names[0])
         case "hf":
-            return tokenizer_of(open_library(contents[0], names[0]), kind, contents, names[0], eod)
+            return wrap_library(open_library(contents[0], names[0]), kind, contents, names[0], eod)
         case "gpt2":
-            return tokenizer_of(gpt2_library(contents, names), kind, contents, names[0])
-    return tokenizer_of(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
+            return wrap_library(gpt2_library(contents, names), kind, contents, names[0])
+    return wrap_library(bert_library(contents[0], names[0], kind == "bert-uncased"), kind, contents, names[0])
 
 
 def files_of(spec: str) -> list[Path]:
@@ -112,13 +112,13 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
             f"{folder} has no {DESCRIPTION}, so it is not a tokenizer that `mjax prepare` saved; "
             "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
         )
-    values = _described(folder)
+    values = _read_description(folder)
     kind, stated = values["kind"], (values["vocabulary"], values["eod"])
     if kind not in SCHEMES:
         raise UsageError(f"{description} is of kind {kind!r}; this mjax knows {', '.join(SCHEMES)}")
     files = [folder / name for name in SCHEMES[kind][1]]
-    contents = [_unchanged(file, values["sha256"].get(file.name)) for file in files]
-    tokenizer = make_tokenizer(kind, contents, [*map(str, files)], stated[1])
+    contents = [_read_verified(file, values["sha256"].get(file.name)) for file in files]
+    tokenizer = parse_tokenizer(kind, contents, [*map(str, files)], stated[1])
     if tokenizer.vocabulary > stated[0]:
         tokenizer.leave_out(stated[0])
     tokenizer.bos = values.get("bos")
@@ -132,7 +132,7 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _unchanged(file: Path, checksum: str | None) -> bytes:
+def _read_verified(file: Path, checksum: str | None) -> bytes:
     """The content of a tokenizer's file with this checksum."""
     fix = "restore the folder or prepare the data again"
     if not file.is_file():
@@ -145,7 +145,7 @@ def _unchanged(file: Path, checksum: str | None) -> bytes:
 
 def bos_of(folder: Path) -> int | None:
     """The id that begins texts of the tokenizer that `Tokenizer.save` wrote into `folder`, which is not opened."""
-    return _described(folder).get("bos")
+    return _read_description(folder).get("bos")
 
 
 class _Description(TypedDict):
@@ -156,7 +156,7 @@ class _Description(TypedDict):
     bos: NotRequired[int | None]
 
 
-def _described(folder: Path) -> _Description:
+def _read_description(folder: Path) -> _Description:
     file, fix = folder / DESCRIPTION, "prepare the data again"
     return check(_Description, read_json(file, fix), f"{file} does not describe a tokenizer", fix)
 
@@ -196,5 +196,5 @@ def optional_object(file: Path) -> dict[str, Any]:
 
 def same_files(one: Path, other: Path) -> bool:
     """True if two folders of `Tokenizer.save` hold the same tokenizer, which may end documents differently."""
-    saved = [_described(folder) for folder in (one, other)]
+    saved = [_read_description(folder) for folder in (one, other)]
     return all(saved[0][name] == saved[1][name] for name in ("kind", "sha256"))

@@ -118,13 +118,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast method keeps no track of which token came from which characters.
-        return [encoding.ids for encoding in self._encoded(texts, self.library.encode_batch_fast)]
+        return [encoding.ids for encoding in self._encode(texts, self.library.encode_batch_fast)]
 
     def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        return [(encoding.ids, encoding.offsets) for encoding in self._encoded(texts, self.library.encode_batch)]
+        return [(encoding.ids, encoding.offsets) for encoding in self._encode(texts, self.library.encode_batch)]
 
-    def _encoded(self, texts: Sequence[str], encode: Callable[..., Any]) -> list[tokenizers.Encoding]:
+    def _encode(self, texts: Sequence[str], encode: Callable[..., Any]) -> list[tokenizers.Encoding]:
         for text in texts:
             utf8(text)
         with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
@@ -219,7 +219,7 @@ class BertTokenizer(HuggingFaceTokenizer):
         return None
 
 
-def tokenizer_of(
+def wrap_library(
     library: tokenizers.Tokenizer, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
 ) -> HuggingFaceTokenizer:
     """The tokenizer around a library's, a BERT's if it has BERT's special tokens; arguments as above."""

@@ -23,7 +23,7 @@ import sentencepiece
 from tokenizers import pre_tokenizers
 
 from mjax.data.tokenizer_trial import remember
-from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, tokenizer_of
+from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, wrap_library
 from mjax.data.tokenizers.library import EOD_PIECE, utf8
 from mjax.data.tokenizers.pieces import SentencePieceTokenizer
 from mjax.data.tokenizers.published import bert_library, bert_normalizer
@@ -42,7 +42,7 @@ class WrongSize(Exception):
         super().__init__(most, least)
         self.most, self.least = most, least
 
-    def explained(self, vocabulary: int, instead: str = "") -> UsageError:
+    def explain(self, vocabulary: int, instead: str = "") -> UsageError:
         """The error for the user, which names a size that fits, and what to type `instead`."""
         if self.most is not None:
             problem = f"is too large for this little text, which yields {self.most} pieces"
@@ -74,7 +74,7 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
             eos_piece=EOD_PIECE,
         )
     except WrongSize as error:
-        raise error.explained(vocabulary, ", or use --tokenizer bytes") from None
+        raise error.explain(vocabulary, ", or use --tokenizer bytes") from None
     remember(model, "sentencepiece")
     return SentencePieceTokenizer(model, "the trained tokenizer")
 
@@ -100,7 +100,7 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
 
     try:
         model = train_byte_pairs(
-            _spaced_words(texts, lowercase, seen),
+            _join_words(texts, lowercase, seen),
             vocabulary,
             character_coverage=0.9995,
             split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
@@ -114,20 +114,20 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
                 f"there is too little text to train a vocabulary: its words yield {error.most} pieces, its letters "
                 f"alone {least}; give more text, or a vocabulary with --tokenizer {scheme}:vocab.txt"
             ) from None
-        raise WrongSize(error.most, least).explained(vocabulary) from None
+        raise WrongSize(error.most, least).explain(vocabulary) from None
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     learned_pieces = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
     letters = sorted({piece for piece in learned_pieces if len(piece) == 1} - {SPACE} | always)
     if size(len(letters)) > vocabulary:
-        raise WrongSize(least=size(len(letters))).explained(vocabulary)
+        raise WrongSize(least=size(len(letters))).explain(vocabulary)
     alphabet = [*letters, *(f"##{letter}" for letter in letters)]
     longer = [piece[1:] if piece.startswith(SPACE) else f"##{piece}" for piece in learned_pieces if len(piece) > 1]
     lines = list(dict.fromkeys([*FIRST_PIECES, *alphabet, *longer]))[:vocabulary]
     content, name = ("\n".join(lines) + "\n").encode(), "the vocabulary that was trained"
-    return tokenizer_of(bert_library(content, name, lowercase), scheme, [content], name)
+    return wrap_library(bert_library(content, name, lowercase), scheme, [content], name)
 
 
-def _spaced_words(texts: Iterable[str], lowercase: bool, seen: set[str]) -> Iterator[str]:
+def _join_words(texts: Iterable[str], lowercase: bool, seen: set[str]) -> Iterator[str]:
     """BERT's words of the texts, a space between two, in chunks that end with a word; their letters go to `seen`."""
     normalizer, splitter = bert_normalizer(lowercase), pre_tokenizers.BertPreTokenizer()
     for text in texts:
@@ -180,11 +180,11 @@ def train_byte_pairs(texts: Iterable[str], vocabulary: int, **settings) -> bytes
             **settings,
         )
     except RuntimeError as error:
-        raise (interruption[0] if interruption else _translated(error)) from None
+        raise (interruption[0] if interruption else _translate(error)) from None
     return model.getvalue()
 
 
-def _translated(error: RuntimeError) -> Exception:
+def _translate(error: RuntimeError) -> Exception:
     """What sentencepiece's message means."""
     message = str(error)
     if match := re.search(r"too high.*<= (\d+)", message):
