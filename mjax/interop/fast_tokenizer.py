@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from mjax.data.sentencepiece_file import BPE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parse_pieces
@@ -69,8 +69,9 @@ def _check_same(tokenizer: Tokenizer, library: Library) -> None:
     library.encode_special_tokens = True
     for text in _texts(tokenizer):
         ids, other = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
-        first = next((i for i, two in enumerate(zip(ids, other, strict=False)) if two[0] != two[1]), 0)
         if ids != other:
+            pairs = enumerate(zip(ids, other, strict=False))
+            first = next((i for i, (one, two) in pairs if one != two), min(len(ids), len(other)))
             problem = f"{tokenizer.decode(ids[first : first + 3])!r} has ids {ids[first : first + 3]}"
             problem += f" and there {other[first : first + 3]}"
         elif (shown := tokenizer.decode(ids)) != (there := library.decode(ids, skip_special_tokens=False)):
@@ -104,25 +105,19 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 
 def _convert_sentencepiece(model: Any) -> Library:
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
-    if trainer.model_type != BPE or normalizer.precompiled_charsmap:
+    changes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    if trainer.model_type != BPE or changes or not normalizer.escape_whitespaces:
         raise UsageError(
             "transformers has an exact equivalent only of sentencepiece models of byte pairs without normalization; "
             "export the weights alone with --tokenizer none"
         )
     unknown = next(piece.piece for piece in pieces if piece.type == UNKNOWN)
+    prefix = normalizer.add_dummy_prefix
     library = Library(_byte_pairs(pieces, unknown, trainer.byte_fallback))
-    steps = []
-    if normalizer.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if normalizer.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    if normalizer.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
+    steps = [normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix]
     library.normalizer = normalizers.Sequence(steps)
-    shown = decoders.Replace(unknown, trainer.unk_surface)
-    steps = [shown, decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces:
-        steps.append(decoders.Strip(" ", 1, 0))
+    steps = [decoders.Replace(unknown, trainer.unk_surface), decoders.Replace(SPACE, " "), decoders.ByteFallback()]
+    steps += [decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     library.decoder = decoders.Sequence(steps)
     add_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
