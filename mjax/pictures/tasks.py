@@ -16,9 +16,7 @@ from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 LINE, MARK = PALETTE[0], PALETTE[6]
 
 
-def draw_positions(
-    bins: Sequence[dict[str, Any]], file: Path, about: str, trained: int | None, logarithmic: bool
-) -> None:
+def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, trained: int | None) -> None:
     """Loss over positions with its standard error, and perplexity on the right.
 
     Args:
@@ -26,18 +24,16 @@ def draw_positions(
       file: .png, .pdf or .svg.
       about: what was evaluated on what, and how much text it is, in lines.
       trained: positions before they were scaled, to be marked.
-      logarithmic: whether positions are on a logarithmic axis.
     """
     first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
     error = np.array([row["standard_error"] or 0.0 for row in bins])
-    middle = np.sqrt(first * last) if logarithmic else (first + last) / 2
+    middle = np.sqrt(first * last)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
     axes.fill_between(middle, loss - error, loss + error, **band)
     axes.plot(middle, loss, "o-", color=LINE, markersize=4, linewidth=1.8, label="mean of a bin")
-    if logarithmic:
-        axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")

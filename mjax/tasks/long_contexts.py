@@ -75,9 +75,7 @@ class Positions:
             needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
             raise UsageError(f"{needs}; give longer texts{shorter}")
         self.passes: list[Sequence[Window]] = [stretches]
-        spread = np.geomspace if options.spacing == "log" else np.linspace
-        self.edges = np.unique(np.round(spread(1, self.length + 1, options.bins + 1)).astype(np.int64))
-        self.spacing = options.spacing
+        self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, options.bins + 1)).astype(np.int64))
         self.scaled = model.unscaled_sequence < self.length
         self.split = model.unscaled_sequence if self.scaled else self.length // 2
 
@@ -133,7 +131,7 @@ class Positions:
             f"{len(losses):,} stretches of {self.length:,} tokens from {self.used:,} of {self.documents:,} documents"
         )
         trained = self.split if self.scaled else None
-        draw_positions(self.bins(losses), file, f"{source}\n{about}", trained, self.spacing == "log")
+        draw_positions(self.bins(losses), file, f"{source}\n{about}", trained)
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:

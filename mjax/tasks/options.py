@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mjax.config.bounds import Count
 
@@ -15,6 +14,4 @@ class PositionsOptions:
     length: Count | None = None
     """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
     bins: Count = 16
-    """Bins of positions, fewer where there are not as many positions."""
-    spacing: Literal["log", "equal"] = "log"
-    """Bins whose width grows with the position, or bins of equal width."""
+    """Bins of positions whose width grows with the position, fewer where there are not as many positions."""

@@ -65,16 +65,16 @@ def test_positions_cut_documents_into_whole_stretches(tmp_path):
 def test_bin_error_is_over_stretches(tmp_path):
     """Errors that the labels of a stretch share do not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=8), PositionsOptions(bins=2, spacing="equal"))
+    task = Positions(str(data), BYTES, LlamaConfig(sequence=8), PositionsOptions(bins=2))
     random = np.random.default_rng(0)
     of_stretch, of_label = random.normal(0, 1, (50, 1)), random.normal(0, 0.1, (50, 8))
     losses = np.float32(3 - 0.1 * np.arange(8) + of_stretch + of_label)
     first, last = task.bins(losses)
-    assert (first["first"], first["last"], last["first"], last["last"]) == (1, 4, 5, 8)
-    assert last["loss"] == pytest.approx(losses[:, 4:].mean(), rel=1e-6)
+    assert (first["first"], first["last"], last["first"], last["last"]) == (1, 2, 3, 8)
+    assert last["loss"] == pytest.approx(losses[:, 2:].mean(), rel=1e-6)
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
-    assert (first["tokens"], last["tokens"]) == (200, 200)
-    assert last["standard_error"] == pytest.approx(np.std(losses[:, 4:].mean(1), ddof=1) / 50**0.5, rel=1e-6)
+    assert (first["tokens"], last["tokens"]) == (100, 300)
+    assert last["standard_error"] == pytest.approx(np.std(losses[:, 2:].mean(1), ddof=1) / 50**0.5, rel=1e-6)
     values = values_of(task.metrics([losses]))
     assert values["gain"] == pytest.approx(0.4, abs=0.05)
     assert values["gain_error"] < 0.02, "paired: what a stretch adds to both halves cancels"
