@@ -15,7 +15,6 @@ from mjax.config.bounds import Bounds, Count, CountOrZero
 from mjax.config.model import Attention
 from mjax.data.corpus import FilterArguments, TextArguments, Unit
 from mjax.generation.sampling import Sampling
-from mjax.tasks.options import PositionsOptions
 
 
 @dataclass(frozen=True)
@@ -231,6 +230,16 @@ class MergeArguments:
     """Prefixes of the datasets to merge, in this order."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing dataset of that name."""
+
+
+@dataclass(frozen=True)
+class PositionsOptions:
+    """Flags of the task positions."""
+
+    length: Count | None = None
+    """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
+    bins: Count = 16
+    """Bins of positions whose width grows with the position, fewer where there are not as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,14 +19,13 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.cluster import launch
 from mjax.cluster.launch import keep_programs
-from mjax.commands.arguments import EvaluateArguments
+from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_picture, either
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.long_contexts import Positions
-from mjax.tasks.options import PositionsOptions
 from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.files import without_parents
 from mjax.utils.progress import facts, progress
@@ -115,7 +114,8 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
             if arguments.task == "positions":
-                task, scorer_of = Positions(arguments.data, tokenizer, saved.model, arguments.positions), LossScorer
+                scorer_of, options = LossScorer, arguments.positions
+                task = Positions(arguments.data, tokenizer, saved.model, options.length, options.bins)
             else:
                 task_of, scorer_of = SHORT_TASKS[arguments.task], Scorer
                 task = task_of(arguments.data, tokenizer, saved.model.sequence, arguments.stride)

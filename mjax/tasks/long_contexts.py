@@ -30,7 +30,6 @@ from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError
 from mjax.tasks.interface import Metric, Score, Window, overlapping_windows, perplexity
-from mjax.tasks.options import PositionsOptions
 from mjax.tasks.zero_shot import open_text
 
 
@@ -44,20 +43,21 @@ class Positions:
       split: positions before they were scaled, or half the length: the metrics compare what is before and after.
     """
 
-    def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, options: PositionsOptions):
+    def __init__(self, data: str, tokenizer: Tokenizer, model: ModelConfig, length: int | None = None, bins: int = 16):
         """Read the documents and cut them into stretches.
 
         Args:
           data: a .txt, .jsonl or .parquet file, a folder or a pattern of such; or the prefix of an indexed dataset.
           tokenizer: of the model.
           model: config of the model.
-          options: of the task.
+          length: L, by default the model's sequence.
+          bins: of positions, at most.
 
         Raises:
           UsageError: there is nothing under that name, no document is long enough, the dataset was made with another
             tokenizer, or the length is above the model's sequence.
         """
-        self.length = model.sequence if options.length is None else options.length
+        self.length = model.sequence if length is None else length
         if not 2 <= self.length <= model.sequence:
             problem = f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions"
             raise UsageError(f"{problem}; use 2 to {model.sequence}")
@@ -75,7 +75,7 @@ class Positions:
             needs = f"{data} has no document of {self.length:,} tokens, the longest has {longest:,}"
             raise UsageError(f"{needs}; give longer texts{shorter}")
         self.passes: list[Sequence[Window]] = [stretches]
-        self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, options.bins + 1)).astype(np.int64))
+        self.edges = np.unique(np.round(np.geomspace(1, self.length + 1, bins + 1)).astype(np.int64))
         self.scaled = model.unscaled_sequence < self.length
         self.split = model.unscaled_sequence if self.scaled else self.length // 2
 

@@ -28,7 +28,7 @@ from mjax.data.tokenizers.huggingface import wrap_library
 from mjax.data.tokenizers.library import DESCRIPTION as DESCRIPTION
 from mjax.data.tokenizers.library import EOD_PIECE as EOD_PIECE
 from mjax.data.tokenizers.library import SCHEMES, ByteTokenizer, Tokenizer, library_errors, sha256
-from mjax.data.tokenizers.pieces import SentencePieceTokenizer as SentencePieceTokenizer
+from mjax.data.tokenizers.library import SentencePieceTokenizer as SentencePieceTokenizer
 from mjax.data.tokenizers.published import bert_library, gpt2_library
 from mjax.data.tokenizers.training import TRAINABLE as TRAINABLE
 from mjax.data.tokenizers.training import train_sentencepiece as train_sentencepiece

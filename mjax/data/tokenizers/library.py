@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, and the parts that all kinds share.
+"""The interface of a tokenizer, those of bytes and of sentencepiece, and the parts that all kinds share.
 
 In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that token. In Megatron's it
 does not, nor here: otherwise a web page about GPT-2 would end in the middle.
@@ -19,7 +19,9 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import sentencepiece
 
+from mjax.data.tokenizer_trial import check_expansion, try_tokenizer
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
 
@@ -148,6 +150,50 @@ class ByteTokenizer(Tokenizer):
 
     def _text(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents.
+
+    A model does what it was trained to do: most add a space in front, many fold spaces and normalise to NFKC. One that
+    is trained here (`training.py`) does neither.
+    """
+
+    scheme = encoder = "sentencepiece"
+
+    def __init__(self, model: bytes, source: str):
+        try_tokenizer(model, source, "sentencepiece")
+        with library_errors(f"{source} is not a sentencepiece model", "give the .model file of one"):
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.vocabulary = self._processor.vocab_size()
+            # A piece that is not UTF-8 fails here, not in the middle of a text.
+            pieces = [self._processor.id_to_piece(number) for number in range(self.vocabulary)]
+        self.contents, self.eod = (model,), self._processor.eos_id()
+        if self.eod < 0 and EOD_PIECE in pieces:
+            self.eod = pieces.index(EOD_PIECE)
+        if self.eod < 0 or not self._processor.is_control(self.eod):  # text encodes to any other piece
+            problem = "has neither an end-of-sentence piece nor a piece" if self.eod < 0 else "ends documents with"
+            raise UsageError(
+                f"{source} {problem} {EOD_PIECE if self.eod < 0 else pieces[self.eod]}, which is not a control piece, "
+                "so text can hold it; use a model trained with it among --control_symbols, or leave --tokenizer out to "
+                "train one"
+            )
+
+    def bos_of_files(self) -> int | None:
+        """The piece that begins a sentence, if the model has one."""
+        return None if (number := self._processor.bos_id()) < 0 else number
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
+        for text in texts:
+            utf8(text)
+        ids = self._processor.encode(list(texts), num_threads=1)
+        for text, tokens in zip(texts, ids, strict=True):
+            check_expansion(text, len(tokens), self.scheme)
+        return ids
+
+    def _text(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
 
 
 @contextmanager

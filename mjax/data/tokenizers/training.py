@@ -24,8 +24,7 @@ from tokenizers import pre_tokenizers
 
 from mjax.data.tokenizer_trial import remember
 from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, wrap_library
-from mjax.data.tokenizers.library import EOD_PIECE, utf8
-from mjax.data.tokenizers.pieces import SentencePieceTokenizer
+from mjax.data.tokenizers.library import EOD_PIECE, SentencePieceTokenizer, utf8
 from mjax.data.tokenizers.published import bert_library, bert_normalizer
 from mjax.errors import UsageError
 
