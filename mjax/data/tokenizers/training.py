@@ -107,13 +107,14 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
             eos_id=-1,
         )
     except WrongSize as error:
-        least = size(len(seen | always))
-        if error.most is not None and error.most < least:
+        if error.least is not None:  # with the unknown piece and the space
+            raise WrongSize(least=size(error.least - 2 + len(always))).explain(vocabulary) from None
+        if error.most < (least := size(len(seen | always))):
             raise UsageError(
                 f"there is too little text to train a vocabulary: its words yield {error.most} pieces, its letters "
                 f"alone {least}; give more text, or a vocabulary with --tokenizer {scheme}:vocab.txt"
             ) from None
-        raise WrongSize(error.most, least).explain(vocabulary) from None
+        raise error.explain(vocabulary) from None
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     learned_pieces = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
     letters = sorted({piece for piece in learned_pieces if len(piece) == 1} - {SPACE} | always)
