@@ -23,7 +23,7 @@ PUNKT = data/punkt/llama_index/core/_static/nltk_cache
 PYTEST = GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
 	--no-loadscope-reorder --max-worker-restart 0
 
-.PHONY: train gpt bert chat lint check test test-ci test-all test-compiler reference docs format clean
+.PHONY: train gpt bert chat lint check test test-ci test-megatron test-all test-compiler reference docs format clean
 
 train: data/demo.idx
 	$(VENV)/bin/python train.py --config llama_demo --optimizer.name muon --train.steps 180
@@ -63,6 +63,10 @@ test: lint
 
 test-ci: $(VENV)/installed-parity
 	$(PYTEST) --tier ci --beyond test
+
+# The newest megatron-core needs Python 3.12: make test-megatron PYTHON=python3.13
+test-megatron: $(VENV)/installed-parity
+	$(PYTEST) --tier ci tests/parity/test_megatron_*.py
 
 test-all: lint $(VENV)/installed-parity test-compiler
 	$(PYTEST) --tier all

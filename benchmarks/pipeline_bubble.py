@@ -7,9 +7,9 @@ scan over ticks, buffers, residuals and messages. Only the model is made up: a l
 that also sleeps, for as long as the pass of a large layer would take. So two CPU cores are enough, and the dependencies
 between operations are what is measured. The interpreter's own time is included.
 
-A micro-batch takes one unit forward and two backward through all chunks of a stage; in zb-h1 one for B and one for W.
-Every operation must have run once, and loss and gradients must equal those of the same layers without a pipeline. The
-exit code is 1 if a time is off its prediction by more than 10%.
+A micro-batch takes one unit forward and two backward through all chunks of a stage. Every operation must have run
+once, and loss and gradients must equal those of the same layers without a pipeline. The exit code is 1 if a time is
+off its prediction by more than 10%.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STAGES = 4
 CASES = [
     (name, micro_batches, chunks)
     for micro_batches in (8, 16)
-    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-h1", 2))
+    for name, chunks in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2))
 ]
 TOLERANCE = 0.10
 ROWS, WIDTH = 2, 2  # of the stream
@@ -69,8 +69,8 @@ def main() -> int:
     failed = False
     for name, micro_batches, chunks in CASES:
         schedule = build_schedule(name, STAGES, micro_batches, chunks)
-        times = np.array([1, 1, 1] if schedule.weight else [1, 2, 0]) * arguments.unit_ms / 1e3 / chunks  # seconds
-        formula = (STAGES - 1) / ((3 if schedule.weight else 1) * chunks * micro_batches)
+        times = np.array([1, 2]) * arguments.unit_ms / 1e3 / chunks  # seconds
+        formula = (STAGES - 1) / (chunks * micro_batches)
         seconds = measure(schedule, times, arguments.rounds)
         predicted = schedule.makespan(*times)
         work = micro_batches * chunks * times.sum()
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
-    """Seconds of the fastest of `rounds` steps whose F, B and W sleep for `times` seconds.
+    """Seconds of the fastest of `rounds` steps whose F and B sleep for `times` seconds.
 
     Raises:
       AssertionError: an operation was left out or ran twice, or loss or gradients are wrong.
@@ -119,7 +119,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
         return sleeping
 
-    sleep_forward, sleep_backward, sleep_weight = map(sleeper, "FBW", times)
+    sleep_forward, sleep_backward = map(sleeper, "FB", times)
     pause = jax.custom_vjp(sleep_forward)
     pause.defvjp(lambda x: (sleep_forward(x), None), lambda _, gradient: (sleep_backward(gradient),))
 
@@ -138,10 +138,6 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
         layers=layer,
         head=lambda shared, x, micro_batch: {"loss": (x * shared["head"]).sum()},
         loss_weights={"loss": 1.0},
-        rows=ROWS,
-        shards=[()],
-        # F and B run `layer`; W runs only this product of what B has left.
-        kernel_gradient=lambda x, gradient: products.kernel_gradient(x, sleep_weight(gradient)),
     )
 
     def step(shared, blocks, micro_batches):
@@ -163,7 +159,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
     shape, split = (STAGES, WIDTH, WIDTH), PartitionSpec(PIPE)
     if schedule.chunks > 1:
         shape, split = (schedule.chunks, *shape), PartitionSpec(None, PIPE)
-    blocks = {"kernel": nnx.Param(kernels.reshape(shape), contracted=1)}
+    blocks = {"kernel": nnx.Param(kernels.reshape(shape))}
     everywhere = PartitionSpec()
     stages = jax.shard_map(
         step,
@@ -175,8 +171,7 @@ def measure(schedule: Schedule, times: np.ndarray, rounds: int) -> float:
 
     # --- Run ----------------------------------------------------------------------------------------------------------
 
-    kinds = "FBW" if schedule.weight else "FB"
-    each_once = dict.fromkeys(kinds, STAGES * schedule.chunks * schedule.micro_batches)
+    each_once = dict.fromkeys("FB", STAGES * schedule.chunks * schedule.micro_batches)
     loss, (to_shared, to_kernels) = jax.value_and_grad(without_pipeline, argnums=(0, 1))(shared, kernels)
     expected = loss, to_shared, {"kernel": to_kernels.reshape(shape)}
     fastest = float("inf")

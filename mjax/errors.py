@@ -26,6 +26,7 @@ CONTINUES = "the same command continues"
 def without_secrets(text: str) -> str:
     """`text` with … for user and password, and for the query, of each address in it."""
     text = re.sub(r"(\b[a-z][a-z0-9]*:/+)[^\s/'\"]+@", r"\1…@", text)
+    text = re.sub(r"(?<![\w/])[\w.%+-]+:[^\s/'\"@]+@(?=\w)", "…@", text)  # as libraries quote it, without the scheme
     # In a store a question mark may be a pattern: s3://bucket/part-?.jsonl
     query = r"(\b(?:https?:/+[^\s?'\"]*\?|[a-z][a-z0-9]*:/+[^\s?'\"]*\?(?=[\w.%-]+=)))(?!…)[^\s'\"]*[^\s'\";:,.)]"
     return re.sub(query, r"\1…", text)
@@ -58,21 +59,25 @@ class UsageError(ValueError):
         super().__init__(one_sentence(str(message)))
 
 
-FLAG = re.compile(r"--([a-z]+)\.((?:no-)?[a-z0-9-]+)")
+FLAG = re.compile(r"--(?:([a-z]+)\.)?((?:no-)?[a-z0-9-]+)( (?=[A-Z0-9]))?")
 
 
 @contextlib.contextmanager
-def in_python() -> Iterator[None]:
-    """Fields in place of flags in what is refused: `mesh.model` for `--mesh.model`."""
+def in_python(*arguments: str) -> Iterator[None]:
+    """Fields and `arguments` in place of flags in what is refused: `mesh.model` for `--mesh.model`."""
+
+    def name_field(flag: re.Match) -> str:
+        section, name, equals = flag[1], flag[2].replace("-", "_"), "=" if flag[3] else ""
+        if section is None:
+            return name + equals if name in arguments else flag[0]
+        if name.startswith("no_"):
+            return f"{section}.{name.removeprefix('no_')}=False{flag[3] or ''}"
+        return f"{section}.{name}{flag[3] or ''}"
+
     try:
         yield
     except UsageError as error:
-        raise UsageError(FLAG.sub(_as_field, str(error))) from error.__cause__
-
-
-def _as_field(flag: re.Match) -> str:
-    section, name = flag[1], flag[2].replace("-", "_")
-    return f"{section}.{name.removeprefix('no_')}=False" if name.startswith("no_") else f"{section}.{name}"
+        raise UsageError(FLAG.sub(name_field, str(error))) from error.__cause__
 
 
 class RunError(RuntimeError):

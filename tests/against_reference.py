@@ -8,9 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.config import MeshConfig
+from mjax.config import MeshConfig, OptimizerConfig
 from tests import reference
-from tests.small import batch_of, gradient_program, named, weights_of
+from tests.small import (
+    MEANS,
+    as_vector,
+    batch_of,
+    compiled_step,
+    gradient_program,
+    named,
+    state_of,
+    weights_of,
+)
 
 STEP = 3  # numbers the dropout masks
 
@@ -113,6 +122,34 @@ def reference_of(config) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return reported values and gradients, computed once for all meshes, kernels and kinds of recomputation."""
     train = replace(config.train, micro_batch=1, recompute="none", loss_chunks=1, unroll="auto")
     return _serial(replace(config, model=replace(config.model, attention="xla"), mesh=MeshConfig(), train=train))
+
+
+def update_errors(config) -> dict[str, float]:
+    """Return the largest error by name, of reported values and of every weight after a whole step, in which AdamW's
+    update is about as large as the clipped gradient; infinity for a frozen weight that moves."""
+    optimizer = OptimizerConfig(learning_rate=1.0, schedule="constant", epsilon=1.0, clip_norm=0.01, weight_decay=0.1)
+    config = replace(config, optimizer=optimizer)
+    with jax.enable_x64(True):
+        program, step = compiled_step(config)
+        state = state_of(config)
+        state = replace(state, step=jax.device_put(np.int32(STEP), state.step.sharding))
+        state, metrics = step(state, program.on_devices(batch_of(config)), jnp.float32(np.inf))
+        expected_means, gradients = reference_of(config)
+        names = MEANS.get(config.model.kind, ("loss",))
+        means = as_vector({"loss": metrics.loss, **metrics.metrics}, names)
+        errors = {"loss": float(np.abs(means - expected_means).max())}
+        before, norm = named(weights_of(config)), np.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        assert norm > optimizer.clip_norm
+        for name, weight in in_layer_order(state.model, config).items():
+            update = 0.0
+            if name in gradients:
+                assert np.abs(gradients[name]).max() > 1e-6, f"{name} has no gradient to compare"
+                gradient = gradients[name] * optimizer.clip_norm / (norm + 1e-6)
+                update = gradient / (np.abs(gradient) + optimizer.epsilon) + optimizer.weight_decay * before[name]
+            error = float(np.abs(weight - (before[name] - update)).max())
+            errors[name] = error if name in gradients or error == 0 else np.inf
+        assert errors.keys() == {"loss", *before}
+        return {name: np.inf if np.isnan(error) else error for name, error in errors.items()}
 
 
 def largest_error(config, scale=1.0) -> dict[str, float]:

@@ -20,8 +20,8 @@ from mjax.config import (
 )
 from mjax.config.model import as_kind
 from mjax.models.build import build_model
-from mjax.parallel.layers import trained
 from mjax.parallel.mesh import batch_specs, make_mesh
+from mjax.parallel.weights import trained
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, loss_and_gradients
@@ -165,6 +165,22 @@ def weights_of(config: Config):
 
     shapes = jax.eval_shape(lambda: build_model(0, model, parameter_type(config.precision.compute)))
     return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+@cache
+def compiled_step(config: Config):
+    """The program of `config` and its compiled training step: (state, batch, limit of the loss) → state, metrics."""
+    program = program_of(config)
+    limit = jax.ShapeDtypeStruct((), jnp.float32)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch, limit)
+    return program, step.compile(compiler_options=QUICKLY)
+
+
+def state_of(config: Config):
+    """The first state with the weights of `weights_of`."""
+    program = program_of(config)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
+    return program.begin(jax.device_put(cut_into_chunks(weights_of(config), config.mesh), shardings))
 
 
 MEANS = {

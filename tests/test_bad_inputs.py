@@ -68,6 +68,7 @@ TRAIN_FLAGS = {
     "--model.kind llama --model.rope-factor 8": "add --model.rope-scaling yarn, llama3 or linear",
     "--model.kind llama --model.rope-scaling yarn": "add --model.rope-original",
     "--model.kind bert --model.vocabulary 2": "is too small for a BERT",
+    "--model.sequence 2048 --model.max-position-embeddings 1024": "than the 1024 learned positions of the model; use 1",
     "--mesh.data 3": "use a multiple of 3, such as 513",
     "--train.micro-batch 3": "does not divide the 512 sequences",
     "--mesh.expert 2": "a GPT has none; leave it out",
@@ -87,13 +88,8 @@ TRAIN_FLAGS = {
     "--mesh.pipe 3 --mesh.chunks 2": "micro-batches",
     "--mesh.pipe 2 --train.unroll on": "keep activations by slot; leave it out",
     "--mesh.pipe 2 --train.recompute offload": "use --train.recompute full",
-    # --- offloading, and what was removed
+    # --- offloading
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
-    "--data.test-path data/a": "training never read it",
-    "--health.unhealthy-share 0.2": "more than half of a window ends a run",
-    "--precision.hysteresis 1": "the second overflow halves the loss scale",
-    "--precision.min-loss-scale 2": "the dynamic loss scale falls to 1",
-    "--train.streams 2": "layers compute a whole micro-batch at a time",
     # --- the batch
     "--train.batch-rampup 0 8 100": "type --train.batch-rampup 8 8 100",
     "--train.batch-rampup 512 8 100": "type --train.batch-rampup 504 8 100",
@@ -106,14 +102,10 @@ TRAIN_FLAGS = {
     "--train.batch-schedule '0:20 1M:512'": "type --train.batch-schedule '0:16 1M:512'",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
-    "--optimizer.warmup-from 1": "the warm-up begins at 0",
-    "--optimizer.wsd-decay cosine": "it was removed: use minus_sqrt",
-    "--health.rewind-batches 2": "a rewind skips 10 batches",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
     "--optimizer.muon-adjust-lr original": "is for --optimizer.name muon",
-    "--optimizer.muon-momentum 0.9": "Muon's momentum is 0.95",
     "--precision.loss-scale 8": "--precision.loss-scale needs --precision.compute fp16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
@@ -192,6 +184,7 @@ MISTAKES = {
     f"{NEW} --name busy": "is in use by another process",
     f"{NEW} --simulate 0": "--simulate is 0",
     f"{NEW} --log.wandb project": "pip install wandb",
+    f"{NEW} --log.trackio project": "pip install trackio",
     f"{NEW} --model.attention cudnn": "it needs an NVIDIA GPU",
     f"{NEW} --precision.compute fp64": "set JAX_ENABLE_X64=1",
     # --- data
@@ -235,7 +228,8 @@ ENDED_LATER = "train --config TINY --runs text.txt --name x"
 @pytest.mark.parametrize("line", [*MISTAKES, ENDED_LATER], ids=lambda line: line[:80])
 def test_user_error_gets_one_sentence_and_loses_nothing(line, place, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    for package in ("wandb", "trackio"):  # as where they are not installed
+        monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(place)
     code, words = (2, MISTAKES[line]) if line in MISTAKES else (1, "text.txt")
     before = fingerprint(place)

@@ -14,7 +14,6 @@ from mjax.config import (
     LlamaConfig,
     LogConfig,
     MeshConfig,
-    OptimizerConfig,
     TrainConfig,
     as_flag,
     available_configs,
@@ -237,10 +236,6 @@ def test_llama_has_published_default_width():
         ({"train": {"batch_rampup": [8, 8]}}, "[a whole number, a whole number"),
         ({"model": 3}, "model. must be an object"),
         ({"model": {"kind": "gtp"}}, "did you mean 'gpt'?"),
-        ({"optimizer": {"wsd_decay": "cosine"}}, "; it was removed: use minus_sqrt"),
-        ({"model": {"kind": "mixture", "balance_over": "layers"}}, "; it was removed: use micro_batch"),
-        ({"precision": {"hysteresis": 1}}, "precision.hysteresis 1 was removed; the second overflow halves"),
-        ({"train": {"streams": 3}}, "train.streams 3 was removed; layers compute a whole micro-batch at a time"),
     ],
 )
 def test_invalid_config_json_names_field(values, words):
@@ -249,25 +244,8 @@ def test_invalid_config_json_names_field(values, words):
     assert words in str(error.value)
 
 
-def test_fields_without_effect_are_dropped_from_config_json(tmp_path):
-    old = {"train": {"streams": 2, "seed": 3}, "data": {"test_path": ["data/c"]}}
-    old["health"] = {"unhealthy_share": 0.5, "good_after": 10}
-    old["optimizer"] = {"muon_momentum": 0.95, "warmup_from": 0.0}
-    old["precision"] = {"min_loss_scale": 1, "hysteresis": 2}
-    assert from_dict(old) == from_dict({"train": {"seed": 3}})
-    file = tmp_path / "old.py"
-    file.write_text("from mjax.config import Config, TrainConfig\nconfig = Config(train=TrainConfig(streams=2))\n")
-    with pytest.raises(UsageError, match=r"train\.streams was removed; layers compute a whole micro-batch"):
-        load_config(str(file))
-    file.write_text("from mjax.model_config import register\n")
-    with pytest.raises(UsageError, match=r"No module named 'mjax\.model_config': it is mjax\.config\.model now"):
-        load_config(str(file))
-
-
-def test_removed_value_in_python_is_refused():
-    config = Config(data=DataConfig(mock=True), optimizer=OptimizerConfig(schedule="wsd", wsd_decay="cosine"))
-    with pytest.raises(UsageError, match=r"^--optimizer\.wsd-decay is cosine; it must be one of .*: use minus_sqrt$"):
-        validate(config)
+def test_run_with_a_removed_schedule_continues():
+    assert from_dict({"mesh": {"pipe": 2, "schedule": "zb-h1"}}) == from_dict({"mesh": {"pipe": 2}})
 
 
 # --- Numbers and devices ----------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from mjax.commands.flags import ELSEWHERE, NOTES, flags_of, parse
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments, name_of
 from mjax.config.mixture import MixtureConfig
-from mjax.config.removed import REMOVED
 from mjax.errors import UsageError
 
 TYPED = {
@@ -32,8 +31,6 @@ TYPED = {
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
     "train --fp16 --train.steps 3": "type --precision.compute (with the value fp16)",
     "train --mesh.dta 2": "mjax train has no --mesh.dta (did you mean --mesh.data?)",
-    "train --lr-warmup-init 1e-5": "mjax train has no --lr-warmup-init any more; the warm-up begins at 0",
-    "train --rewind-batches 5": "mjax train has no --rewind-batches any more; a rewind skips 10 batches",
     "train --zzz": "mjax train has no --zzz; `mjax train --help` lists its flags",
     "generate --max-new-tokens 5": "mjax generate has no --max-new-tokens; type --tokens 5",
     "finetune --num-train-epochs 3": "type --epochs",
@@ -73,9 +70,7 @@ def test_names_from_elsewhere_lead_to_existing_flags():
     ours = train.union(*map(flags_of, (GenerateArguments, EvaluateArguments, FinetuneArguments)))
     assert not (set(ELSEWHERE) & train) - {"resume"}
     ours |= {f"model.{field.name.replace('_', '-')}" for field in fields(MixtureConfig)}
-    assert {flag for flags in ELSEWHERE.values() for flag in flags.split()} <= ours | {
-        field.replace("_", "-") for field in REMOVED
-    }
+    assert {flag for flags in ELSEWHERE.values() for flag in flags.split()} <= ours
     assert set(NOTES) <= set(ELSEWHERE)
 
 

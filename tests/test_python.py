@@ -1,5 +1,6 @@
 """The Python interface of a trained run: its texts, its ids and its logits, on any mesh."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ import pytest
 
 import mjax
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.config import MeshConfig, save_config
+from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
@@ -155,6 +156,9 @@ def test_weights_called_outside_mesh_are_one_sentence(run):
         ({"prompts": "a", "ids": [[1]]}, "either prompts or ids"),
         ({"prompts": "a", "warmth": 1}, "has no option 'warmth'"),
         ({"ids": [[300]]}, "token ids from 300 to 300"),
+        ({"ids": [[1]], "tokens": -1}, "^tokens is -1; it must"),
+        ({"ids": [[1]], "top_k": -1}, "^top_k is -1; it must"),
+        ({"ids": [[1]], "compute": "fp99"}, "^precision.compute is fp99"),
     ],
 )
 def test_impossible_request_is_one_sentence(options, words, run):
@@ -162,3 +166,13 @@ def test_impossible_request_is_one_sentence(options, words, run):
         mjax.generate(run, **options)
     with pytest.raises(UsageError, match="the prompt has 17 tokens and the model 16 positions; shorten it to 16"):
         mjax.logits(run, [[1] * 17])
+
+
+def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
+    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer"))
+    with pytest.raises(UsageError, match=r"has no tokenizer; add the one .*: tokenizer=\"KIND:FILES\""):
+        mjax.generate(bare, "a")
+    with pytest.raises(UsageError, match=r"^stride is for .*; leave it out, needle cuts"):
+        mjax.evaluate(run, "needle", "x", stride=3)
+    with pytest.raises(UsageError, match=r"; add gpu, such as gpu h100$"):
+        mjax.plan(read_config(run / "config.json"), longest=8)

@@ -46,6 +46,13 @@ def test_tokens_are_drawn_with_their_probabilities(temperature, top_k, top_p):
     assert (np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / 40_000)).all()
 
 
+def test_bf16_logits_are_drawn_from_in_float32():
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 10, (2048, 64)), jnp.bfloat16)
+    settings = np.int32(60), np.float32(7), np.int32(40), np.float32(0.95), np.uint32(7), jnp.arange(2048)
+    narrow, wide = (jax.jit(draw)(x, jnp.arange(2048), *settings) for x in (logits, logits.astype(jnp.float32)))
+    np.testing.assert_array_equal(narrow, wide)
+
+
 def test_tiny_temperature_is_greedy():
     logits = jnp.array([[50.0, 99.0, 99.0, 70.0, 0.0, 0.0, 200.0, 200.0]] * 4)  # 50 / 1e-37 is beyond float32
     positions = jnp.arange(4)

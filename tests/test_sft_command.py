@@ -46,7 +46,7 @@ def test_conversations_become_a_run_that_answers_and_resumes(base, tmp_path, cap
     assert sft("--name", "chat", "--epochs", "2", "--checkpoint.interval", "2", *asked, *MESH) == 0
     said = capsys.readouterr().out
     assert "sft     --train.steps" in said
-    assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.\d epochs", " ".join(said.split()))
+    assert re.search(r"\d\d sequences with \d+\.\d% padding, 2\.0 epochs", " ".join(said.split()))
     config, folder = read_config(tmp_path / "runs" / "chat" / "config.json"), tmp_path / "runs" / "chat"
     assert (config.data.conversations, config.optimizer.learning_rate) == (True, 2e-5)
     records = read_metrics(folder / "metrics.jsonl")
@@ -108,11 +108,14 @@ def test_run_stops_as_its_new_template_does(base, tmp_path):
 
 
 def test_mesh_leaves_losses(base, tmp_path):
-    losses = {}
+    records, rates = {}, ("--optimizer.learning-rate", "0.01", "--optimizer.warmup-steps", "0")
     for name, flags in {"one": MESH, "other": ("--mesh.data", "4", "--mesh.model", "4")}.items():
-        assert sft("--name", name, "--train.steps", "2", "--precision.compute", "fp32", *flags) == 0
-        losses[name] = [record["loss"] for record in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
-    assert losses["other"] == pytest.approx(losses["one"], abs=1e-5)
+        assert sft("--name", name, "--train.steps", "3", "--precision.compute", "fp32", *rates, *flags) == 0
+        records[name] = read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+    for number in ("loss", "grad_norm"):
+        one, other = ([record[number] for record in records[name]] for name in ("one", "other"))
+        assert other == pytest.approx(one, rel=1e-5)
+        assert len({round(x, 1) for x in one}) == 3, "the updates changed nothing"
 
 
 @pytest.mark.ci
@@ -140,6 +143,18 @@ def test_conversations_in_a_store_are_prepared_here(base, tmp_path, monkeypatch,
     assert given[0] == given[1]
     assert given[0][:3] == ["--init", "runs/base", "--data.path"]
     assert f"{given[0][3]}, prepared before" in capsys.readouterr().out
+
+
+def test_files_of_two_parts_are_prepared(base, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append((argv, of(None).settings)) or 0)
+    lines = (tmp_path / "chat.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held_out.jsonl").write_text("".join(lines[:20]))
+    parts = ["--data.train-path", "chat.jsonl", "--data.valid-path=held_out.jsonl", "--data.no-pack"]
+    assert cli.main(["sft", "--init", "runs/base", *parts, *FLAGS]) == 0
+    [(argv, settings)] = runs
+    assert not [word for word in argv if word.endswith(".jsonl")]
+    assert (settings.data.samples, settings.train.steps, settings.train.eval_batches) == (180, 12, 2)
 
 
 def test_one_conversation_and_one_step_are_enough(base, tmp_path):
@@ -191,6 +206,7 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
         (("--init", "runs/none", "--data", "chat.jsonl"), "runs/none/config.json does not exist"),
         (("--init", "runs/base", "--data", "missing.jsonl"), "there is no file missing.jsonl"),
         (("--init", "runs/base", "--data", "chat.jsonl", "--epochs", "0"), "--epochs is 0"),
+        (("--init", "runs/base", "--data", "a.jsonl", "--data=chat.jsonl"), "--data.path is given twice"),
         (
             ("--init", "runs/base", "--data", "chat.jsonl", "--log.sample-prompts", "no"),
             "no cannot be read",

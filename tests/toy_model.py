@@ -44,6 +44,8 @@ class ToyConfig(ModelConfig):
 
 
 class RMSNorm(nnx.Module):
+    mixes_positions = False
+
     def __init__(self, width, epsilon, dtype):
         self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
@@ -59,6 +61,8 @@ def rms_norm(x, scale, epsilon):
 
 
 class GatedMLP(nnx.Module):
+    mixes_positions = False
+
     def __init__(self, key, config, dtype):
         up, down = jax.random.split(key)
         width, std = config.feed_forward, config.init_std
@@ -72,10 +76,11 @@ class GatedMLP(nnx.Module):
 
 @dataclass(frozen=True)
 class Rotary(Positions):
+    mixes_positions = False
+
     def turn(self, q, k, context):
-        place = jnp.arange(q.shape[1])[None] if context.positions is None else context.positions  # [b, s]
         half = q.shape[-1] // 2
-        angle = place[..., None, None] * (1e4 ** (-jnp.arange(half) / half))  # [b, s, 1, d / 2]
+        angle = context.position_ids()[..., None, None] * (1e4 ** (-jnp.arange(half) / half))  # [b, s, 1, d / 2]
         return tuple(turned(x, jnp.cos(angle), jnp.sin(angle)) for x in (q, k))
 
 
@@ -95,6 +100,8 @@ def toy_layer(key, config, dtype):
 
 
 class Toy(CausalModel):
+    mixes_positions = False
+
     def __init__(self, key, config, dtype):
         embedding, blocks, head = jax.random.split(key, 3)
         table = partial(VocabParallelEmbedding, vocabulary=config.vocabulary, rows=config.padded_vocabulary)

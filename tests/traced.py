@@ -1,7 +1,12 @@
 """The traced training step, and what is in it."""
 
+from pathlib import Path
+
+import mjax
 from mjax.parallel.mesh import abstract_mesh
 from mjax.step.step import build_program
+
+MJAX = str(Path(mjax.__file__).parent)
 
 
 def traced_step(config):
@@ -15,11 +20,33 @@ def equations(jaxpr, name=None):
     for equation in jaxpr.eqns:
         if name in (None, equation.primitive.name):
             yield equation
-        for value in equation.params.values():
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                item = getattr(item, "jaxpr", item)
-                if hasattr(item, "eqns"):
-                    yield from equations(item, name)
+        for body in subjaxprs(equation):
+            yield from equations(body, name)
+
+
+def subjaxprs(equation):
+    """The jaxprs in the parameters of an equation."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+def writer(equation):
+    """The innermost function of mjax on the stack when an operation was traced."""
+    for frame in equation.source_info.traceback.frames:
+        if frame.file_name.startswith(MJAX):
+            return frame.function_name.partition(".<locals>.<")[0].replace("<locals>.", "")
+    return "?"
+
+
+def scopes(jaxpr):
+    """A jaxpr and those in it, at any depth."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for body in subjaxprs(equation):
+            yield from scopes(body)
 
 
 def carried(loop):

@@ -29,8 +29,8 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.config import read_config
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
-from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.random import mix, words_of
+from mjax.parallel.weights import joined, split_trained, trained
 from mjax.step.precision import parameter_type
 from mjax.utils.files import path_below
 from mjax.utils.stores import FETCHED, WRITTEN, address_of, mirror_of, resolved

@@ -194,6 +194,15 @@ class Distributed:
             raise wrong("JAX_COORDINATOR_ADDRESS", "HOST:PORT, such as node0:29500")
         return replace(self, coordinator=self.coordinator or address, processes=processes, process=process)
 
+    def listening_port(self, environment: Mapping[str, str] = os.environ) -> int | None:
+        """Port of all addresses at which JAX lets process 0 listen; None if mjax cannot tell."""
+        address = self.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
+        port = address.rpartition(":")[2] or environment.get("JAX_COORDINATOR_PORT", "")
+        job = re.match("[0-9]+", environment.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI 4
+        if environment.get("JAX_COORDINATOR_BIND_ADDRESS") or not (port or job):
+            return None
+        return _number(port) if port else int(job[0]) // 4096 % 4096 + 61440
+
     @property
     def several(self) -> bool:
         """True if a launcher or the flags say that this process is one of several."""

@@ -71,6 +71,8 @@ def start(where: Distributed) -> None:
     if processes is None and os.environ.get("OMPI_COMM_WORLD_SIZE"):  # JAX 0.10 does not read those of Open MPI 5
         processes = _number("OMPI_COMM_WORLD_SIZE", 1)
         process = _number("OMPI_COMM_WORLD_RANK", 0, processes - 1)
+    if process == 0 or (process is None and os.environ.get("SLURM_PROCID") == "0"):
+        _check_port(where.listening_port())
     try:
         with _at_most(where.start_timeout, lambda: _who_is_missing(where, processes, process)):
             jax.distributed.initialize(
@@ -85,17 +87,27 @@ def start(where: Distributed) -> None:
             )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        if "RPC server" in reason and where.coordinator:
-            raise UsageError(
-                f"process 0 cannot listen at {where.coordinator}: the port is taken, or it is the address of another "
-                "host; give every process a --distributed.coordinator with another port"
-            ) from error
         alone = "for a single pod unset JOB_COMPLETION_INDEX, else " if launched_by() == ("Kubernetes", None) else ""
         raise UsageError(
             f"the processes of this run could not find each other ({reason}); {alone}{GIVE_EACH}"
         ) from error
     forward_warnings()
     _check_devices_per_process()
+
+
+def _check_port(port: int | None) -> None:
+    """Reject a port at which process 0 cannot listen: JAX would end in a segmentation fault."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        if port is not None:
+            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+    except (OSError, OverflowError) as error:
+        reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it must be at most 65535"
+        raise UsageError(
+            f"process 0 cannot listen at port {port} of {socket.gethostname()} ({reason}); give every process "
+            "--distributed.coordinator HOST:PORT with another port"
+        ) from None
 
 
 def forward_warnings() -> None:
@@ -142,18 +154,19 @@ def _who_is_missing(where: Distributed, count: int | None, process: int | None) 
     late = f"the processes of this run did not come together within --distributed.start-timeout {where.start_timeout} s"
     if where.coordinator is None:  # the launcher told JAX where process 0 is
         return f"{late}; see the output of the others for one that ended, or {GIVE_EACH}"
-    if process == 0:
-        return (
-            f"{late}: process 0 listens at {where.coordinator}, and not all of {count} connected; check that all were "
-            "started with this address, and that the port is open between the hosts"
-        )
     host, port = where.coordinator.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
+        name = f"process 0 itself on {socket.gethostname()}" if process == 0 else f"this one on {socket.gethostname()}"
         return (
-            f"{late}: this one on {socket.gethostname()} cannot reach process 0 at {where.coordinator} "
-            f"({error.strerror or error}); start process 0, or give a host and port that can be reached"
+            f"{late}: {name} cannot reach process 0 at {where.coordinator} ({error.strerror or error}); start process "
+            "0 on that host, or give a host and port that can be reached"
+        )
+    if process == 0:
+        return (
+            f"{late}: process 0 listens at {where.coordinator}, and not all of {count} connected; check that all were "
+            "started with this address, and that the port is open between the hosts"
         )
     return f"{late}: this one reached process 0 at {where.coordinator}, another did not; see its output"
 

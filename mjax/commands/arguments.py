@@ -65,6 +65,8 @@ class FromMegatronArguments(_ImportArguments):
     """Attention heads; required if the checkpoint does not say."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
     """GELU, if the checkpoint does not say; by default gelu_tanh for a GPT and gelu_erf for a BERT."""
+    ignore: str = ""
+    """Arguments of the run that mjax does not know and that change nothing it computes, comma-separated."""
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,8 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model_folder.check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
+    said = megatron.without_ignored(checkpoint.arguments, arguments.ignore, folder)
+    checkpoint = dataclasses.replace(checkpoint, arguments=said)
     model, tensors = _model(checkpoint, arguments)
     model = models.extended(model, arguments.rope, folder)
     rope = models.rope_line(model, arguments.rope)
@@ -258,7 +260,7 @@ def _find_tokenizer(
     tokenizer = tokenizer_files.find_tokenizer(arguments.source, arguments.tokenizer)
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
         return tokenizer, {}
-    positions = None if arguments.rope is None else model.sequence
+    positions = None if arguments.rope is None else model.max_positions
     carried = tokenizer_files.collect_files(arguments.source, values, positions)
     return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 

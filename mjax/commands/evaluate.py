@@ -22,7 +22,7 @@ from mjax.cluster.launch import keep_programs
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
-from mjax.errors import UsageError, check_picture, either
+from mjax.errors import UsageError, check_picture, either, in_python
 from mjax.tasks import labelled
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
 from mjax.tasks.long_contexts import Positions
@@ -58,6 +58,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
+@in_python("step", "task", "predictions", "stride", "figure", "tokenizer")
 def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str, Any]:
     """Metrics of a task by name, as `mjax evaluate --json` prints them.
 
@@ -118,7 +119,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
                 task = Positions(arguments.data, tokenizer, saved.model, options.length, options.bins)
             else:
                 task_of, scorer_of = SHORT_TASKS[arguments.task], Scorer
-                task = task_of(arguments.data, tokenizer, saved.model.sequence, arguments.stride)
+                task = task_of(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:

@@ -23,7 +23,6 @@ import tyro
 
 from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
 from mjax.config.model import KIND_FLAG, kinds_with
-from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import without_parents
 
@@ -37,7 +36,8 @@ NAMES_ELSEWHERE = {
     "model.feed-forward": "ffn-hidden-size intermediate-size n-inner d-ff",
     "model.sequence sequence": "seq-length seq-len sequence-length max-seq-length max-seq-len",
     "model.sequence sequence tokens": "max-length",
-    "model.sequence": "block-size context-length encoder-seq-length max-position-embeddings n-positions",
+    "model.sequence": "block-size context-length encoder-seq-length",
+    "model.max-position-embeddings": "n-positions",
     "model.vocabulary": "vocab-size padded-vocab-size", "model.vocabulary-multiple": "make-vocab-size-divisible-by",
     "model.positions": "position-embedding-type", "model.hidden-dropout model.attention-dropout": "dropout",
     "model.hidden-dropout": "resid-pdrop embd-pdrop", "model.attention-dropout": "attn-pdrop",
@@ -70,7 +70,7 @@ NAMES_ELSEWHERE = {
     "optimizer.min-learning-rate": "min-lr",
     "optimizer.schedule": "lr-decay-style lr-scheduler lr-scheduler-type lr-schedule decay-lr",
     "optimizer.warmup-steps": "lr-warmup-iters warmup-iters lr-warmup-steps num-warmup-steps warmup",
-    "optimizer.warmup-from": "lr-warmup-init", "optimizer.warmup-steps warmup": "lr-warmup-fraction warmup-ratio",
+    "optimizer.warmup-steps warmup": "lr-warmup-fraction warmup-ratio",
     "optimizer.decay-steps": "lr-decay-iters lr-decay-steps", "optimizer.wsd-decay-steps": "lr-wsd-decay-iters",
     "optimizer.wsd-decay": "lr-wsd-decay-style", "optimizer.weight-decay weight-decay": "wd",
     "optimizer.beta1": "adam-beta1", "optimizer.beta2": "adam-beta2", "optimizer.epsilon": "adam-eps adam-epsilon eps",
@@ -96,7 +96,7 @@ NAMES_ELSEWHERE = {
     # --- data
     "data.path": "data", "data.path data": "dataset data-dir data-file", "data.path train": "train-file",
     "data.train-path train": "train-data", "data.train-path": "train-data-path", "data.valid-path": "valid-data-path",
-    "data.valid-path validation": "val-data validation-file", "data.test-path": "test-data-path",
+    "data.valid-path validation": "val-data validation-file",
     "data.reset-positions": "reset-position-ids", "data.reset-attention": "reset-attention-mask",
     "data.mask-eod-loss": "eod-mask-loss", "data.mask-probability": "mask-prob",
     "data.short-probability": "short-seq-prob", "data.cache": "data-cache-path", "data.mock": "mock-data",
@@ -207,7 +207,8 @@ def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
 
 
 def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
-    """Refuse values of another type or number; what is left to tyro it prints in a box."""
+    """Refuse values of another type or number, and lists given twice; what is left to tyro it prints in a box."""
+    lists: set[str] = set()
     for index, word in enumerate(argv):
         name, equals, value = word[2:].partition("=")
         kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
@@ -215,9 +216,15 @@ def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
             continue
         after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[index + 1 :])
         values = [value] if equals else list(after)
+        if name in lists:
+            raise UsageError(
+                f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
+            )
+        if "." in name and any(... in get_args(option) for option in _options(kind)):  # others may add up: --prompt
+            lists.add(name)
         if not _can_be(values, kind):
             typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
-            raise UsageError(f"{typed}: it takes {_takes(kind)}{instead_of_value(name, ' '.join(values[:1]))}")
+            raise UsageError(f"{typed}: it takes {_takes(kind)}")
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
@@ -287,10 +294,6 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
     theirs = ELSEWHERE.get(last, "").split()
-    typed = {field.replace("-", "_") for field in (name, *theirs)}
-    for field, gone in REMOVED.items():
-        if field in typed or (not section and field.endswith(f".{last.replace('-', '_')}")):
-            return f" any more; {gone.instead}"
     if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
         return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
     ours = [flag for flag in theirs if flag in known]

@@ -24,7 +24,7 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.resolve import resolve, resolve_steps
-from mjax.errors import UsageError, check_picture
+from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.planner.search_flags import SearchArguments, check_search, write_config
 from mjax.planner.section import Section
@@ -136,6 +136,7 @@ KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search"
 """Keys of the sections in --json, in printing order."""
 
 
+@in_python("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
 def plan_of(config: Config, gpu: str | None = None, **options) -> dict:
     """Return the object of `mjax plan --json`: parameters, schedule, memory, communication and, with a GPU, time.
 
@@ -305,14 +306,14 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
     schedule, times = schedule_of(config), slot_times(config)
     if file is not None:
         draw_schedule(schedule, file, *times)
-    forward, backward, weight = times
+    forward, backward = times
     values = {
         "name": schedule.name,
         "stages": schedule.stages,
         "micro_batches": schedule.micro_batches,
         "chunks": schedule.chunks,
         "ticks": schedule.ticks,
-        "slot_times": {"forward": forward, "backward": backward, "weight": weight},
+        "slot_times": {"forward": forward, "backward": backward},
         "bubble": schedule.bubble(*times),
         "in_flight": [schedule.in_flight(stage) for stage in range(schedule.stages)],
         "figure": None if file is None else str(file),

@@ -60,7 +60,7 @@ from mjax.pictures.curves import Curve, smoothed
 from mjax.pictures.runs import draw_runs
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
-from mjax.run.metrics import End, finite_or_none, read_end, read_lines
+from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration
 from mjax.utils.files import path_below, rename, without_parents
 from mjax.utils.stores import address_of, with_addresses
@@ -73,7 +73,8 @@ TOKENS_OF_A_STEP = (
 OF_A_RUN = {
     ".lock", INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
     "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile",
-    "samples.jsonl", "tensorboard", "tokenizer", "unhealthy.json", "wandb",
+    "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json",
+    "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")

@@ -88,6 +88,7 @@ class SftArguments(TrainArguments):
         "train.micro-batch": "1, or as --init was trained",
         "train.recompute": "of --init",
         "train.steps": "as --epochs gives",
+        "data.samples": "as --epochs gives",
     }
     examples: ClassVar = (
         "mjax sft --init runs/q --data chat.jsonl --name q-chat",
@@ -117,10 +118,10 @@ def sft(argv: Sequence[str]) -> int:
         raise UsageError(f"{first.init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
     defaults = replace(saved, data=DataConfig(), mesh=MeshConfig())
     given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
-    paths = given.settings.data.path
-    if not paths and not given.settings.data.train_path:
+    data = given.settings.data
+    if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    for path in paths:
+    for path in dict.fromkeys([*data.path, *data.train_path, *data.valid_path]):
         if path.endswith(OF_ROWS):
             longest = given.settings.model.sequence + 1 if "model.sequence" in typed_flags(argv) else None
             prefix = _prepared(given, path, longest)
@@ -199,9 +200,9 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
     if given.name is None:
         chosen = replace(chosen, name=f"{given.init.resolve().name}-sft")
     typed = parse(SftArguments, argv, "mjax sft", chosen).settings
-    steps, validation = _length(typed, given.epochs)
-    if "train.steps" in typed_flags(argv):
-        steps = typed.train.steps
+    samples, steps, validation = _length(typed, given.epochs)
+    if {"train.steps", "data.samples"} & typed_flags(argv):
+        samples, steps = typed.data.samples, typed.train.steps if "train.steps" in typed_flags(argv) else steps
     rates = LORA_RATES if typed.model.lora_rank else {}
     optimizer = replace(settings.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates)
     train_config = replace(
@@ -210,16 +211,17 @@ def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
         eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
         eval_batches=max(validation, 1),
     )
-    return replace(chosen, settings=replace(settings, optimizer=optimizer, train=train_config))
+    data = replace(settings.data, samples=samples)
+    return replace(chosen, settings=replace(settings, data=data, optimizer=optimizer, train=train_config))
 
 
-def _length(config: Config, epochs: float) -> tuple[int, int]:
-    """Steps of some epochs, and batches of an epoch of validation."""
+def _length(config: Config, epochs: float) -> tuple[int, int, int]:
+    """Samples and steps of some epochs, and batches of an epoch of validation."""
     from mjax.data.cache import IndexCache, cache_folders
     from mjax.data.conversations import ConversationDataset
     from mjax.data.indexed import IndexedDataset
 
-    def batches(parts: Sequence[tuple[str, int | None]]) -> float:
+    def sequences(parts: Sequence[tuple[str, int | None]]) -> int:
         total = 0
         for prefix, part in parts:
             indexed = IndexedDataset(prefix)
@@ -228,9 +230,9 @@ def _length(config: Config, epochs: float) -> tuple[int, int]:
                 cache = IndexCache(cache_folders(prefix, config.data.cache), print)  # training reads it again
                 drawn = (indexed, documents, None, config.model.sequence, config.train.seed)
                 total += ConversationDataset(*drawn, pack=config.data.pack, cache=cache).sequences
-        return total / config.train.global_batch
+        return total
 
-    data = config.data
+    data, batch = config.data, config.train.global_batch
     if data.train_path:
         training, validation = (
             [(prefix, None) for prefix in parse_blend(values).prefixes] if values else []
@@ -239,4 +241,5 @@ def _length(config: Config, epochs: float) -> tuple[int, int]:
     else:
         prefixes = parse_blend(data.path).prefixes
         training, validation = ([(prefix, part) for prefix in prefixes] for part in (0, 1))
-    return max(1, math.ceil(epochs * batches(training))), math.ceil(batches(validation))
+    samples = max(1, math.ceil(epochs * sequences(training)))
+    return samples, math.ceil(samples / batch), math.ceil(sequences(validation) / batch)

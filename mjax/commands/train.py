@@ -232,7 +232,7 @@ def _train_arguments(
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
         _check_step(arguments, folder)
-    from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
+    from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
     arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
@@ -241,6 +241,7 @@ def _train_arguments(
         settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
     else:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+    settings = with_positions(settings, folder, arguments.init)
     arguments = replace(arguments, settings=settings)
     validate(settings, label)
     if settings.log.sample_prompts is not None:
@@ -258,9 +259,9 @@ def _train_arguments(
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
         be_repeatable()
-    from mjax.run.metrics import check_wandb
+    from mjax.run.metrics import check_trackers
 
-    check_wandb(arguments.settings.log.wandb)
+    check_trackers(arguments.settings.log)
     return replace(arguments, resume=folder), label, origin, [*taken, *changes]
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from mjax.config.removed import instead_of_value
 from mjax.errors import UsageError
 
 
@@ -83,8 +82,7 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
     """
     for flag, value, kind, marks in _values(values, prefix):
         if get_origin(kind) is Literal and value not in get_args(kind):
-            gone = instead_of_value(flag.removeprefix("--"), value)
-            raise UsageError(f"{flag} is {value}; it must be one of {', '.join(map(str, get_args(kind)))}{gone}")
+            raise UsageError(f"{flag} is {value}; it must be one of {', '.join(map(str, get_args(kind)))}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{flag} is {value}; it must be a finite number")
         for bounds in marks:

@@ -47,6 +47,11 @@ def _check_shapes(config: Config) -> None:
             f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
             f"use {_listed(_divisors(model.hidden))}"
         )
+    if model.learned_positions and model.sequence > (most := model.max_position_embeddings or model.sequence):
+        raise UsageError(
+            f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
+            f"{most}, or for a new model --model.max-position-embeddings {model.sequence}"
+        )
     if not model.splits(mesh.model):
         columns = model.columns()
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
@@ -217,7 +222,10 @@ def _check_schedules(config: Config) -> None:
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
             f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
         )
-    needed = BatchSizes.of(config).samples_before(train.steps)
+    sizes = BatchSizes.of(config)  # of conversations, some padding may fill the last batch
+    needed = (
+        sizes.samples_before(train.steps - 1) + 1 if config.data.conversations else sizes.samples_before(train.steps)
+    )
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
             f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "

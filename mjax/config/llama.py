@@ -79,7 +79,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def unscaled_sequence(self) -> int:
-        return self.rope_original or round(self.sequence / self.rope_factor)
+        return self.rope_original or round(self.max_positions / self.rope_factor)
 
     @property
     def rotary_dim(self) -> int:

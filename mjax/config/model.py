@@ -106,7 +106,10 @@ class ModelConfig:
     heads: Count = 16
     """Attention heads, n; the head size is hidden / heads."""
     sequence: Count = 1024
-    """Tokens in a sample, s; with learned positions, how many there are."""
+    """Tokens in a sample, s."""
+    max_position_embeddings: Count | None = None
+    """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
+    say; as many as sequence when not given."""
     vocabulary: Count = 50257
     """Token ids the tokenizer can produce."""
     vocabulary_multiple: Count = 1024
@@ -166,7 +169,7 @@ class ModelConfig:
 
     def limits(self) -> dict[str, int]:
         """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""
-        return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.sequence}
+        return {"tokens": self.vocabulary, "labels": self.vocabulary, "positions": self.max_positions}
 
     def check_values(self, batch: Mapping[str, Any], of: str) -> None:
         """Refuse values that a lookup on the device would clip without a word.
@@ -188,9 +191,14 @@ class ModelConfig:
             raise UsageError(f"{name} of {of} holds {low if low < 0 else high}; {fix}")
 
     @property
+    def max_positions(self) -> int:
+        """Positions of the model: `max_position_embeddings`, or `sequence` where rotary ones are trained beyond it."""
+        return max(self.sequence, self.max_position_embeddings or 0)
+
+    @property
     def unscaled_sequence(self) -> int:
-        """Positions before rotary ones were scaled; `sequence` where they are not."""
-        return self.sequence
+        """Positions before rotary ones were scaled; all where they are not."""
+        return self.max_positions
 
     @property
     def adapter_alpha(self) -> float:
@@ -535,33 +543,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     cls = config_class(kind, KIND_FLAG)
     shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
-
-
-# Fields that every config once had, whatever its kind, with their defaults.
-_SHARED_ONCE = {
-    "positions": "learned",
-    "embedding_layernorm": False,
-    "layernorm": "pre",
-    "mlm_activation": None,
-    "head": "pretraining",
-    "answers": 2,
-}
-
-
-def upgraded(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of the model in a config.json, also from when all architectures shared one dataclass."""
-    values = {"kind": "gpt", **values}
-    if values["kind"] == "bert" and values.get("head", "pretraining") != "pretraining":
-        values["kind"] = "bert_task"
-        values.pop("mlm_activation", None)
-    if not isinstance(values["kind"], str) or values["kind"] not in REGISTRY:
-        return values  # which `config_class` refuses
-    known = _names(REGISTRY[values["kind"]])
-    return {
-        name: value
-        for name, value in values.items()
-        if name in known or name not in _SHARED_ONCE or value != _SHARED_ONCE[name]
-    }
 
 
 def kinds_with(field: str) -> Iterator[str]:

@@ -10,7 +10,6 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, is_typeddict
 
-from mjax.config.removed import REMOVED, instead_of_value
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json
 
@@ -73,7 +72,6 @@ def misfit(value: Any, kind: Any, name: str = "") -> str | None:
 
 def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
     """The dataclass `cls` from plain values as given by `dataclasses.asdict`; missing fields take their defaults.
-    Fields that were removed are dropped if that changes nothing (`removed.py`).
 
     Args:
       cls: fields are numbers, text, booleans, None, `Literal`s, tuples, lists and objects of these, and dataclasses of
@@ -94,10 +92,6 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
         if type(value) is type(default := defaults.get(name, MISSING)) and value == default:
             arguments[name] = value  # as most are, and to check a type takes time
             continue
-        if name not in known and (gone := REMOVED.get(f"{prefix}{name}")) is not None:
-            if value in gone.harmless:
-                continue
-            raise UsageError(f"{source}: {prefix}{name} {value!r} was removed; {gone.instead}")
         if name not in known:
             raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
         if dataclasses.is_dataclass(hints[name]):
@@ -108,8 +102,7 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
             arguments[name] = _as_tuples(value) if listed else value
         else:
-            gone = instead_of_value(f"{prefix}{name}", value)
-            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}{gone}")
+            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
     for f in dataclasses.fields(cls):
         if f.name not in arguments and f.default is f.default_factory is MISSING:
             raise UsageError(f"{source}: there is no {prefix}{f.name}")

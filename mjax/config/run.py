@@ -34,14 +34,12 @@ from mjax.config.model import (
     is_own,
     kind_of,
     stand_in,
-    upgraded,
 )
 from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.config.model import BERTTaskConfig as BERTTaskConfig
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
-from mjax.config.removed import named_like
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
 
@@ -68,7 +66,7 @@ class MeshConfig:
     sequence_parallel: bool = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
-    schedule: Literal["gpipe", "1f1b", "zb-h1"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
     chunks: Count = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
@@ -110,7 +108,8 @@ class DataConfig:
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
     samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
-    depends on it, so set it to lengthen a run later without changing the order."""
+    depends on it, so set it to lengthen a run later without changing the order. Of
+    conversations, padding follows them in the last batch."""
     reset_positions: bool = False
     """Restart positions at 0 after each end of document."""
     reset_attention: bool = False
@@ -260,6 +259,8 @@ class LogConfig:
     """Write TensorBoard scalars into the run folder."""
     wandb: str | None = None
     """Weights & Biases project to log to (needs the wandb package)."""
+    trackio: str | None = None
+    """Trackio project to log to (needs the trackio package)."""
     prompt: str | None = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None
@@ -392,7 +393,7 @@ def _execute(file: Path) -> types.ModuleType:
         line = error.lineno if isinstance(error, SyntaxError) and error.filename == path else (lines or [None])[-1]
         raise UsageError(
             f"{file}{f', line {line},' if line else ''} raises {type(error).__name__}: "
-            f"{error.msg if isinstance(error, SyntaxError) else error}{named_like(str(error))}; "
+            f"{error.msg if isinstance(error, SyntaxError) else error}; "
             f"fix the file, python {shlex.quote(str(file))} "
             "shows the traceback"
         ) from error
@@ -438,8 +439,10 @@ def from_dict(values: dict[str, Any], source: str = "config.json") -> Config:
 def _from_dict(values: Any, source: str, class_of: Callable[[dict[str, Any]], type[ModelConfig]]) -> Config:
     if not isinstance(values, dict) or not isinstance(values.get("model", {}), dict):
         return build(Config, values, source)  # which refuses it
-    model = upgraded(values.get("model", {}))
+    model = {"kind": "gpt", **values.get("model", {})}
     rest = {name: value for name, value in values.items() if name != "model"}
+    if isinstance(mesh := rest.get("mesh"), dict) and mesh.get("schedule") == "zb-h1":  # of 0.2.0: the same results
+        rest["mesh"] = mesh | {"schedule": "1f1b"}
     config, cls = build(Config, rest, source), class_of(model)
     try:
         return replace(config, model=build(cls, model, source, "model."))

@@ -13,6 +13,7 @@ neighbours do too, and the sequences are shuffled; both depend on the seed and t
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -68,7 +69,6 @@ class ConversationDataset:
       name: name of this part in errors.
       vocabulary: ids must be below it.
       pack: whether several conversations share a sequence.
-      once: samples after the first epoch are padding, as a validation needs it to score each conversation once.
       cache: keeps the packing on disk.
 
     Raises:
@@ -86,7 +86,6 @@ class ConversationDataset:
         *,
         vocabulary: int = 2**31,
         pack: bool = True,
-        once: bool = False,
         cache: IndexCache = NO_CACHE,
     ):
         if not indexed.masked:
@@ -95,7 +94,6 @@ class ConversationDataset:
                 "with `mjax prepare --chat`, or to train on all of the text add --data.no-conversations"
             )
         self.indexed, self.sequence, self.seed, self.vocabulary = indexed, sequence, seed, vocabulary
-        self.once = once
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
             raise UsageError(
@@ -123,18 +121,19 @@ class ConversationDataset:
         self._begins = np.searchsorted(chosen[self._members], np.arange(self.sequences + 1))
         self._of_length = np.split(np.arange(len(lengths)), 1 + np.flatnonzero(np.diff(lengths[arrays["order"]])))
         self.padding = 1 - float((lengths - 1).sum(dtype=np.int64)) / (self.sequences * sequence)
-        self.epochs = 1 if samples is None else max(1, -(-samples // self.sequences))
-        self._samples = self.sequences if samples is None else samples
+        self.draw(self.sequences if samples is None else samples)
         self._epoch = lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
         return self._samples
 
+    def draw(self, samples: int) -> None:
+        """Give another number of samples; the order of those before stays."""
+        self.epochs, self._samples = max(1, -(-samples // self.sequences)), samples
+
     def conversations(self, index: int) -> np.ndarray:
         """Numbers of the conversations in sample `index`, int64 [n]."""
         epoch, row = divmod(index, self.sequences)
-        if self.once and epoch:
-            return np.empty(0, np.int64)
         order, rows = self._epoch(epoch)
         sequence = rows[row]
         return order[self._members[self._begins[sequence] : self._begins[sequence + 1]]]
@@ -172,3 +171,15 @@ class ConversationDataset:
         for places in self._of_length:
             order[places] = order[places][random.permutation(len(places))]
         return order, random.permutation(self.sequences)
+
+
+class PaddedDataset:
+    """The samples of a dataset, and up to `samples` others that are padding: no label of them counts."""
+
+    def __init__(self, dataset: Sequence[dict[str, np.ndarray]], samples: int):
+        self.dataset, self._samples = dataset, samples
+        self._padding = {name: np.zeros_like(array) for name, array in dataset[0].items()}
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index`; raises as the dataset's own, and IndexError if there is none."""
+        return self._padding if len(self.dataset) <= index < self._samples else self.dataset[index]

@@ -2,13 +2,14 @@
 
 data.path    data/a                        one dataset, split by data.split into training, validation and test
              0.3 data/a 0.7 data/b         a blend with weights, each dataset split like that
-             data/a data/b                 a blend of everything, once
+             data/a data/b                 a blend of everything, once; of conversations, in whole epochs
 data.train_path, valid_path                one blend each, of whole datasets
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset, WordPieces
 from mjax.data.blend import BlendedDataset, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
-from mjax.data.conversations import ConversationDataset
+from mjax.data.conversations import ConversationDataset, PaddedDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
 from mjax.data.samples import GPTDataset, MockDataset, labelled
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
@@ -107,9 +108,12 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
 
     # The beginning of a document before a position is not known from a part of its sample.
     apart = model.samples == "text" and not (data.reset_positions or data.reset_attention or data.conversations)
-    whole = BatchSizes.constant(train.global_batch)
+    sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
+    if data.conversations and not data.mock:
+        training = PaddedDataset(training, sizes.samples_before(train.steps))
+        validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
     return TrainingData(
-        training=Batches(training, BatchSizes.of(config), label(False), apart),
+        training=Batches(training, sizes, label(False), apart),
         validation=Batches(validation, whole, label(True), apart) if evaluates else None,
         tokenizer=tokenizer,
         summary=summary,
@@ -155,6 +159,8 @@ class _Files:
     def draw(self, part: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:
         """`samples` of a part, from its dataset or its blend of several."""
         blend = self.blends[part]
+        if self.config.data.conversations and blend.weights is None:
+            return self._draw_epochs(part, blend.prefixes, samples)
         if blend.weights is None and len(blend.prefixes) == 1:
             return self._draw_one(part, blend.prefixes[0], samples)
         shares = blend.shares
@@ -162,19 +168,29 @@ class _Files:
         drawn = [self._draw_one(part, prefix, number) for prefix, number in zip(blend.prefixes, wanted, strict=True)]
         return BlendedDataset(drawn, shares, samples, self._cache(next(iter(self._opened))))
 
+    def _draw_epochs(self, part: str, prefixes: Sequence[str], samples: int) -> ConversationDataset | BlendedDataset:
+        """Conversations of `prefixes`, all of them in each epoch, of which a validation has one."""
+        if part == "validation":  # of a small file there may be no part
+            prefixes = [prefix for prefix in prefixes if self._documents(part, prefix)] or prefixes[:1]
+        drawn = [self._draw_one(part, prefix, None) for prefix in prefixes]
+        epoch = sum(dataset.sequences for dataset in drawn)
+        samples = min(samples, epoch) if part == "validation" else samples
+        if len(drawn) == 1:
+            drawn[0].draw(samples)
+            return drawn[0]
+        for dataset in drawn:
+            dataset.draw(math.ceil(samples / epoch) * dataset.sequences)
+        return BlendedDataset(drawn, None, samples, self._cache(next(iter(self._opened))))
+
     def _draw_one(self, part: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
         data, indexed, cache = self.config.data, self._opened[prefix], self._cache(prefix)
-        # For a GPT a document is one sequence; for a BERT each sentence is one.
-        count = len(indexed) if self._pieces is None else indexed.documents
-        documents = range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
-        drawn = (indexed, documents, samples, self.config.model.sequence, self.config.train.seed)
+        drawn = (indexed, self._documents(part, prefix), samples, self.config.model.sequence, self.config.train.seed)
         if self._pieces is not None:
             shares = {"short_probability": data.short_probability, "mask_probability": data.mask_probability}
             return BertDataset(*drawn, self._pieces, f"{part} part", cache=cache, **shares)
         if data.conversations:
             options = {"vocabulary": self.config.model.vocabulary, "pack": data.pack, "cache": cache}
-            once = part == "validation" and self.blends[part].weights is None
-            return ConversationDataset(*drawn, f"{part} part", once=once, **options)
+            return ConversationDataset(*drawn, f"{part} part", **options)
         if indexed.masked:
             self.say(
                 f"note: {prefix} holds conversations, and all of their text is trained, in sequences that cut them; "
@@ -182,6 +198,12 @@ class _Files:
             )
         tail, vocabulary = data.validation_tail and part == "validation", self.config.model.vocabulary
         return GPTDataset(*drawn, f"{part} part", vocabulary=vocabulary, keep_tail=tail, cache=cache)
+
+    def _documents(self, part: str, prefix: str) -> range:
+        """Numbers of a part's documents: for a GPT each is one sequence, for a BERT each sentence is."""
+        data, indexed = self.config.data, self._opened[prefix]
+        count = len(indexed) if self._pieces is None else indexed.documents
+        return range(count) if data.train_path else split_sequences(data.split, count)[PARTS.index(part)]
 
     def _cache(self, prefix: str) -> IndexCache:
         return IndexCache(cache_folders(prefix, self.config.data.cache), self.say)

@@ -111,7 +111,7 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
     """
     from mjax.tasks.labelled import DEFAULTS, Recipe
 
-    positions = saved.model.sequence
+    positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
         raise UsageError(
             f"--sequence {arguments.sequence} is longer than the {positions} positions of the model in "
@@ -161,7 +161,12 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
         precision = replace(precision, compute=arguments.compute, loss_scale=None)
     return replace(
         saved,
-        model=replace(task.with_head(saved.model), sequence=recipe.sequence, attention=arguments.attention),
+        model=replace(
+            task.with_head(saved.model),
+            sequence=recipe.sequence,
+            max_position_embeddings=saved.model.max_positions,
+            attention=arguments.attention,
+        ),
         mesh=mesh,
         data=DataConfig(mock=True),  # no pre-training data are read
         optimizer=OptimizerConfig(

@@ -135,8 +135,8 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
 
 # --- The initial state of fine-tuning: the trunk of a checkpoint, and a head initialised by the seed ------------------
 # The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
-# loaded; the heads for masked tokens and for the order are dropped, the table of learned positions is cut to the length
-# of the task's rows, and weights that the checkpoint does not have, mainly the head, are drawn from N(0, init_std).
+# loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
+# mainly the head, are drawn from N(0, init_std).
 
 
 HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
@@ -165,7 +165,7 @@ class Start:
         def first(seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
             drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
             weights = named(cut_into_chunks(drawn, config.mesh))
-            chosen = [trunk[name][: len(weight)] if name in trunk else weight for name, weight in weights.items()]
+            chosen = [trunk.get(name, weight) for name, weight in weights.items()]
             model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
             return first_state(config, adamw(config.optimizer), model, first_step)
 

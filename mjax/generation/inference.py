@@ -73,7 +73,7 @@ class OpenRun:
         return jax.tree.unflatten(jax.tree.structure(target), jax.tree.leaves(self.weights))
 
 
-@in_python()
+@in_python("step")
 def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
     """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
@@ -126,6 +126,8 @@ def inference_config(
 ) -> Config:
     """The config for using the model of a run on `mesh`, on this machine's devices, without dropout.
 
+    The `sequence` of a causal model is that of all its positions, however short the samples were.
+
     Args:
       config: as saved by the run.
       mesh: may differ from the mesh of training.
@@ -146,9 +148,12 @@ def inference_config(
     if compute is not None:
         precision = replace(precision, compute=compute, loss_scale=None)
     micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
+    model = replace(config.model.without_dropout(), attention=attention)
+    if model.causal:
+        model = replace(model, sequence=model.max_positions)
     config = replace(
         config,
-        model=replace(config.model.without_dropout(), attention=attention),
+        model=model,
         mesh=mesh,
         precision=precision,
         data=DataConfig(mock=True),  # no training data are read
@@ -198,7 +203,7 @@ def run_tokenizer(
         ways.append("convert the model again with --tokenizer KIND:FILES, which stores it in the run")
     remedy = ", or ".join(ways) or "use a run that was trained on data of mjax prepare, which stores it"
     if given is not None:
-        tokenizer, named = load_tokenizer(given), f"--tokenizer {given}"
+        tokenizer, named = load_tokenizer(given), (flag or "the tokenizer KIND:FILES").replace("KIND:FILES", given)
     elif (run / "tokenizer").is_dir():
         tokenizer, named = tokenizer_from_folder(run / "tokenizer"), f"the tokenizer of {run}"
     else:

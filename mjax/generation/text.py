@@ -179,7 +179,7 @@ def continue_ids(
 # --- From Python ------------------------------------------------------------------------------------------------------
 
 
-@in_python()
+@in_python("step", *(field.name for field in fields(Sampling)))
 def continuations_of(
     run: str | Path | OpenRun,
     prompts: str | Sequence[str] | None = None,
@@ -222,7 +222,7 @@ def continuations_of(
         repeated = [list(map(int, text)) for text in ids for _ in range(num_samples)]
         eod = opened.tokenizer.eod if (opened.folder / "tokenizer").is_dir() else -1
         return generator.generate(weights, repeated, chosen, ends_of_text(opened.folder / "tokenizer", eod))
-    library = run_tokenizer(opened.folder, opened.config.model, tokenizer)
+    library = run_tokenizer(opened.folder, opened.config.model, tokenizer, 'tokenizer="KIND:FILES"')
     prompts = (prompts,) if isinstance(prompts, str) else prompts
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     encoded = [library.prompt(prompt) for prompt in repeated]
@@ -230,7 +230,7 @@ def continuations_of(
     return continue_ids(generator, weights, library.decode, repeated, encoded, chosen, ends)
 
 
-@in_python()
+@in_python("step")
 def logits_of(
     run: str | Path | OpenRun,
     ids: Sequence[Sequence[int]],
@@ -243,7 +243,7 @@ def logits_of(
 
     Args:
       run: its folder, or what `open_run` returned.
-      ids: token ids, a list for each text; at most the model's `sequence` of them.
+      ids: token ids, a list for each text; at most as many as the model has positions.
       step, mesh, compute: as for `continuations_of`.
 
     Returns:

@@ -181,7 +181,7 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     """The model with the positions of `--rope`; sequences are longer by the factor.
 
     Args:
-      model: as it was trained, with `sequence` positions.
+      model: as it was trained.
       given: KIND:FACTOR, such as `yarn:8`; None leaves the model as it is.
       source: where the model comes from, for messages.
 
@@ -191,23 +191,28 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     """
     if given is None:
         return model
+    positions = model.max_positions
     if not isinstance(model, LlamaConfig):
         raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
     if model.rope_scaling != "none":
         raise UsageError(
             f"--rope {given}: {source} already has rotary positions with {model.rope_scaling}:{model.rope_factor:g}, "
-            f"{model.sequence:,} of them; leave --rope out, or convert the model that it was made from"
+            f"{positions:,} of them; leave --rope out, or convert the model that it was made from"
         )
     kind, factor = _parsed(given)
-    sequence = model.sequence * factor
-    if sequence >= LONGEST or sequence != int(sequence):
+    longer = positions * factor
+    if longer >= LONGEST or longer != int(longer):
         raise UsageError(
-            f"--rope {given} makes {sequence:,.10g} of the {model.sequence:,} positions of {source}; it must be a "
+            f"--rope {given} makes {longer:,.10g} of the {positions:,} positions of {source}; it must be a "
             f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
         )
-    original = None if kind == "linear" else model.sequence
     return dataclasses.replace(
-        model, sequence=int(sequence), rope_scaling=kind, rope_factor=factor, rope_original=original
+        model,
+        sequence=int(longer),
+        max_position_embeddings=int(longer),
+        rope_scaling=kind,
+        rope_factor=factor,
+        rope_original=None if kind == "linear" else positions,
     )
 
 
@@ -230,4 +235,4 @@ def rope_line(model: ModelConfig, given: str | None) -> str:
     """Return one line on the result of `extended`; empty without `--rope`."""
     if given is None:
         return ""
-    return f"--rope {given}, {model.sequence:,} positions instead of {round(model.sequence / model.rope_factor):,}"
+    return f"--rope {given}, {model.max_positions:,} positions instead of {model.unscaled_sequence:,}"

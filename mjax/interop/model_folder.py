@@ -165,5 +165,5 @@ def description(
     code = [f"from transformers import {names}", "", f'model = {opened}.from_pretrained("{name}")']
     code += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] * tokenizer
     facts = f"`{family.model}` with {parameters:,} parameters in {dtype}: {width}, vocabulary {model.vocabulary:,}, "
-    facts += f"sequences of up to {model.sequence:,} tokens."
+    facts += f"sequences of up to {model.max_positions:,} tokens."
     return "\n".join([f"# {name}", "", facts, "", *lines, "", "```py", *code, "```"])

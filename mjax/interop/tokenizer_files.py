@@ -119,7 +119,7 @@ def write_tokenizer(tokenizer: Tokenizer, library: Library, folder: Path, model:
     end, begin = library.id_to_token(tokenizer.eod), library.id_to_token(tokenizer.start)
     values = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": model.sequence,
+        "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": not pairs,
         "model_input_names": ["input_ids", *(["token_type_ids"] if pairs else []), "attention_mask"],

@@ -23,19 +23,16 @@ import numpy as np
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
-from mjax.models.build import abstract_weights
+from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
+from mjax.parallel.weights import EXPERT, IN, LAYER, OUT, PART, POSITION, TOKEN, Dims
 from mjax.utils.names import leaf_name
 from mjax.utils.stacks import name_in_layer, numbers_of_layers
 
 ROWS = 4096  # of an embedding to read at once
-LAYERS = "blocks."
-"""Prefix of the names of weights that each layer has."""
-EXPERTS = ("blocks.mlp.up", "blocks.mlp.down")
-"""Weights of all experts of a layer: gate and up [l, E, h, 2, f], and down [l, E, f, h]."""
-OF_TOKENS = ("embedding.table", "head.table", "mlm.bias")
-"""Weights with one row per token, and zero rows after them that pad the vocabulary."""
+ALONE = (EXPERT, TOKEN, POSITION)
+"""Dims that files do not join with others."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,11 @@ class Place:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the tensor has a row per token, with zero rows after them in ours that pad the vocabulary."""
+        return self.index[:1] not in ((), (slice(None),)) and isinstance(self.index[0], slice)
+
     def to_theirs(self, weight: np.ndarray, first: int = 0) -> np.ndarray:
         """The tensor: a view of the weight, given from layer `first` on, where the layout allows one, else a copy."""
         index = (self.index[0] - first, *self.index[1:]) if first else self.index
@@ -68,9 +70,9 @@ class Place:
 
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
-    shapes = _shapes(model)
-    stored, table = _stored(shapes), {}
-    for in_layers, rows in groupby(family.names.items(), key=lambda row: row[0].startswith(LAYERS)):
+    shapes, dims = _shapes(model), weight_dims(model)
+    stored, table = _stored(shapes, dims), {}
+    for in_layers, rows in groupby(family.names.items(), key=lambda row: bool(re.search(r"\{[01]\}", "".join(row[1])))):
         rows = list(rows)
         for layer in range(model.layers if in_layers else 1):
             for module, names in rows:
@@ -79,9 +81,10 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
                         continue
                     weight, index = stored[ours, layer]
                     for which, name in enumerate((names,) if isinstance(names, str) else names):
-                        one_by_one = "{2}" in name and ours in EXPERTS
+                        of_experts = EXPERT in dims[weight]
+                        one_by_one = "{2}" in name and of_experts
                         suffix = ".bias" if ours.endswith(".bias") else ".weight"
-                        if ours in EXPERTS and not one_by_one:
+                        if of_experts and not one_by_one:
                             suffix = ""
                         for expert in range(shapes[weight][1]) if one_by_one else (None,):
                             part = None if isinstance(names, str) else which
@@ -92,10 +95,10 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     return table
 
 
-def _stored(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], tuple[str, int]]:
+def _stored(shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, Dims]) -> dict[tuple[str, int], tuple[str, int]]:
     """Map a weight's name in a model of equal layers, and a layer from 0, to the stacked weight that has it and the
     index in it. Weights outside layers have layer 0."""
-    layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if name.startswith(LAYERS)})
+    layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if LAYER in dims[name]})
     stored = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
     for name, numbers in layers.items():
         stored |= {(name_in_layer(name), layer - 1): (name, index) for index, layer in enumerate(numbers)}
@@ -122,32 +125,23 @@ def _place(
       which: of queries, keys and values, or of gate and up, if these are separate tensors.
       expert: its number, if each has a tensor.
     """
-    module, _, part = ours.rpartition(".")
-    of_experts = name_in_layer(ours) in EXPERTS
-    index = [layer] if ours.startswith(LAYERS) else []
-    index += [expert] if expert is not None else []
-    dims = list(shape[len(index) :])
-    if ours in OF_TOKENS:
-        dims[0], index = model.vocabulary, [slice(model.vocabulary)]
-    fused = int(of_experts and expert is None)  # dims of the experts in the tensor
-    inputs = len(dims) - 1 if module.endswith(".out") else 1
-    if part != "kernel" and not of_experts:
-        inputs = 0
-    if which is not None:
-        index += [*[slice(None)] * inputs, which]
-        del dims[inputs]
-    numbers = list(range(len(dims)))
-    ins, outs = numbers[fused : fused + inputs], numbers[fused + inputs :]
-    if module.endswith(".qkv") and which is None:
+    indices = {LAYER: layer, EXPERT: expert, PART: which, TOKEN: slice(model.vocabulary)}
+    index, dims, sizes = [], [], []
+    for dim, size in zip(weight_dims(model)[ours], shape, strict=True):
+        at = indices.get(dim)
+        index.append(slice(None) if at is None else at)
+        if not isinstance(at, int):
+            dims.append(dim)
+            sizes.append(model.vocabulary if dim == TOKEN else size)
+    alone, ins, outs = ([i for i, dim in enumerate(dims) if dim in names] for names in (ALONE, (IN,), (PART, OUT)))
+    if len(outs) == 3:  # queries, keys and values in one
         outs = [outs["cnd".index(dim)] for dim in family.qkv]
-    if inputs:
-        groups = [outs, ins] if family.transposed else [ins, outs]
-    else:
-        groups = [outs] if part in ("bias", "scale") else [[dim] for dim in outs]
-    groups = [[dim] for dim in numbers[:fused]] + groups
-    order = tuple(dim for group in groups for dim in group)
-    sizes = tuple(dims[dim] for dim in order)
-    return Place(ours, tuple(index), order, sizes, tuple(math.prod(dims[dim] for dim in group) for group in groups))
+    groups = [group for group in ([[i] for i in alone] + ([outs, ins] if family.transposed else [ins, outs])) if group]
+    order = tuple(i for group in groups for i in group)
+    shape = tuple(math.prod(sizes[i] for i in group) for group in groups)
+    while index and index[-1] == slice(None):
+        index.pop()
+    return Place(ours, tuple(index), order, tuple(sizes[i] for i in order), shape)
 
 
 def as_stored(family: Family, tensors: Tensors) -> Family:
@@ -260,7 +254,7 @@ def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:
 
 def _fits(family: Family, kind: Kind, place: Place) -> bool:
     """Whether a tensor has the shape of its place, or more rows if these pad the vocabulary."""
-    padded = family.padded and place.ours in OF_TOKENS and kind.shape[:1] > place.shape[:1]
+    padded = family.padded and place.of_tokens and kind.shape[:1] > place.shape[:1]
     return kind.shape[padded:] == place.shape[padded:]
 
 
@@ -292,7 +286,7 @@ def block_reader(
     Raises:
       UsageError: when a part is read: it is not finite.
     """
-    shapes, parts = _shapes(model), _by_weight(family, model)
+    shapes, dims, parts = _shapes(model), weight_dims(model), _by_weight(family, model)
 
     def tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -306,10 +300,10 @@ def block_reader(
             return np.asarray(drawn[ours])[first:end]
         out = np.zeros((end - first, *shapes[ours][1:]), np.float32)  # vocabulary padding stays 0
         for name, place in parts[ours]:
-            if ours in OF_TOKENS:  # an embedding is large: avoid a second copy
+            if place.of_tokens:  # an embedding is large: avoid a second copy
                 for rows in _rows(first, min(end, place.shape[0])):
                     out[rows.start - first : rows.stop - first] = tensor(name, rows)
-            elif not ours.startswith(LAYERS):
+            elif LAYER not in dims[ours]:
                 out[...] = place.to_ours(tensor(name))[first:end]
             elif first <= place.index[0] < end:
                 out[(place.index[0] - first, *place.index[1:])] = place.to_ours(tensor(name))
@@ -332,17 +326,17 @@ def tensor_parts(
       blocks: takes the name of a weight and its number of dims; returns parts along dim 0 in order, each with its
         first index.
     """
-    shapes = _shapes(model)
+    shapes, dims = _shapes(model), weight_dims(model)
     for ours, named in _by_weight(family, model).items():
         found = blocks(ours, len(shapes[ours]))
-        if not ours.startswith((LAYERS, *OF_TOKENS)):
+        if {LAYER, TOKEN}.isdisjoint(dims[ours]):
             found = [(0, np.concatenate([part for _, part in found]))]
         for first, block in found:
             for name, place in named:
-                if ours in OF_TOKENS:
+                if TOKEN in dims[ours]:
                     if len(rows := block[: max(0, model.vocabulary - first)]):
                         yield name, first, rows
-                elif not ours.startswith(LAYERS) or first <= place.index[0] < first + len(block):
+                elif LAYER not in dims[ours] or first <= place.index[0] < first + len(block):
                     yield name, 0, place.to_theirs(block, first)
 
 

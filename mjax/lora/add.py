@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import jax
 from flax import nnx
@@ -18,12 +19,8 @@ from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.lora.adapters import ColumnAdapter, RowAdapter
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
-
-PARTS = {"qkv": ("q", "k", "v"), "query": ("q",), "key_value": ("k", "v")}
-"""The targets in a layer with this name; any other layer is a target by its own name."""
-GATED = ("gate", "up")
-"""Those of `up` in a gated MLP."""
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mjax.parallel.weights import IN, LAYER, OUT, PART, parameter
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -61,40 +58,47 @@ def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
 
 
 def targets_of(name: str, layer: Linear) -> tuple[str, ...]:
-    """The names in `lora.targets` of the parts of a layer, in order."""
-    gated = name == "up" and isinstance(layer, ColumnParallelLinear) and layer.split
-    return GATED if gated else PARTS.get(name, (name,))
+    """The names in `lora.targets` of the parts of a layer, in order: a layer without parts has its own name."""
+    return getattr(layer, "parts", ()) or (name,)
 
 
 def _beside_columns(
     key: Array, layer: ColumnParallelLinear, config: ModelConfig, parts: tuple[int, ...], dtype
 ) -> ColumnAdapter:
     """For a kernel [*layers, h, (parts,) *out]."""
-    (rows,), _ = layer.kernel.get_metadata()["matrix"]
-    shape, rank = layer.kernel.shape, config.lora_rank
-    (*layers, width), out = shape[: len(shape) + rows + 1], shape[len(shape) + rows + 1 + layer.split :]
+    (layers, (width,), out), rank = _sizes_of(layer), config.lora_rank
     _check_rank(rank, width, math.prod(out))
-    lead = (None,) * len(layers)
-    a = (*layers, width, len(parts), rank)
-    a = parameter(key, uniform(width), a, (*lead, None, None, None), dtype, grad_partial_over_model=True)
-    spec = (*lead, None, None, MODEL, *(None,) * (len(out) - 1))
-    b = parameter(key, jax.nn.initializers.zeros, (*layers, len(parts), rank, *out), spec, dtype)
+    make = partial(_matrix, key, layers, dtype=dtype)
+    spec, count = (None, None, MODEL, *(None,) * (len(out) - 1)), len(parts)
+    a = make((width, count, rank), (None, None, None), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
+    b = make((count, rank, *out), spec, (PART, IN, *(OUT,) * len(out)))
     return ColumnAdapter(a, b, config.lora_scale, config.lora_dropout, parts=parts)
 
 
 def _beside_rows(key: Array, layer: RowParallelLinear, config: ModelConfig, _, dtype) -> RowAdapter:
     """For a kernel [*layers, *into, h]."""
-    rows, _ = layer.kernel.get_metadata()["matrix"]
-    shape, rank = layer.kernel.shape, config.lora_rank
-    layers, into, width = shape[: len(shape) + rows[0]], shape[len(shape) + rows[0] : -1], shape[-1]
+    (layers, into, (width,)), rank = _sizes_of(layer), config.lora_rank
     _check_rank(rank, math.prod(into), width)
-    lead = (None,) * len(layers)
-    a = parameter(key, uniform(math.prod(into)), (*layers, *into, rank), (*lead, MODEL, *(None,) * len(into)), dtype)
-    b = parameter(
-        key, jax.nn.initializers.zeros, (*layers, rank, width), (*lead, None, None), dtype,
-        grad_partial_over_model=True,
-    )  # fmt: skip
+    make = partial(_matrix, key, layers, dtype=dtype)
+    spec, dims = (MODEL, *(None,) * len(into)), (*(IN,) * len(into), OUT)
+    a = make((*into, rank), spec, dims, uniform(math.prod(into)))
+    b = make((rank, width), (None, None), (IN, OUT), grad_partial_over_model=True)
     return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
+
+
+def _matrix(
+    key: Array, layers, shape, spec, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks
+) -> nnx.Param:
+    """A matrix of an adapter, in all stacked `layers`; by default zero."""
+    lead, stacked = (None,) * len(layers), (LAYER,) * len(layers)
+    shape, spec, dims = (*layers, *shape), (*lead, *spec), (*stacked, *dims)
+    return parameter(key, initializer, shape, spec, dtype, dims, muon=False, **marks)
+
+
+def _sizes_of(layer: Linear) -> list[tuple[int, ...]]:
+    """The sizes of a layer's kernel along dims that are layers, inputs, and outputs."""
+    sizes = list(zip(layer.kernel.get_metadata()["dims"], layer.kernel.shape, strict=True))
+    return [tuple(size for dim, size in sizes if dim == name) for name in (LAYER, IN, OUT)]
 
 
 def uniform(inputs: int):

@@ -58,10 +58,10 @@ class Attention(nnx.Module):
         linear = partial(ColumnParallelLinear, width=config.hidden, std=config.init_std, dtype=dtype, bias=bias)
         if self.grouped:
             query, key_value = jax.random.split(qkv)
-            self.query = linear(query, out=(heads, size), split=0)
-            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1, unfused=True)
+            self.query = linear(query, out=(heads, size), split=0, parts=("q",))
+            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1, unfused=True, parts=("k", "v"))
         else:
-            self.qkv = linear(qkv, out=(3, heads, size), split=1, unfused=True)
+            self.qkv = linear(qkv, out=(3, heads, size), split=1, unfused=True, parts=("q", "k", "v"))
         out_bias = bias if out_bias is None else out_bias
         self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
         self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)

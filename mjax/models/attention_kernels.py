@@ -20,6 +20,7 @@ scores; only cuDNN's kernel needs it written out. With a window all mask the key
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from mjax.models.flash import MASKED, Aux, How, flash_attention
 from mjax.models.positions import distance_penalty
 from mjax.parallel import mappings, scopes
 from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
 
 FLASH_STAND_IN = "cudnn, traced only"
@@ -122,7 +124,21 @@ def for_every_query(
     """Keys and values repeated to one head per query head."""
     if (group := q.shape[2] // k.shape[2]) == 1:
         return k, v
-    return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    return _repeat_heads(k, group), _repeat_heads(v, group)
+
+
+# Written out because autodiff would sum the gradients of a group in 16 bits.
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat_heads(x: Float[Array, "b s k d"], count: int) -> Float[Array, "b s n d"]:
+    return jnp.repeat(x, count, axis=2)
+
+
+def _repeat_heads_backward(count: int, _, gradient: Array):
+    groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
+    return (groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype),)
+
+
+_repeat_heads.defvjp(lambda x, count: (_repeat_heads(x, count), None), _repeat_heads_backward)
 
 
 def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:

@@ -46,12 +46,12 @@ from mjax.parallel.layers import (
     VocabParallelEmbedding,
     normal,
     owned_rows,
-    parameter,
     recomputed,
 )
 from mjax.parallel.products import linear
 from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2
 
@@ -60,7 +60,7 @@ class Linear(nnx.Module):
     """y = x A + b, replicated over `model`."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
-        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype)
+        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype, ("in", "out"), muon=False)
         self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
@@ -74,7 +74,7 @@ class MLMHead(nnx.Module):
         self.activation = config.mlm_activation or config.activation
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype, ("token",))
 
     def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
         activation = recomputed(partial(activate, name=self.activation))
@@ -91,8 +91,9 @@ class Encoder(LanguageModel):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
-        self.positions = parameter(positions, normal(std), (config.sequence, hidden), (None, None), dtype)
-        self.token_types = parameter(token_types, normal(std), (TOKEN_TYPES, hidden), (None, None), dtype)
+        rows = partial(parameter, initializer=normal(std), spec=(None, None), dtype=dtype, dims=("position", "out"))
+        self.positions = rows(positions, shape=(config.max_positions, hidden))
+        self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock
         self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))
         norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)

@@ -59,6 +59,7 @@ from jaxtyping import Array, Float, Int
 from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
 from mjax.parallel import random
+from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import all_but_gathered_weights
 
 # Residuals to keep, by `train.recompute`; None leaves the choice to autodiff. The names:
@@ -160,7 +161,7 @@ def stack(key: Array, layers: int, layer: Callable[[Array], nnx.Module], first: 
     any depth; these are the layers `first`, `first` + `every`, … of it, from 0."""
     keys = jax.vmap(partial(jax.random.fold_in, key))(first + every * jnp.arange(layers))
     # Without transform_metadata the layer dim would silently be missing from the PartitionSpecs.
-    return nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys)
+    return add_layer_dim(nnx.vmap(layer, transform_metadata={nnx.PARTITION_NAME: None})(keys))
 
 
 class Group(nnx.Module):

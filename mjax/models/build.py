@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.lora.add import add_adapters
+from mjax.models.positions import Positions
 from mjax.models.protocol import Model
-from mjax.parallel.layers import metadata_of
+from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
 from mjax.utils.names import leaf_name
 from mjax.utils.stacks import STACK, stack_and_turn
 
@@ -38,8 +41,14 @@ def abstract_weights(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], P]
 @lru_cache(maxsize=64)
 def matrix_dims(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Rows and columns, as in `matrices.Matrices`, of every weight that is a matrix or a stack of them, by name."""
-    matrices = zip(abstract_weights(config), metadata_of(_traced(config), "matrix"), strict=True)
+    matrices = zip(abstract_weights(config), muon_matrices(_traced(config)), strict=True)
     return {name: matrix for name, matrix in matrices if matrix}
+
+
+@lru_cache(maxsize=64)
+def weight_dims(config: ModelConfig) -> dict[str, Dims | None]:
+    """What the dims of each weight are (`parallel/weights.py`), by name."""
+    return dict(zip(abstract_weights(config), dims_of(_traced(config)), strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -72,6 +81,44 @@ def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
     """The layers of each stack and turn (`models/block.py`), by their numbers; of one stack alone under (0, 0)."""
     weights = abstract_weights(config).items()
     return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
+
+
+@lru_cache(maxsize=64)
+def mixing_class(config: ModelConfig) -> str | None:
+    """The name of the first class of the model that may mix or count positions by itself; None: there is none.
+
+    A class of yours may, unless its `mixes_positions` is False; a layer says that for the modules in it, too, a model
+    for its `embed` and `loss` alone.
+    """
+    model = _traced(config)
+    if _mixes_positions(type(model)):
+        return type(model).__name__
+    return next((name for part in _parts(model) for name in _mixing_classes(part)), None)
+
+
+def _mixing_classes(part: nnx.Module | Positions) -> Iterator[str]:
+    mixes = _mixes_positions(type(part))
+    if mixes:
+        yield type(part).__name__
+    elif mixes is None:
+        for inner in _parts(part):
+            yield from _mixing_classes(inner)
+
+
+def _parts(whole: Any) -> list[nnx.Module | Positions]:
+    return [part for part in vars(whole).values() if isinstance(part, nnx.Module | Positions)]
+
+
+def _mixes_positions(cls: type) -> bool | None:
+    """The `mixes_positions` of a class; None if it computes nothing, or is one of mjax."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("mjax."):
+            return None
+        if "mixes_positions" in vars(base):
+            return base.mixes_positions
+        if vars(base).keys() & {"__call__", "turn", "embed", "loss"}:
+            return True
+    return None
 
 
 def scores_in_chunks(config: ModelConfig) -> bool:

@@ -35,6 +35,11 @@ class Context:
     layer: Array | int = 0
     slots: Int[Array, " S"] | None = None
 
+    def position_ids(self) -> Int[Array, "_ s"]:
+        """Positions of this rank's tokens, counted within their documents if the run does; one row if all sequences
+        have the same."""
+        return self.tokens.position_ids()[None] if self.positions is None else self.positions
+
     def of_layer(self, number: Array | int, layer_in_group: int = 0) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
         key = None if self.key is None else self.key.fold(number)

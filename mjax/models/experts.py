@@ -45,9 +45,10 @@ from mjax.models.mlp import GatedMLP, gated
 from mjax.models.router import Choice, Router, Sums
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
-from mjax.parallel.layers import normal, parameter, recomputed
+from mjax.parallel.layers import normal, recomputed
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import parameter
 
 
 class Experts(nnx.Module):
@@ -64,7 +65,7 @@ class Experts(nnx.Module):
             (experts, hidden, 2, width),
             (EXPERT, None, None, MODEL),
             dtype,
-            matrix=((-3,), (-1,)),
+            ("expert", "in", "part", "out"),
         )
         self.down = parameter(
             down,
@@ -72,7 +73,7 @@ class Experts(nnx.Module):
             (experts, width, hidden),
             (EXPERT, MODEL, None),
             dtype,
-            matrix=((-2,), (-1,)),
+            ("expert", "in", "out"),
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)

@@ -20,8 +20,9 @@ from mjax.models.output import Output
 from mjax.models.positions import NO_POSITIONS, ALiBi, positions_of
 from mjax.models.transformer import transformer_layer
 from mjax.parallel import random
-from mjax.parallel.layers import VocabParallelEmbedding, normal, parameter
+from mjax.parallel.layers import VocabParallelEmbedding, normal
 from mjax.parallel.sums import lookup
+from mjax.parallel.weights import parameter
 
 
 class GPT(CausalModel):
@@ -35,7 +36,12 @@ class GPT(CausalModel):
         )
         if config.positions == "learned":
             self.positions = parameter(
-                positions, normal(config.init_std), (config.sequence, config.hidden), (None, None), dtype
+                positions,
+                normal(config.init_std),
+                (config.max_positions, config.hidden),
+                (None, None),
+                dtype,
+                ("position", "out"),
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)

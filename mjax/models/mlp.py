@@ -47,7 +47,7 @@ class GatedMLP(nnx.Module):
         up, down = jax.random.split(key)
         width, std = config.mlp_width if width is None else width, config.init_std
         self.activation = config.activation
-        self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False)
+        self.up = ColumnParallelLinear(up, config.hidden, (2, width), 1, std, dtype, bias=False, parts=("gate", "up"))
         self.down = RowParallelLinear(down, (width,), config.hidden, config.residual_std, dtype, bias=False)
 
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:

@@ -59,7 +59,9 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = nnx.Param(jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False)
+        self.scale = nnx.Param(
+            jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False, dims=("out", "out")
+        )
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = recomputed(_sum_of_squares)(x)

@@ -28,8 +28,8 @@ Batch = dict[str, Array]
 class Model(Protocol):
     """A language model, an `nnx.Module`.
 
-    Outside `shard_map` it has whole weights with their PartitionSpecs (`layers.parameter`); inside `shard_map` the same
-    pytree has this device's shards, and its methods compute with those.
+    Outside `shard_map` it has whole weights with their PartitionSpecs (`weights.parameter`); inside `shard_map` the
+    same pytree has this device's shards, and its methods compute with those.
 
     Attributes:
       config: the config it was built from.

@@ -56,9 +56,7 @@ class Rotary(Positions):
         self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
     ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
         """Queries and keys, turned by the positions of their tokens within their documents."""
-        positions = context.positions
-        if positions is None:
-            positions = context.tokens.position_ids()[None]
+        positions = context.position_ids()
         return _rotate(q, positions, self), _rotate(k, positions, self)
 
     def frequencies(self) -> Float[np.ndarray, " pairs"]:

@@ -38,9 +38,10 @@ from mjax.config.axes import CONTEXT
 from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
 from mjax.parallel import mappings
-from mjax.parallel.layers import normal, parameter
+from mjax.parallel.layers import normal
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import parameter
 
 Sums = dict[str, Array]
 
@@ -68,7 +69,14 @@ class Router(nnx.Module):
     def __init__(self, key: Array, config: MixtureConfig, dtype):
         self.config = config
         self.kernel = parameter(
-            key, normal(config.init_std), (config.hidden, config.experts), (None, None), dtype, keep_fp32=True
+            key,
+            normal(config.init_std),
+            (config.hidden, config.experts),
+            (None, None),
+            dtype,
+            ("in", "out"),
+            muon=False,
+            keep_fp32=True,
         )
         if config.balance_bias:
             self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, keep_fp32=True)

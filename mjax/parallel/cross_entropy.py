@@ -25,11 +25,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import VocabParallelEmbedding, kernel_of, owned_rows, vary_alike, without_padding
-from mjax.parallel.postponed import FrozenKernel
+from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike, without_padding
 from mjax.parallel.products import overlapped_sum
 from mjax.parallel.sums import sum_rows, wide_type
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import is_frozen
 
 MULTIPLE = 8  # of the rows of a chunk: on tensor cores a product with other sizes is slow
 
@@ -99,22 +99,14 @@ def chunked_cross_entropy(
     parts of the vocabulary in memory at a time."""
     table = embedding.table[...]
     bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-    how = _How(tokens, chunks, isinstance(kernel_of(embedding.table), FrozenKernel))
-    return _chunked(x, table, bias, labels, embedding.tokens_of_rank(table), how)
+    count, frozen = embedding.tokens_of_rank(table), is_frozen(embedding.table)
+    return _chunked(x, table, bias, labels, count, tokens, chunks, frozen)
 
 
 def rows_of_chunks(rows: int, chunks: int) -> list[slice]:
     """Rows in at most `chunks` parts of equal size, a multiple of MULTIPLE; the last may be smaller."""
     size = -(-rows // (chunks * MULTIPLE)) * MULTIPLE
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
-
-
-class _How(NamedTuple):
-    """The static arguments of `chunked_cross_entropy`."""
-
-    tokens: Tokens
-    chunks: int
-    frozen: bool
 
 
 class _Running(NamedTuple):
@@ -135,15 +127,17 @@ class _Running(NamedTuple):
         return self.total * jnp.exp(self.highest - highest)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How) -> Array:
-    return _chunked_forward(x, table, bias, labels, count, how)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _chunked(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, *how) -> Array:
+    return _chunked_forward(x, table, bias, labels, count, *how)[0]
 
 
-def _chunked_forward(x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, how: _How):
-    x, back = jax.vjp(how.tokens.enter, x)
+def _chunked_forward(
+    x: Array, table: Array, bias: Array | None, labels: Array, count: Array | None, tokens: Tokens, chunks: int, _: bool
+):
+    x, back = jax.vjp(tokens.enter, x)
     saved, running = x, None
-    for rows in rows_of_chunks(table.shape[0], how.chunks):
+    for rows in rows_of_chunks(table.shape[0], chunks):
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         highest = logits.max(-1)
         total = jnp.exp(logits - highest[:, None]).sum(-1)
@@ -172,10 +166,10 @@ def _of_chunk(
     return scores.astype(wide_type(scores.dtype)), owned[:, None] & (column == local[:, None])
 
 
-def _chunked_backward(how: _How, residuals, gradient: Array):
+def _chunked_backward(tokens: Tokens, chunks: int, frozen: bool, residuals, gradient: Array):
     x, back, table, bias, labels, count, log_normalizer = residuals
     previous, to_table, to_bias = [], [], []
-    for rows in rows_of_chunks(table.shape[0], how.chunks):
+    for rows in rows_of_chunks(table.shape[0], chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
         x, gradient, *previous = jax.lax.optimization_barrier(vary_alike(x, gradient, *previous))
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
@@ -185,11 +179,11 @@ def _chunked_backward(how: _How, residuals, gradient: Array):
             to_logits = jax.lax.optimization_barrier(to_logits)
             to_bias.append(sum_rows(to_logits))
         part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
-        to_table += [] if how.frozen else [to_logits.T @ x]
+        to_table += [] if frozen else [to_logits.T @ x]
         previous = [previous[0] + part if previous else part, *to_table[-1:]]
     to_x, *to_table[-1:] = jax.lax.optimization_barrier(previous)
     products = tuple(jnp.concatenate(parts) if parts else None for parts in (to_table, to_bias))
-    to_x, (to_table, to_bias) = overlapped_sum(back, to_x.astype(x.dtype), products, how.tokens)
+    to_x, (to_table, to_bias) = overlapped_sum(back, to_x.astype(x.dtype), products, tokens)
     return to_x, to_table, to_bias, None, None
 
 

@@ -13,7 +13,6 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,59 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of
-from mjax.parallel.products import from_rows, into_columns, kept_input, overlapped_sum
+from mjax.parallel.products import from_rows, into_columns, overlapped_sum
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
-
-
-def parameter(
-    key: Array, initializer, shape: tuple[int, ...], spec: tuple[str | None, ...], dtype, **metadata
-) -> nnx.Param:
-    """A weight of the whole model.
-
-    Args:
-      spec: names, dim by dim, the mesh axis that splits it.
-      metadata: more about the weight, for those who ask with `metadata_of`:
-        contracted: how many of its first dims `linear` contracts.
-        matrix: (rows, columns), the dims of a matrix counted from the end, if it is one or a stack of several
-          (`matrices.py`); a weight without it is not a matrix for an optimizer such as Muon.
-        grad_partial_over_model, float8, keep_fp32: as in `zero.Storage`.
-        frozen: whether it is not trained (`split_trained`); then it is stored in the compute dtype.
-    """
-    assert len(spec) == len(shape), f"spec {spec} does not name every dim of {shape}"
-    return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, **metadata)
-
-
-def metadata_of(weights, name: str) -> list:
-    """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
-    None."""
-    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
-    return [parameter.get_metadata().get(name) for parameter in parameters if jax.tree.leaves(parameter)]
-
-
-def split_trained(weights) -> tuple:
-    """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
-    place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
-    leaves, structure = jax.tree.flatten(weights)
-    each = list(zip(leaves, map(bool, metadata_of(weights, "frozen")), strict=True))
-    return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
-
-
-def trained(weights):
-    """The weights that are trained, with None in place of those that are frozen."""
-    return split_trained(weights)[0]
-
-
-def joined(one, other):
-    """All weights from the two trees of `split_trained`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
-
-
-def kernel_of(parameter: nnx.Param) -> Kernel:
-    """The value of a parameter as products take it."""
-    return FrozenKernel(parameter[...]) if parameter.get_metadata().get("frozen") else parameter[...]
+from mjax.parallel.weights import IN, OUT, PART, TOKEN, is_frozen, parameter
 
 
 def normal(std: float):
@@ -111,9 +62,10 @@ class ColumnParallelLinear(nnx.Module):
     """y = x A + b with A split by columns: A = [A_1 … A_p], so rank i computes its own columns y_i.
 
     The output may have several dims, such as (3, heads, head size) for a fused QKV; `split` says which of them is
-    split; dims before it number separate matrices. If that has fewer columns than there are ranks, each rank computes
-    one, the same as its neighbours. `unfused` says that the parts along the first dim are separate outputs (`columns`):
-    each is computed by a product of its own, so that nothing has to be copied out of the whole.
+    split; dims before it number separate matrices, which `parts` names. If that has fewer columns than there are
+    ranks, each rank computes one, the same as its neighbours. `unfused` says that the parts along the first dim are
+    separate outputs (`columns`): each is computed by a product of its own, so that nothing has to be copied out of
+    the whole.
     """
 
     adapter: Any = None
@@ -129,14 +81,13 @@ class ColumnParallelLinear(nnx.Module):
         dtype,
         bias: bool = True,
         unfused: bool = False,
+        parts: tuple[str, ...] = (),
     ):
         spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
-        self.columns, self.split, self.unfused = out[split], split, unfused
-        # The dims before the one that is split number products that are computed as one: q, k, v; gate and up.
-        matrix = (-1 - len(out),), tuple(range(split - len(out), 0))
-        about = {"contracted": 1, "matrix": matrix, "float8": True}
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, **about)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype) if bias else None
+        self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
+        dims = (PART,) * split + (OUT,) * (len(out) - split)
+        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, (IN, *dims), float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype, dims) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
@@ -146,10 +97,10 @@ class ColumnParallelLinear(nnx.Module):
         (y,) = columns(x, tokens, self, whole=True, key=key)
         return y
 
-    def weights(self) -> tuple[Kernel, Array | None]:
+    def weights(self) -> tuple[Array, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
         bias = None if self.bias is None else local_columns(self.bias[...], self.columns, self.split)
-        return local_columns(kernel_of(self.kernel), self.columns, self.split + 1), bias
+        return local_columns(self.kernel[...], self.columns, self.split + 1), bias
 
 
 def columns(
@@ -165,19 +116,20 @@ def columns(
     dropout masks of their adapters.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    axes = mappings.varying_axes(array_of(kernels[0])) | mappings.varying_axes(x)
+    axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
     unfused = tuple(layer.unfused and not whole for layer in layers)
+    frozen = tuple(is_frozen(layer.kernel) for layer in layers)
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     if not adapters:
-        return into_columns(x, kernels, biases, tokens, unfused)
+        return into_columns(x, kernels, biases, tokens, unfused, frozen)
     downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
     no, nothing = (False,) * len(downs), (None,) * len(downs)
     if key is not None and adapters[0].dropout:  # another input, which costs an f of its own
-        outputs = into_columns(x, kernels, biases, tokens, unfused)
-        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no)
+        outputs = into_columns(x, kernels, biases, tokens, unfused, frozen)
+        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no, no)
     else:
-        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no)
+        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no, frozen + no)
     outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
     for layer, apart in zip(layers, unfused, strict=True):
         own = [next(outputs) for _ in range(layer.kernel.shape[1] if apart else 1)]
@@ -185,14 +137,9 @@ def columns(
     return tuple(sums)
 
 
-def local_columns(weight: Kernel, columns: int, dim: int) -> Kernel:
+def local_columns(weight: Array, columns: int, dim: int) -> Array:
     """The columns of a weight that this rank computes with: those that it holds, or one of them where there are fewer
     `columns` than ranks and each rank holds them all."""
-    if isinstance(weight, FrozenKernel):
-        return FrozenKernel(local_columns(weight.kernel, columns, dim))
-    if isinstance(weight, PostponedKernel):
-        kernel, gradient = (local_columns(part, columns, dim) for part in (weight.kernel, weight.gradient))
-        return replace(weight, kernel=kernel, gradient=gradient)
     ranks = mappings.size(MODEL)
     if weight.shape[dim] * ranks == columns:
         return weight
@@ -212,15 +159,15 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
         spec = (MODEL, *(None,) * len(into))
-        matrix = tuple(range(-1 - len(into), -1)), (-1,)
-        about = {"contracted": len(into), "matrix": matrix, "float8": True}
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, **about)
+        dims = (IN,) * len(into) + (OUT,)
+        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, dims, float8=True)
         self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        y = from_rows(kernel_of(self.kernel), x, tokens, self.adapter and partial(self.adapter, tokens=tokens, key=key))
+        adapter = self.adapter and partial(self.adapter, tokens=tokens, key=key)
+        y = from_rows(self.kernel[...], x, tokens, adapter, is_frozen(self.kernel))
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -235,7 +182,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
         self.vocabulary, self.rows = vocabulary, rows
-        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype)
+        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype, (TOKEN, OUT))
 
     def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
@@ -249,7 +196,7 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(_scores(x, kernel_of(self.table), bias, tokens), self.tokens_of_rank(table))
+        return without_padding(_scores(x, table, bias, tokens, is_frozen(self.table)), self.tokens_of_rank(table))
 
     def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
@@ -261,26 +208,26 @@ class VocabParallelEmbedding(nnx.Module):
 # The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
 # pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
 # compute that gradient twice, and keep the logits for the second time.
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _scores(
-    x: Float[Array, "t h"], table: Array | FrozenKernel, bias: Float[Array, " v"] | None, tokens: Tokens
+    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens, frozen: bool
 ) -> Float[Array, "bs v"]:
     """f(x) Eᵀ + b, for a table [v, h]."""
-    return _scores_forward(x, table, bias, tokens)[0]
+    return _scores_forward(x, table, bias, tokens, frozen)[0]
 
 
-def _scores_forward(x: Array, table: Array | FrozenKernel, bias: Array | None, tokens: Tokens):
+def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens, frozen: bool):
     x, back = jax.vjp(tokens.enter, x)
-    scores = x @ array_of(table).T
-    x = kept_input(x, table)
+    scores = x @ table.T
+    x = None if frozen else x
     return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
 
 
-def _scores_backward(tokens: Tokens, residuals, gradient: Array):
+def _scores_backward(tokens: Tokens, frozen: bool, residuals, gradient: Array):
     x, back, table, *biased = residuals
     gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
-    to_table = None if x is None else gradient.T @ x
-    products = gradient @ array_of(table), (to_table, sum_rows(gradient) if biased else None)
+    to_table = None if frozen else gradient.T @ x
+    products = gradient @ table, (to_table, sum_rows(gradient) if biased else None)
     if not tokens.split:
         products = jax.lax.optimization_barrier(products)
     to_x, (to_table, to_bias) = overlapped_sum(back, *products, tokens)

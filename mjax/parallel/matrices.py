@@ -1,7 +1,7 @@
 """Whole matrices from the shards of a weight, and their division among the ranks that hold them.
 
 An optimizer such as Muon is a function of a whole matrix, and a device has shards. A module says which dims of a weight
-are the rows and the columns of a matrix (`matrix=` of `layers.parameter`); all other dims number matrices:
+are the rows and the columns of a matrix (the dims of `weights.parameter`); all other dims number matrices:
 
     kernel of                    shape             rows       columns    matrices
     q, k and v in one product    [l, h, 3, n, d]   h          n · d      3 l

@@ -1,11 +1,11 @@
 """The interpreter of a schedule table: one scan over ticks, for every schedule.
 
 A stage reads its column of the table (`schedules.py`). In every tick it stores the messages that arrived, runs at most
-one forward, one backward and one weight-gradient pass, each under a conditional, and sends the results:
+one forward and one backward pass, each under a conditional, and sends the results:
 
-    tick t    ┌ store ┐  ┌──────── F ────────┐  ┌────────────── B ──────────────┐  ┌─── W ───┐  ┌ send ┐
-              messages   first: embedding       last: head, loss, their gradient   ZB-H1 only   y → next stage
-                         layers; keep residuals layers' gradient                                dx → previous
+    tick t    ┌ store ┐  ┌──────── F ────────┐  ┌────────────── B ──────────────┐  ┌ send ┐
+              messages   first: embedding       last: head, loss, their gradient   y → next stage
+                         layers; keep residuals layers' gradient                   dx → previous
                                                 first: gradient of the embedding
 
 **Residuals are kept in a ring buffer.** F differentiates its layers with `jax.vjp`. The result is a pytree: its arrays
@@ -16,9 +16,6 @@ Weights among them are recognised and not copied. So recomputation inside a stag
 **Collectives over `model` inside a conditional are sound**, and collectives over `data` too: all ranks of such a group
 are on the same stage, read the same column and take the same branch. Collectives over `pipe` would hang. So everything
 that a branch differentiates is typed as varying over `pipe` before, and sums over stages come after the scan.
-
-**Split backward passes.** If the schedule has W, B returns the two factors of each weight gradient, the layer's input
-and the gradient of its output (`PostponedKernel`), and W multiplies them: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -34,12 +31,9 @@ from jax import Array, lax
 
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import metadata_of, trained
-from mjax.parallel.mappings import Gathers
 from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
-from mjax.parallel.postponed import PostponedKernel, zero_factors
-from mjax.parallel.products import kernel_gradient
 from mjax.parallel.schedules import Schedule
+from mjax.parallel.weights import metadata_of, trained
 
 Weights = Any  # a pytree of arrays
 
@@ -54,19 +48,12 @@ class StageProgram:
         parts of the means by name, [] each.
       head: (shared weights, stream, micro-batch) → parts of means by name, [] each.
       loss_weights: by name the weight of a mean in the loss, which is differentiated.
-      rows: tokens of a micro-batch, b · s.
-      shards: for each leaf of the layers, the (axes, dim) along which `layers` gathers it, and along which its gradient
-        has to be scattered.
-      kernel_gradient: (input, gradient of the output) of a layer → the gradient of its kernel.
     """
 
     embed: Callable[[Weights, Any], Array]
     layers: Callable[[Weights, Array, Any, Array], tuple[Array, Means]]
     head: Callable[[Weights, Array, Any], Means]
     loss_weights: dict[str, float]
-    rows: int
-    shards: list[Gathers]
-    kernel_gradient: Callable[[Array, Array], Array] = kernel_gradient
 
 
 def pipeline_gradients(
@@ -88,7 +75,6 @@ def pipeline_gradients(
     """
     shared, blocks, micro_batches = vary_over_pipe((shared, blocks, micro_batches))
     stage = _Stage(schedule, program, shared, blocks, micro_batches, accumulator)
-    pending = [buffer(schedule.pending_slots, factor) for factor in jax.tree.leaves(stage.factors)]
     state = _State(
         received=(stage.message, stage.message),
         activations=buffer(schedule.activation_slots + 1, stage.message),
@@ -100,7 +86,6 @@ def pipeline_gradients(
             means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
             blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(trained(blocks))],
-            pending=pending,
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
@@ -147,13 +132,11 @@ class _Sums:
     Attributes:
       means: results of the head, by name.
       shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
-      pending: factors of postponed weight gradients, [slots, …] each.
     """
 
     means: Means
     shared: Weights
     blocks: list[Array]
-    pending: list[Array]
 
 
 @jax.tree_util.register_dataclass
@@ -180,7 +163,7 @@ class _State:
 
 
 class _Stage:
-    """The three passes of a stage, and the tick that runs them."""
+    """The passes of a stage, and the tick that runs them."""
 
     def __init__(
         self,
@@ -197,15 +180,7 @@ class _Stage:
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        # The leaves of a chunk that are kernels whose gradients wait for W.
-        self.contracted = (
-            metadata_of(blocks, "contracted") if schedule.weight else [None] * len(jax.tree.leaves(blocks))
-        )
         self.frozen = metadata_of(blocks, "frozen")
-        self.contracted = [None if of else dims for dims, of in zip(self.contracted, self.frozen, strict=True)]
-        self.factors = zero_factors(
-            self.chunk({"chunk": 0}), self.contracted, program.shards, program.rows, self.message
-        )
         self.residual_types, self.layer_means, self.structure, self.which = self._trace_layers()
 
     def micro_batch(self, slot: dict):
@@ -239,31 +214,14 @@ class _Stage:
             state.residuals,
             state.aux,
         )
-        # If a tick holds one operation, no message may leave before all three have run: a stage would wait for its
-        # neighbour's forward before its own backward. No compiler can change that order if B and W also return the
-        # message, and they have one to return: a stage that runs B has no activation to send, and one that runs W has
-        # nothing to send.
-        instead = jnp.zeros_like if self.schedule.exclusive else lambda message: message
-        dx, sums, y = branch(
+        dx, sums = branch(
             scopes.B,
             b["on"],
-            lambda dy, sums, y: (*self._backward(b, dy, outputs, residuals, sums), instead(y)),
+            lambda dy, sums: self._backward(b, dy, outputs, residuals, sums),
             lambda *carry: carry,
             gradients[b["message"]],
             state.sums,
-            y,
         )
-        if self.schedule.weight:
-            w = row["weight"]
-            sums, y, dx = branch(
-                scopes.W,
-                w["on"],
-                lambda sums, y, dx: (self._weights(w, sums), instead(y), instead(dx)),
-                lambda *carry: carry,
-                sums,
-                y,
-                dx,
-            )
         with jax.named_scope(scopes.PIPELINE):
             received = mappings.to_next_stage(y), mappings.to_previous_stage(dx)
         return _State(received, activations, gradients, outputs, residuals, aux, sums), None
@@ -277,7 +235,7 @@ class _Stage:
         return y, put(outputs, slot["output"], y), residuals, add(aux, means)
 
     def _backward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], sums: _Sums):
-        """B: the gradient of the stage's input. Weight gradients are added to the sums or, if split, left to W."""
+        """B: the gradient of the stage's input; those of weights are added to the sums."""
         micro_batch = self.micro_batch(slot)
         residuals = [buffer[slot["residual"]] for buffer in residuals]
 
@@ -290,36 +248,14 @@ class _Stage:
         dy, means, to_shared = branch(
             scopes.B_LAST, slot["last"], head, lambda *carry: carry, arrived, sums.means, sums.shared
         )
-        to_rest, dx, factors = self._pull_back(self.chunk(slot), residuals, dy)
+        to_chunk, dx = self._pull_back(self.chunk(slot), residuals, dy)
 
         def embedding(to_shared):
             _, pullback = jax.vjp(lambda shared: self.program.embed(shared, micro_batch), self.shared)
             return add(to_shared, pullback(dx)[0])
 
         to_shared = branch(scopes.B_FIRST, slot["first"], embedding, lambda carry: carry, to_shared)
-        pending = jax.tree.leaves(factors)
-        sums = _Sums(
-            means,
-            to_shared,
-            self._add_to_chunk(sums.blocks, to_rest, slot),
-            [put(buffer, slot["pending"], value) for buffer, value in zip(sums.pending, pending, strict=True)],
-        )
-        return dx, sums
-
-    def _weights(self, slot: dict, sums: _Sums) -> _Sums:
-        """W: multiply the factors from B."""
-        factors = [buffer[slot["pending"]] for buffer in sums.pending]
-        kernels = zip(*map(self._of_trained, (self.program.shards, self.contracted)), sums.blocks, strict=True)
-        where = [(gathered, total) for gathered, dims, total in kernels if dims]
-        products = []
-        for x, gradient, (gathered, total) in zip(factors[::2], factors[1::2], where, strict=True):
-            product = jax.vmap(self.program.kernel_gradient)(x, gradient)  # [layers, *into, *out]
-            with jax.named_scope(scopes.GRADIENT):
-                for names, dim in reversed(gathered):
-                    product = mappings.scatter_sum(product.astype(self.accumulator), names, dim)
-                product = mappings.sum_over(product, mappings.varying_axes(product) - mappings.varying_axes(total))
-            products.append(product)
-        return dataclasses.replace(sums, blocks=self._add_to_chunk(sums.blocks, products, slot, kernels=True))
+        return dx, _Sums(means, to_shared, self._add_to_chunk(sums.blocks, to_chunk, slot))
 
     # --- From F to B --------------------------------------------------------------------------------------------------
 
@@ -343,14 +279,14 @@ class _Stage:
     def _vjp(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
         """The stream after the layers and their parts of means; and the derivative of both, as leaves, structure, and
         which weight each leaf is."""
-        rest, kernels, frozen = self._split(chunk)
+        trained, frozen = self._split(chunk)
 
-        def layers(rest, x, factors):
-            return self.program.layers(self._join(rest, kernels, frozen, factors), x, micro_batch, virtual_stage)
+        def layers(trained, x):
+            return self.program.layers(self._join(trained, frozen), x, micro_batch, virtual_stage)
 
-        (y, means), pullback = jax.vjp(layers, rest, x, self.factors)
+        (y, means), pullback = jax.vjp(layers, trained, x)
         leaves, structure = jax.tree.flatten(pullback)
-        weights = [*rest, *kernels, *frozen]
+        weights = [*trained, *frozen]
         which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
         return y, means, leaves, structure, which
 
@@ -363,47 +299,34 @@ class _Stage:
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
         """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
-        rest, kernels, frozen = self._split(chunk)
-        weights, residuals = [*rest, *kernels, *frozen], iter(residuals)
+        trained, frozen = self._split(chunk)
+        weights, residuals = [*trained, *frozen], iter(residuals)
         leaves = [next(residuals) if index is None else weights[index] for index in self.which]
         loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
         return jax.tree.unflatten(self.structure, leaves)((dy, loss_weights))
 
-    # --- Kernels whose gradients are postponed, and frozen weights ----------------------------------------------------
+    # --- Trained and frozen weights of a chunk ------------------------------------------------------------------------
 
-    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array], list[Array]]:
-        """The leaves whose gradients B computes, the kernels whose gradients W computes, and what is frozen."""
-        parts = [], [], []
-        for leaf, dims, frozen in zip(jax.tree.leaves(chunk), self.contracted, self.frozen, strict=True):
-            parts[2 if frozen else 1 if dims else 0].append(leaf)
-        return parts
+    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array]]:
+        """The leaves that are trained, and those that are frozen."""
+        leaves = list(zip(jax.tree.leaves(chunk), self.frozen, strict=True))
+        return [leaf for leaf, frozen in leaves if not frozen], [leaf for leaf, frozen in leaves if frozen]
 
-    def _join(
-        self, rest: list[Array], kernels: list[Array], frozen: list[Array], factors: list[tuple[Array, Array]]
-    ) -> Weights:
-        """A chunk from the parts of `_split`, with `factors` in which its postponed kernels leave their gradients."""
-        postponed = (PostponedKernel(k, *pair) for k, pair in zip(kernels, factors, strict=True))
-        rest, frozen = iter(rest), iter(frozen)
-        roles = zip(self.contracted, self.frozen, strict=True)
-        leaves = [next(frozen if of else postponed if dims else rest) for dims, of in roles]
+    def _join(self, trained: list[Array], frozen: list[Array]) -> Weights:
+        """A chunk from the parts of `_split`."""
+        parts = iter(trained), iter(frozen)
+        leaves = [next(parts[bool(is_frozen)]) for is_frozen in self.frozen]
         return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
 
-    def _of_trained(self, of_leaves: list) -> list:
-        """Return what a list has for the trained leaves, of a list with an entry for each leaf."""
-        return [one for one, frozen in zip(of_leaves, self.frozen, strict=True) if not frozen]
-
-    def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict, kernels: bool = False) -> list[Array]:
-        """Add the gradients of the kernels, or of all other leaves, of one chunk to those of the stage."""
-        new, added = iter(new), []
-        for total, dims in zip(sums, self._of_trained(self.contracted), strict=True):
-            if bool(dims) != kernels:
-                added.append(total)
-            elif self.schedule.chunks == 1:
-                added.append(total + next(new).astype(total.dtype))
-            else:
-                here = total[slot["chunk"]]
-                added.append(put(total, slot["chunk"], here + next(new).astype(total.dtype)))
-        return added
+    def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict) -> list[Array]:
+        """Add the gradients of one chunk to those of the stage."""
+        if self.schedule.chunks == 1:
+            return [total + gradient.astype(total.dtype) for total, gradient in zip(sums, new, strict=True)]
+        index = slot["chunk"]
+        return [
+            put(total, index, total[index] + gradient.astype(total.dtype))
+            for total, gradient in zip(sums, new, strict=True)
+        ]
 
 
 def _column(schedule: Schedule) -> dict:
@@ -414,7 +337,7 @@ def _column(schedule: Schedule) -> dict:
         return jnp.asarray(table)[:, stage]
 
     column = {name: local(getattr(schedule, name)) for name in ("receive_activation", "receive_gradient")}
-    for kind in ("forward", "backward", "weight"):
+    for kind in ("forward", "backward"):
         if (slots := getattr(schedule, kind)) is not None:
             fields = {field.name: local(getattr(slots, field.name)) for field in dataclasses.fields(slots)}
             column[kind] = {**fields, "virtual_stage": fields["chunk"] * schedule.stages + stage}

@@ -1,7 +1,7 @@
 """The products of linear layers with f in front of them, and the order of their backward passes.
 
 f and the products behind it are differentiated as one, `into_columns`, so that the sum over the ranks in the backward
-pass is beside the gradients of the weights. A kernel may be a `PostponedKernel`, whose gradient is computed later.
+pass is beside the gradients of the weights. A kernel that is `frozen` has no gradient, and its input is not kept.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ from jaxtyping import Array, Float
 from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
 from mjax.parallel.float8 import Float8
-from mjax.parallel.postponed import FrozenKernel, Kernel, PostponedKernel, array_of, without_factors
 from mjax.parallel.sums import add_bias, sum_rows
 from mjax.parallel.tokens import Tokens
 
 
-def linear(kernel: Kernel, x: Float[Array, " t *into"], dims: int) -> Float[Array, " t *out"]:
+def linear(kernel: Array, x: Float[Array, " t *into"], dims: int, frozen: bool = False) -> Float[Array, " t *out"]:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel, [*into, *out]; both vary over the
     same mesh axes."""
-    return _linear(x, kernel, dims)
+    return _linear(x, kernel, dims, frozen)
 
 
 # The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
 # gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x: Array, kernel: Kernel, dims: int) -> Array:
-    return _product(x, array_of(kernel), dims)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _linear(x: Array, kernel: Array, dims: int, frozen: bool) -> Array:
+    return _product(x, kernel, dims)
 
 
-def _linear_backward(dims: int, residuals, gradient: Array):
+def _linear_backward(dims: int, frozen: bool, residuals, gradient: Array):
     x, kernel = residuals
-    return input_gradient(gradient, dims, array_of(kernel)), _to_kernel(kernel, x, gradient)
+    return input_gradient(gradient, dims, kernel), None if frozen else _kernel_gradient(x, gradient)
 
 
 _linear.defvjp(
-    lambda x, kernel, dims: (_product(x, array_of(kernel), dims), (kept_input(x, kernel), without_factors(kernel))),
-    _linear_backward,
+    lambda x, kernel, dims, frozen: (_product(x, kernel, dims), (None if frozen else x, kernel)), _linear_backward
 )
 
 
@@ -52,30 +50,16 @@ def _product(x: Array, kernel: Array, dims: int) -> Array:
     return y.reshape(*x.shape[: x.ndim - dims], *out)
 
 
-def kept_input(x: Array | Float8, *kernels: Kernel) -> Array | Float8 | None:
-    """The input of some kernels, if a backward pass multiplies it."""
-    return None if all(isinstance(kernel, FrozenKernel) for kernel in kernels) else x
-
-
 def input_gradient(gradient: Float[Array, " t *out"], dims: int, kernel: Array) -> Float[Array, " t *into"]:
     """g Aᵀ, the gradient of the input of `linear`, whose last `dims` dims A contracts."""
     out = gradient.ndim - 1
     return (_matrix(gradient, out) @ _matrix(kernel, out).T).reshape(len(gradient), *kernel.shape[:dims])
 
 
-def kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
+def _kernel_gradient(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
     """xᵀ g, the gradient of the kernel of `linear`, [*into, *out]."""
     product = _matrix(x, x.ndim - 1).T @ _matrix(gradient, gradient.ndim - 1)
     return product.reshape(*x.shape[1:], *gradient.shape[1:])
-
-
-def _to_kernel(kernel: Kernel, x: Array | None, gradient: Array) -> Kernel | None:
-    """The gradient of a kernel, or of a postponed one its two factors; None if it is frozen."""
-    if isinstance(kernel, FrozenKernel):
-        return None
-    if isinstance(kernel, PostponedKernel):
-        return PostponedKernel(jnp.zeros_like(kernel.kernel), x, gradient)
-    return kernel_gradient(x, gradient)
 
 
 def _matrix(x: Array, columns: int) -> Array:
@@ -98,40 +82,40 @@ def _restored(x: Array | Float8, dtype) -> Array:
     return float8.restored(x, dtype) if isinstance(x, Float8) else x
 
 
-def _operand(kernel: Kernel, tokens: Tokens, scale: Array | None = None) -> tuple[Array, Array | None]:
+def _operand(kernel: Array, tokens: Tokens, scale: Array | None = None) -> tuple[Array, Array | None]:
     """A kernel as it is multiplied, and its scale if that is in float8; in the backward pass with the same scale."""
-    array = array_of(kernel)
     if not tokens.float8:
-        return array, None
+        return kernel, None
     # XLA would round the weights of all layers together, and compile three times as long.
-    array = jax.lax.optimization_barrier(array)
-    scale = float8.scale_of(array, float8.FORWARD, (MODEL,)) if scale is None else scale
-    return float8.on_grid(array, float8.FORWARD, scale), scale
+    kernel = jax.lax.optimization_barrier(kernel)
+    scale = float8.scale_of(kernel, float8.FORWARD, (MODEL,)) if scale is None else scale
+    return float8.on_grid(kernel, float8.FORWARD, scale), scale
 
 
 # --- f, and the products of the same input ----------------------------------------------------------------------------
 
 
 # f and the products behind it are differentiated as one, for their order (`overlapped_sum`).
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def into_columns(
     x: Float[Array, "t h"],
-    kernels: tuple[Kernel, ...],
+    kernels: tuple[Array, ...],
     biases: tuple[Array | None, ...],
     tokens: Tokens,
     unfused: tuple[bool, ...],
+    frozen: tuple[bool, ...],
 ) -> tuple[Float[Array, "bs ..."], ...]:
     """y = f(x) A + b for each kernel; for one that is `unfused` each of the parts along its first dim of columns.
 
     Kernels [h, *out] and biases [*out] vary over the same axes as the results.
     """
-    return _columns_forward(x, kernels, biases, tokens, unfused)[0]
+    return _columns_forward(x, kernels, biases, tokens, unfused, frozen)[0]
 
 
-def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, tokens: Tokens, unfused: tuple[bool, ...]):
+def _columns_forward(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, unfused, frozen):
     outputs = []
     entered, back = _entered(x, tokens)
-    saved = entered
+    saved = None if all(frozen) else entered
     operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
     for operand, bias, cut in zip(operands, biases, unfused, strict=True):
         for part in range(operand.shape[1]) if cut else [...]:
@@ -139,11 +123,10 @@ def _columns_forward(x: Array, kernels: tuple[Kernel, ...], biases: tuple, token
                 entered = jax.lax.optimization_barrier(entered)
             y = _product(_restored(entered, x.dtype), operand[:, part], 1)
             outputs.append(y if bias is None else add_bias(y, bias[part]))
-    kept = kept_input(saved, *kernels)
-    return tuple(outputs), (kept, back, tuple(map(without_factors, kernels)), scales, biases)
+    return tuple(outputs), (saved, back, kernels, scales, biases)
 
 
-def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, gradients: tuple[Array, ...]):
+def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], frozen: tuple[bool, ...], residuals, gradients):
     x, back, kernels, scales, biases = residuals
     back = back or (lambda gradient: (tokens.leave(gradient),))
     parts = iter(gradients)
@@ -157,11 +140,8 @@ def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], residuals, grad
         x = None if x is None else _restored(x, wholes[0].dtype)
         wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
     to_x = sum(input_gradient(gradient, 1, operand) for gradient, operand in zip(wholes, operands, strict=True))
-    to_kernels = tuple(_to_kernel(kernel, x, gradient) for kernel, gradient in zip(kernels, wholes, strict=True))
-    if isinstance(kernels[0], PostponedKernel):  # nothing is computed beside the sum
-        (to_x,) = back(to_x)
-    else:
-        to_x, to_kernels = overlapped_sum(back, to_x, to_kernels, tokens)
+    to_kernels = tuple(None if no else _kernel_gradient(x, g) for no, g in zip(frozen, wholes, strict=True))
+    to_x, to_kernels = overlapped_sum(back, to_x, to_kernels, tokens)
     return to_x, to_kernels, tuple(to_biases)
 
 
@@ -195,25 +175,25 @@ def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
 
 
 def from_rows(
-    kernel: Kernel, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None
+    kernel: Array, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None, frozen: bool = False
 ) -> Float[Array, "t h"]:
     """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]; g also sums what `adapter` makes of x."""
     if tokens.float8:
         return _rows(x, kernel, tokens)
-    y = linear(kernel, x, x.ndim - 1)
+    y = linear(kernel, x, x.ndim - 1, frozen)
     return tokens.leave(y if adapter is None else y + adapter(x))
 
 
 # The product and g are differentiated as one, because the gradient is rounded to float8 before it is gathered.
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(x: Array, kernel: Kernel, tokens: Tokens) -> Array:
+def _rows(x: Array, kernel: Array, tokens: Tokens) -> Array:
     return _rows_forward(x, kernel, tokens)[0]
 
 
-def _rows_forward(x: Array, kernel: Kernel, tokens: Tokens):
+def _rows_forward(x: Array, kernel: Array, tokens: Tokens):
     saved, (operand, scale) = float8.rounded(x, float8.FORWARD), _operand(kernel, tokens)
     partial = _product(float8.restored(saved, x.dtype), operand, x.ndim - 1)
-    return tokens.leave(partial), (saved, without_factors(kernel), scale)
+    return tokens.leave(partial), (saved, kernel, scale)
 
 
 def _rows_backward(tokens: Tokens, residuals, gradient: Array):
@@ -221,14 +201,7 @@ def _rows_backward(tokens: Tokens, residuals, gradient: Array):
     x, narrow = float8.restored(saved, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
     gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
     operand, _ = _operand(kernel, tokens, scale)
-    return input_gradient(gradient, x.ndim - 1, operand), _to_kernel(kernel, x, gradient)
+    return input_gradient(gradient, x.ndim - 1, operand), _kernel_gradient(x, gradient)
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
-
-
-def kernel_gradient_in_float8(x: Float[Array, " t *into"], gradient: Float[Array, " t *out"]) -> Array:
-    """`kernel_gradient` of the factors that a backward pass in float8 has left: they are in float8 already, and no
-    scale has to be agreed on."""
-    x = float8.on_grid(x, float8.FORWARD, float8.scale_of(x, float8.FORWARD))
-    return kernel_gradient(x, float8.on_grid(gradient, float8.BACKWARD, float8.scale_of(gradient, float8.BACKWARD)))

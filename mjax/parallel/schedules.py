@@ -16,14 +16,11 @@ use them from the next tick on. A schedule is the table of all slots. P = 3, M =
               └ warm-up ┘      └ one F, one B ┘     └ cool-down       ┘
 
 While the pipeline fills (warm-up) and drains (cool-down) stages are idle. The *bubble* is that idle time as a fraction
-of compute time: (P − 1) / (V M) for the first two schedules here.
+of compute time: (P − 1) / (V M) for both schedules here.
 
     gpipe   all forwards, then all backwards: every micro-batch is held at once (arXiv 1811.06965).
     1f1b    backwards start as soon as they can, and each frees memory for a forward: memory does not grow with M.
             With V > 1 it is the interleaved schedule (arXiv 2104.04473, section 2.2).
-    zb-h1   the backward pass is split: B computes the gradients of inputs, for which other stages wait, and W those of
-            weights, for which none waits, so W fills idle ticks. 3 V M + P − 1 ticks if M ≥ P, and the bubble is
-            (P − 1) / (3 V M) if F, B and W take the same time (arXiv 2401.10241, where V is 1).
 
 **Lock-step.** The stages run one program and synchronise at the end of every tick, so a tick takes as long as its
 slowest stage. That is why a tick of gpipe and 1f1b has a slot for F and one for B: with one operation per tick, a stage
@@ -51,7 +48,7 @@ from mjax.config.batch_size import check_pipeline
 from mjax.errors import UsageError, suggestion
 from mjax.parallel import scopes
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +66,6 @@ class Slots:
       residual: slot of the residuals that F leaves to B.
       output: slot of the stream that F of the last virtual stage leaves to the head, which is a part of B; elsewhere
         the spare slot, which is never read.
-      pending: slot of what B leaves to W; 0 in a schedule without W.
     """
 
     on: np.ndarray
@@ -80,14 +76,13 @@ class Slots:
     message: np.ndarray
     residual: np.ndarray
     output: np.ndarray
-    pending: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """A schedule: the slots of every tick and the sizes of the buffers they name.
 
-    Within a tick a stage first stores what arrived, then runs F, B and W in this order, then sends. F's result goes to
+    Within a tick a stage first stores what arrived, then runs F and B in this order, then sends. F's result goes to
     stage p + 1 (from the last stage to stage 0, for its next chunk), B's to stage p − 1 (from stage 0 to the last).
 
     Attributes:
@@ -95,12 +90,11 @@ class Schedule:
       stages: P. micro_batches: M. chunks: V.
       forward: the slots of F.
       backward: the slots of B; None where there is only a forward pass.
-      weight: the slots of W; None if B also computes the gradients of weights.
       receive_activation: int32 [ticks, stages], slot into which the activation sent in the previous tick is written at
         the start of the tick. Messages that are not read go to the spare slot, `activation_slots`.
       receive_gradient: the same for gradients; the spare slot is `gradient_slots`.
       activation_slots, gradient_slots: most messages that wait at once on a stage. The buffers have one slot more.
-      residual_slots, pending_slots: most residuals of F, and of B, that are held at once on a stage.
+      residual_slots: most residuals of F that are held at once on a stage.
       output_slots: most streams that wait at once for the head; their buffer has one slot more.
     """
 
@@ -110,30 +104,23 @@ class Schedule:
     chunks: int
     forward: Slots
     backward: Slots | None
-    weight: Slots | None
     receive_activation: np.ndarray
     receive_gradient: np.ndarray
     activation_slots: int
     gradient_slots: int
     residual_slots: int
     output_slots: int
-    pending_slots: int
 
     @property
     def ticks(self) -> int:
         """Length of the table."""
         return len(self.forward.on)
 
-    @property
-    def exclusive(self) -> bool:
-        """Whether no stage ever runs two operations in one tick, so that all messages can leave at the tick's end."""
-        return int(sum(slots.on for slots in self._kinds).max()) == 1
-
     def runs(self) -> dict[str, np.ndarray]:
         """The number of times each stage runs each pass, and the parts of it that belong to the first or the last
         virtual stage: int64 [stages] by the names in `scopes`."""
         counts = {}
-        for name, slots in zip((scopes.F, scopes.B, scopes.W), (self.forward, self.backward, self.weight), strict=True):
+        for name, slots in zip((scopes.F, scopes.B), (self.forward, self.backward), strict=True):
             if slots is not None:
                 counts[name] = slots.on.sum(axis=0, dtype=np.int64)
                 counts[f"{name}_first"] = (slots.on * slots.first).sum(axis=0, dtype=np.int64)
@@ -147,23 +134,16 @@ class Schedule:
         begun, ended = (slots.on[:, stage].cumsum() for slots in (self.forward, self.backward))
         return int((begun - ended + self.backward.on[:, stage]).max())  # a B holds its residuals through its own tick
 
-    def makespan(self, forward: float, backward: float, weight: float = 0.0) -> float:
-        """Time of the whole table in lock-step, in the unit of the times of F, B and W of one chunk.
+    def makespan(self, forward: float, backward: float) -> float:
+        """Time of the whole table in lock-step, in the unit of the times of F and B of one chunk: a tick costs its
+        longest F + its longest B."""
+        times = [(self.forward, forward), (self.backward, backward)]
+        return float(sum(slots.on.any(axis=1).sum() * time for slots, time in times if slots is not None))
 
-        A tick costs its longest F + its longest B; in an exclusive schedule the longest of all.
-        """
-        times = zip(self._kinds, (forward, backward, weight), strict=False)
-        costs = np.stack([slots.on.any(axis=1) * time for slots, time in times])  # [kinds, ticks]
-        return float((costs.max(axis=0) if self.exclusive else costs.sum(axis=0)).sum())
-
-    def bubble(self, forward: float, backward: float, weight: float = 0.0) -> float:
+    def bubble(self, forward: float, backward: float) -> float:
         """Idle time of a stage as a fraction of its compute time (arXiv 2104.04473, section 2.2)."""
-        work = self.micro_batches * self.chunks * sum((forward, backward, weight)[: len(self._kinds)])
-        return self.makespan(forward, backward, weight) / work - 1.0
-
-    @property
-    def _kinds(self) -> list[Slots]:
-        return [slots for slots in (self.forward, self.backward, self.weight) if slots is not None]
+        work = forward if self.backward is None else forward + backward
+        return self.makespan(forward, backward) / (self.micro_batches * self.chunks * work) - 1.0
 
 
 @lru_cache(maxsize=64)
@@ -175,12 +155,9 @@ def build_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) 
     """
     if name not in SCHEDULES:
         raise UsageError(
-            f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; "
-            "use --mesh.schedule gpipe, 1f1b or zb-h1"
+            f"there is no schedule {name!r}{suggestion(name, list(SCHEDULES))}; use --mesh.schedule gpipe or 1f1b"
         )
     check_pipeline(stages, micro_batches, chunks)
-    if name == "zb-h1":
-        return _table(name, *_zb_h1_ticks(stages, micro_batches, chunks))
     forward = _sweep(stages, micro_batches, chunks)
     # The last stage begins its backwards in the tick of its last forward, or of the first one that ends in the head.
     begin = micro_batches * chunks + stages - 2 if name == "gpipe" else stages * chunks - 1
@@ -194,15 +171,13 @@ def schedule_of(config: Config) -> Schedule:
     return build_schedule(config.mesh.schedule, config.mesh.pipe, config.micro_batches, config.mesh.chunks)
 
 
-def slot_times(config: Config) -> tuple[float, float, float]:
-    """Time of F, B and W of a micro-batch, in forwards.
+def slot_times(config: Config) -> tuple[float, float]:
+    """Time of F and B of a micro-batch, in forwards.
 
     A backward pass has two matrix products for each one of the forward pass, for the gradients of inputs and of
-    weights; full recomputation adds a forward. W takes the weight products out of B.
+    weights; full recomputation adds a forward.
     """
-    backward = 3.0 if config.train.recompute == "full" else 2.0
-    weight = 1.0 if config.mesh.schedule == "zb-h1" else 0.0
-    return 1.0, backward - weight, weight
+    return 1.0, 3.0 if config.train.recompute == "full" else 2.0
 
 
 @lru_cache(maxsize=64)
@@ -229,58 +204,13 @@ def _sweep(stages: int, micro_batches: int, chunks: int) -> np.ndarray:
     return p + (m // stages * chunks + v) * stages + m % stages
 
 
-def _zb_h1_ticks(stages: int, micro_batches: int, chunks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ticks of F, B and W by ZB-H1's rules, one operation per tick.
-
-    Stage p may be P − p forwards ahead of its backwards, as in 1F1B, and P ahead of its weight gradients, so that it
-    never holds more than stage 0 of 1F1B. Within that it runs F if possible, else B, else W. With chunks, which the
-    paper does not have, the order is that of the sweep, and a stage may hold (V − 1) P more.
-    """
-    ran = np.full((3, stages, micro_batches, chunks), np.iinfo(np.int64).max)  # [operation, p, m, v]: the tick
-    done = [[0] * stages for _ in range(3)]  # [operation][p]: how many
-    f, b, w = range(3)
-    there = sorted(np.ndindex(micro_batches, chunks), key=lambda mv: (mv[0] // stages, mv[1], mv[0]))
-    back = sorted(there, key=lambda mv: (mv[0] // stages, -mv[1], mv[0]))
-    more, last = (chunks - 1) * stages, stages - 1
-
-    def waits_for(operation: int, p: int, m: int, v: int) -> tuple[int, int, int, int] | None:
-        """The operation whose result it needs."""
-        if operation == f:
-            return (f, p - 1, m, v) if p > 0 else (f, last, m, v - 1) if v > 0 else None
-        if operation == b:
-            return (b, p + 1, m, v) if p < last else (b, 0, m, v + 1) if v < chunks - 1 else (f, p, m, v)
-        return b, p, m, v
-
-    def can_run(operation: int, p: int, tick: int) -> bool:
-        count = done[operation][p]
-        if count == len(there):
-            return False
-        if operation == f and (count - done[b][p] >= stages - p + more or count - done[w][p] >= stages + more):
-            return False
-        needed = waits_for(operation, p, *(there if operation == f else back)[count])
-        return needed is None or bool(ran[needed] < tick)
-
-    tick = 0
-    while min(done[w]) < len(there):
-        for p in range(stages):
-            for operation in (f, b, w):
-                if can_run(operation, p, tick):
-                    ran[operation, p, *(there if operation == f else back)[done[operation][p]]] = tick
-                    done[operation][p] += 1
-                    break
-        tick += 1
-    return tuple(ran)
-
-
 # --- From ticks to a table --------------------------------------------------------------------------------------------
 
 
-def _table(
-    name: str, forward: np.ndarray, backward: np.ndarray | None = None, weight: np.ndarray | None = None
-) -> Schedule:
+def _table(name: str, forward: np.ndarray, backward: np.ndarray | None = None) -> Schedule:
     """The schedule whose operations run in these ticks."""
     stages, micro_batches, chunks = forward.shape
-    ticks = 1 + max(int(x.max()) for x in (forward, backward, weight) if x is not None)
+    ticks = 1 + max(int(x.max()) for x in (forward, backward) if x is not None)
     p, _, v = np.indices(forward.shape)
     first, last = (p == 0) & (v == 0), (p == stages - 1) & (v == chunks - 1)
     none = np.zeros_like(forward)
@@ -289,7 +219,7 @@ def _table(
     arrival = 1 + np.roll(forward, 1, axis=0)  # from stage p − 1, and round the ring into the next chunk
     arrival[0] = np.roll(arrival[0], 1, axis=-1)
     activations, activation_slots = _assign(arrival, forward, ~first)
-    residuals, residual_slots, outputs, output_slots, pending, pending_slots = none, 0, none, 0, none, 0
+    residuals, residual_slots, outputs, output_slots = none, 0, none, 0
     gradients, gradient_slots, gradient_arrival = none, 0, none
     if backward is not None:
         gradient_arrival = 1 + np.roll(backward, -1, axis=0)
@@ -298,12 +228,10 @@ def _table(
         residuals, residual_slots = _assign(forward, backward, np.ones_like(first))
         outputs, output_slots = _assign(forward, backward, last)
         outputs = np.where(last, outputs, output_slots)
-    if weight is not None:
-        pending, pending_slots = _assign(backward, weight, np.ones_like(first))
 
-    def slots(when, message, residual, output, pending):
+    def slots(when, message):
         m, chunk = np.indices(when.shape)[1:]
-        columns = (np.ones_like(when), m, chunk, first, last, message, residual, output, pending)
+        columns = (np.ones_like(when), m, chunk, first, last, message, residuals, outputs)
         return Slots(*(_scatter(ticks, when, column) for column in columns))
 
     return Schedule(
@@ -311,16 +239,14 @@ def _table(
         stages,
         micro_batches,
         chunks,
-        slots(forward, activations, residuals, outputs, none),
-        None if backward is None else slots(backward, gradients, residuals, outputs, pending),
-        None if weight is None else slots(weight, none, none, none, pending),
+        slots(forward, activations),
+        None if backward is None else slots(backward, gradients),
         _scatter(ticks, arrival, activations, where=~first, otherwise=activation_slots),
         _scatter(ticks, gradient_arrival, gradients, where=~last & (backward is not None), otherwise=gradient_slots),
         activation_slots,
         gradient_slots,
         residual_slots,
         output_slots,
-        pending_slots,
     )
 
 

@@ -21,7 +21,7 @@ GROUPED = "grouped_products"  # within a layer: those of the experts
 
 PARTS = (EMBEDDING, LAYER, HEAD, WEIGHTS, GRADIENT, OPTIMIZER, LOSS, PIPELINE)
 
-# Conditionals of a pipeline's tick, determined by the schedule's table (`schedules.Schedule.runs`): the three passes,
-# and the parts of them that belong to the first or the last virtual stage only.
-F, B, W = "F", "B", "W"
+# Conditionals of a pipeline's tick, determined by the schedule's table (`schedules.Schedule.runs`): the two passes, and
+# the parts of them that belong to the first or the last virtual stage only.
+F, B = "F", "B"
 F_FIRST, F_LAST, B_FIRST, B_LAST = "F_first", "F_last", "B_first", "B_last"

@@ -34,12 +34,10 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import MeshConfig, axes
 from mjax.config.axes import EXPERT, MODEL, PIPE
-from mjax.errors import UsageError
 from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
-from mjax.parallel.layers import metadata_of
 from mjax.parallel.mappings import Gathers
-from mjax.parallel.postponed import PostponedKernel
+from mjax.parallel.weights import metadata_of
 from mjax.utils.names import leaf_name
 
 REPLICAS = axes.holding()
@@ -79,12 +77,7 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
 
     Returns:
       A tree like `shapes` of `Storage`.
-
-    Raises:
-      UsageError: a weight has metadata under a name from before.
     """
-    if any(metadata_of(shapes, "partial")):
-        raise UsageError("a weight of the model says `partial`; the name is `grad_partial_over_model` now")
     said = zip(*(metadata_of(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")), strict=True)
 
     def one(path: tuple, leaf, spec: P) -> Storage:
@@ -256,9 +249,7 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
     if not any(storage.gather_per_layer for storage in jax.tree.leaves(plan)):
         return None
 
-    def one(storage: Storage, shard: Array | PostponedKernel) -> Array | PostponedKernel:
-        if isinstance(shard, PostponedKernel):
-            return replace(shard, kernel=one(storage, shard.kernel))
+    def one(storage: Storage, shard: Array) -> Array:
         if not storage.gather_per_layer:
             return shard
         if inference:

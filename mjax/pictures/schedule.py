@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mjax.parallel.schedules import Schedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 
-COLORS = {"forward": PALETTE[0], "backward": PALETTE[2], "weight gradient": PALETTE[3]}
+COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 IDLE = "#DCDCDC"
 MAX_FORWARDS = 96
 """Forwards in a picture that still shows them one by one, with their numbers."""
@@ -33,23 +33,18 @@ GAP = 2.5
 """Width of a gap, in forwards."""
 
 
-def draw_schedule(
-    schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0
-) -> None:
+def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0) -> None:
     """Draw `schedule` into `file`, in the format of its suffix (png, pdf, svg, …).
 
     Args:
       schedule: what to draw.
       file: a path, or an open file, which gets a PNG.
-      forward, backward, weight: time of F, B and W of one micro-batch through one chunk, in any one unit.
+      forward, backward: time of F and B of one micro-batch through one chunk, in any one unit.
     """
-    slots = zip(
-        COLORS, (schedule.forward, schedule.backward, schedule.weight), (forward, backward, weight), strict=True
-    )
-    passes = [each for each in slots if each[1] is not None]
+    kinds = zip(COLORS, (schedule.forward, schedule.backward), (forward, backward), strict=True)
+    passes = [each for each in kinds if each[1] is not None]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in passes])  # [kinds, ticks]
-    ticks = lengths.max(axis=0) if schedule.exclusive else lengths.sum(axis=0)
-    offsets = np.zeros_like(lengths) if schedule.exclusive else lengths.cumsum(axis=0) - lengths
+    ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
     gaps = _gaps(schedule) if ticks.sum() > MAX_FORWARDS * forward else []
     begin, drawn = ticks.cumsum() - ticks, np.ones(len(ticks), bool)  # of each tick, in time and in the picture
     start = begin.copy()
@@ -86,23 +81,20 @@ def draw_schedule(
     title = (
         f"{display_name(schedule)}:  P = {stages} stages,  M = {schedule.micro_batches} micro-batches,  V = {chunks}"
     )
-    bubble = describe_bubble(schedule, forward, backward, weight)
+    bubble = describe_bubble(schedule, forward, backward)
     add_heading(rows, title, f"bubble {bubble};  {schedule.ticks} ticks;  in flight: {describe_in_flight(schedule)}")
     handles = [Patch(color=COLORS[kind], label=kind) for kind, *_ in passes]
     figure.legend(handles=[*handles, Patch(color=IDLE, label="idle")], loc="outside lower left", ncols=4, frameon=False)
     save(figure, file)
 
 
-def describe_bubble(schedule: Schedule, forward: float, backward: float, weight: float = 0.0) -> str:
+def describe_bubble(schedule: Schedule, forward: float, backward: float) -> str:
     """The bubble as computed from the table, with the formula that it equals, if there is one."""
-    bubble = schedule.bubble(forward, backward, weight)
+    bubble = schedule.bubble(forward, backward)
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
-    formulas = {
-        "(P − 1) / M" if chunks == 1 else "(P − 1) / (V M)": (stages - 1) / (chunks * micro_batches),
-        "(P − 1) / (3 M)" if chunks == 1 else "(P − 1) / (3 V M)": (stages - 1) / (3 * chunks * micro_batches),
-    }
-    exact = [f" = {formula}" for formula, value in formulas.items() if np.isclose(bubble, value)]
-    return f"{bubble:.1%} of the ideal time{(exact or [''])[0]}"
+    formula = " = (P − 1) / M" if chunks == 1 else " = (P − 1) / (V M)"
+    exact = np.isclose(bubble, (stages - 1) / (chunks * micro_batches))
+    return f"{bubble:.1%} of the ideal time{formula if exact else ''}"
 
 
 def describe_in_flight(schedule: Schedule) -> str:
@@ -113,16 +105,14 @@ def describe_in_flight(schedule: Schedule) -> str:
 
 def display_name(schedule: Schedule) -> str:
     """The schedule's name in its paper."""
-    name = {"gpipe": "GPipe", "1f1b": "1F1B", "zb-h1": "ZB-H1", "forward": "Forward only"}[schedule.name]
+    name = {"gpipe": "GPipe", "1f1b": "1F1B", "forward": "Forward only"}[schedule.name]
     return name + ", interleaved" * (schedule.chunks > 1)
 
 
 def _gaps(schedule: Schedule) -> list[tuple[int, int]]:
     """The ticks [first, end) to leave out: the middles of the stretches in which no stage is idle."""
-    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward, schedule.weight) if slots is not None])
-    # One operation on every stage; or, where a tick has several, those that any stage runs on all.
-    alike = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)
-    busy = on.any(axis=0).all(axis=-1) if schedule.exclusive else alike
+    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward) if slots is not None])
+    busy = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)  # what any stage runs runs on all
     changes = np.flatnonzero(np.diff(np.concatenate([[False], busy, [False]]).astype(int))).reshape(-1, 2).tolist()
     return [
         (first + MIN_STEADY_TICKS, end - MIN_STEADY_TICKS)

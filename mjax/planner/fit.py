@@ -92,9 +92,9 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
         changed = with_values(config, values)
         try:
             validate(with_values(changed, {"data.mock": True}))
+            memory = predict_memory(changed)
         except UsageError:
             continue
-        memory = predict_memory(changed)
         if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
             flags = (
                 f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items()

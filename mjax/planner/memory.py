@@ -327,18 +327,14 @@ def kept_by_layer(config: Config) -> float:
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 
-def _in_flight(config: Config) -> tuple[int, int]:
-    """Chunks' activations waiting for their backward pass, and for their weight gradients, on the stage with most.
+def _in_flight(config: Config) -> int:
+    """Chunks' activations waiting for their backward pass on the stage with most.
 
     The slots of `schedules.build_schedule`, in closed form.
     """
     mesh, m = config.mesh, config.micro_batches
     most, chunks, stages = m * mesh.chunks, mesh.chunks, mesh.pipe
-    if mesh.schedule == "gpipe":
-        return most, 0
-    if mesh.schedule == "1f1b":
-        return min(most, 2 * stages - 1 + (chunks - 1) * stages), 0
-    return min(most, stages * chunks), min(most, stages * chunks)
+    return most if mesh.schedule == "gpipe" else min(most, 2 * stages - 1 + (chunks - 1) * stages)
 
 
 # --- The three points -------------------------------------------------------------------------------------------------
@@ -368,9 +364,7 @@ def _sums(sizes: _Sizes) -> float:
 
 def _layer_gradients(sizes: _Sizes) -> float:
     """Bytes of the gradients that one backward pass through a chunk's layers stacks."""
-    weights, mesh, chunks = sizes.trained, sizes.config.mesh, sizes.config.mesh.chunks
-    if mesh.pipe > 1 and mesh.schedule == "zb-h1":
-        return 0.0  # W computes them one by one, after B
+    weights, chunks = sizes.trained, sizes.config.mesh.chunks
     if sizes.unrolled and weights.gathered:  # those of the layer that is last there
         return sizes.master * sizes.layers[0].trained.gathered_shards / sizes.layers[0].of_device
     return (sizes.width * (weights.layers - weights.gathered) + sizes.master * weights.gathered_shards) / chunks
@@ -379,10 +373,8 @@ def _layer_gradients(sizes: _Sizes) -> float:
 def _activations(sizes: _Sizes) -> float:
     if sizes.config.mesh.pipe == 1:
         return sizes.kept
-    slots, pending = _in_flight(sizes.config)
-    # The backward pass reads its slot of the ring buffer into a separate array. ZB-H1: both factors of each kernel's
-    # gradient wait.
-    return sizes.kept * (slots + 1) + sizes.factors * (pending + (pending > 0))
+    # The backward pass reads its slot of the ring buffer into a separate array.
+    return sizes.kept * (_in_flight(sizes.config) + 1)
 
 
 def _messages(sizes: _Sizes) -> float:

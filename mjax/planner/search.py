@@ -48,7 +48,7 @@ from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
-from mjax.models.build import scores_in_chunks
+from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
 from mjax.planner.time import StepTime
 
@@ -60,7 +60,7 @@ SEARCHED = (
 """Fields in which candidates differ."""
 
 RECOMPUTE = ("none", "selective", "full", "offload")
-SCHEDULES = ("1f1b", "zb-h1")
+SCHEDULES = ("1f1b",)
 ZERO = (0, 1, 3)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
@@ -160,7 +160,8 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     this `context`, or with those that leave a rank `LEAST_POSITIONS`."""
     model, unit = config.model, batch_unit(config)
     matrices = math.gcd(*model.columns().values())
-    parts = [n for n in divisors(model.sequence) if n == 1 or model.sequence // n >= LEAST_POSITIONS]
+    most = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
+    parts = [n for n in divisors(model.sequence) if n <= most]
     for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)

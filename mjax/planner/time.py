@@ -425,17 +425,12 @@ def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: flo
       mesh, m: the pipeline.
       forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
     """
-    if mesh.schedule != "zb-h1":
-        return (mesh.pipe - 1) * (forward + inputs + weights)
-    # A tick has one operation on each stage and takes as long as the longest of them.
-    return ticks(mesh, m) * max(forward, inputs, weights) - m * mesh.chunks * (forward + inputs + weights)
+    return (mesh.pipe - 1) * (forward + inputs + weights)
 
 
 def ticks(mesh: MeshConfig, m: int) -> int:
     """Length of the schedule's table for `m` micro-batches."""
     work, stages = m * mesh.chunks, mesh.pipe
-    if mesh.schedule == "zb-h1":
-        return 3 * work + stages - 1 + max(0, stages - m)
     if mesh.schedule == "gpipe":
         return 2 * (work + stages) - 3
     return work + stages * mesh.chunks + stages - 2

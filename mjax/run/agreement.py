@@ -52,7 +52,7 @@ from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import installed
 
-OWN = {"data.cache", "log.tensorboard", "log.wandb"}
+OWN = {"data.cache", "log.tensorboard", "log.wandb", "log.trackio"}
 PACKAGES = re.compile(
     r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
 )

@@ -162,6 +162,22 @@ def after_steps_taken(config: Config, folder: Path, step: int | None = None) -> 
     return config
 
 
+def with_positions(config: Config, folder: Path, init: Path | None) -> Config:
+    """Return `config` with the `max_position_embeddings` of the weights that it trains further, unless it has its own.
+
+    Args:
+      config: of this start.
+      folder: of the run, which may not have begun.
+      init: folder of the run to start from.
+    """
+    weights, model = folder if checkpoint_steps(folder) else init, config.model
+    if weights is None or model.max_position_embeddings is not None or not (weights / "config.json").is_file():
+        return config
+    saved = read_settings(weights / "config.json").model
+    longer = saved.sequence if saved.sequence > model.sequence else None
+    return replace(config, model=replace(model, max_position_embeddings=saved.max_position_embeddings or longer))
+
+
 def save_digests(folder: Path, data: DataConfig) -> None:
     """Save digests of the run's data in the run folder."""
     write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
@@ -187,7 +203,7 @@ def _meaning(config: Config, name: str) -> Any:
         case "model", "mlm_activation":
             return getattr(config.model, "mlm_activation", None) or config.model.activation
         case "data", "samples":
-            return training_samples(config)
+            return None if config.data.conversations else training_samples(config)  # their order does not depend on it
         case "data", knob if knob in PATHS:
             return None
         case "optimizer", "decay_steps":
@@ -209,7 +225,7 @@ def _notes(before: Config, config: Config, begun: bool) -> list[str]:
         )
     if not begun:
         return []
-    if training_samples(before) != training_samples(config) and not config.data.mock:
+    if training_samples(before) != training_samples(config) and not (config.data.mock or config.data.conversations):
         notes.append(
             "note: Megatron's sample order depends on their number, so it differs from the previous one; "
             f"--data.samples {training_samples(before)} keeps it if that many are enough"
@@ -296,9 +312,12 @@ def _shown(value: Any) -> str:
 # the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"
-UNSEEN = ("attention", "sequence", "rope_theta", "vocabulary", "vocabulary_multiple")
+UNSEEN = ("attention", "rope_theta", "vocabulary", "vocabulary_multiple")
 """Fields of a model, in addition to `TUNING`, that may differ if the shapes of its weights are the same."""
-BY_DEFAULT = {"feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size"}
+BY_DEFAULT = {
+    "feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size",
+    "max_position_embeddings": "max_positions",
+}  # fmt: skip
 """Fields that follow from others by default, and the property with the value in use."""
 
 
@@ -432,8 +451,8 @@ def _value(model: ModelConfig, name: str) -> Any:
 
 
 def _may_differ(name: str, saved: ModelConfig, model: ModelConfig) -> bool:
-    if name == "sequence":
-        return not model.learned_positions
+    if name == "sequence" or name == "max_position_embeddings":
+        return not model.learned_positions or saved.max_positions == model.max_positions
     if name in ("vocabulary", "vocabulary_multiple"):
         return saved.padded_vocabulary == model.padded_vocabulary
     return name in UNSEEN or name in _tuned(model)

@@ -36,7 +36,7 @@ from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
-from mjax.run.metrics import MetricsLog, Record, finite_or_none
+from mjax.run.metrics import TRACKERS, MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
 from mjax.run.start import first_state, own_state, restore_state, write_folder, write_origin
 from mjax.step.kernel_trial import with_kernel
@@ -118,8 +118,8 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
                 write_origin(folder, origin, base, data, display.say)
-            metrics = config.model.metrics
-            log = MetricsLog(folder, start, config.log.tensorboard, config.log.wandb, display.say, metrics)
+            projects = {package: getattr(config.log, package) for package in TRACKERS}
+            log = MetricsLog(folder, start, config.log.tensorboard, projects, display.say, config.model.metrics)
             stack.enter_context(contextlib.closing(log))
             goodput.begin(folder, start, display.say)
             stack.callback(goodput.write)

@@ -1,10 +1,11 @@
-"""The records of a run: one line per step in metrics.jsonl, pictures, and scalars for TensorBoard and W&B."""
+"""The records of a run: one line per step in metrics.jsonl, pictures, and scalars for TensorBoard, W&B and Trackio."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
+import importlib
 import json
 import math
 import os
@@ -22,13 +23,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mjax.config.model import Metric
 from mjax.config.plain_values import WHOLE
-from mjax.errors import UsageError
+from mjax.errors import UsageError, without_secrets
 from mjax.pictures.curves import Curve
 from mjax.pictures.runs import draw_experts, draw_loss, names_of
 from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from mjax.config.run import LogConfig
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
@@ -39,6 +42,8 @@ BLOCK = 2**16  # bytes read at a time from the end of metrics.jsonl
 MANY_BYTES = 2**26  # of a metrics.jsonl that takes seconds to read
 VALIDATION = b'"val_loss"'
 LARGEST = sys.float_info.max
+TRACKERS = {"wandb": "W&B", "trackio": "Trackio"}  # names by package, which is also the flag
+TRACKING_ID = "tracking_id.txt"
 
 
 @dataclass
@@ -249,15 +254,16 @@ class Announced:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, TensorBoard and W&B, and draws loss.png, and of a mixture experts.png.
+    """Appends to metrics.jsonl, TensorBoard, W&B and Trackio, and draws loss.png, and of a mixture experts.png.
 
-    None of them ends a run: the first failure is reported. TensorBoard and W&B are then off until the next start.
+    None of them ends a run: the first failure is reported. All but metrics.jsonl and pictures are then off until the
+    next start.
 
     Args:
       folder: of the run.
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
       tensorboard: whether to write TensorBoard scalars.
-      wandb: Weights & Biases project, or None.
+      projects: by package of `TRACKERS`; None: not used.
       say: called with one line about each damage or failure.
       metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
     """
@@ -267,7 +273,7 @@ class MetricsLog:
         folder: Path,
         step: int,
         tensorboard: bool = True,
-        wandb: str | None = None,
+        projects: Mapping[str, str | None] | None = None,
         say: Callable[[str], None] = print,
         metrics: Sequence[Metric] = (),
     ):
@@ -277,13 +283,14 @@ class MetricsLog:
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
         self._drawn = -math.inf
-        self._tensorboard = self._wandb = None
+        self._trackers: dict[str, _Scalars | _Tracker] = {}
         if tensorboard:
             with self._announced("TensorBoard"):
-                self._tensorboard = _Scalars(folder / "tensorboard", step + 1)
-        if wandb:
-            with self._announced("W&B"):
-                self._wandb = _start_wandb(wandb, folder)
+                self._trackers["TensorBoard"] = _Scalars(folder / "tensorboard", step + 1)
+        for package, project in (projects or {}).items():
+            if project:
+                with self._announced(TRACKERS[package]):
+                    self._trackers[TRACKERS[package]] = _Tracker(package, project, folder)
 
     def write(self, record: Record) -> None:
         """Record one step."""
@@ -294,12 +301,10 @@ class MetricsLog:
         with self._announced("metrics.jsonl"):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
-        if self._tensorboard and "TensorBoard" not in self._announced.failed:
-            with self._announced("TensorBoard"):
-                self._tensorboard.write(scalars, record.step)
-        if self._wandb and "W&B" not in self._announced.failed:
-            with self._announced("W&B"):
-                self._wandb.log(scalars, step=record.step)
+        for name, tracker in self._trackers.items():
+            if name not in self._announced.failed:
+                with self._announced(name):
+                    tracker.write(scalars, record.step)
 
     def write_samples(self, step: int, prompts: Sequence[str], continuations: Sequence[str]) -> None:
         """Add how the model continues prompts after a step to samples.jsonl."""
@@ -380,12 +385,9 @@ class MetricsLog:
         self._painter.shutdown()
         with self._announced("metrics.jsonl"):
             self._file.close()
-        if self._tensorboard:
-            with self._announced("TensorBoard"):
-                self._tensorboard.close()
-        if self._wandb:
-            with self._announced("W&B"):
-                self._wandb.finish()
+        for name, tracker in self._trackers.items():
+            with self._announced(name):
+                tracker.close()
 
     def _append(self, line: bytes) -> None:
         if self._torn:  # a full disk truncated a line: the next one starts on its own line
@@ -469,20 +471,49 @@ def _masked_crc(content: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def check_wandb(project: str | None) -> None:
-    """Refuse `--log.wandb` if the package is missing, before anything is started.
+class _Tracker:
+    """The run in a project of Weights & Biases, or of Trackio, whose interface is the same without ids.
+
+    An id in the run folder tells runs of the same name apart, and a continued run continues its own.
+    """
+
+    def __init__(self, package: str, project: str, folder: Path):
+        self._package, module = package, importlib.import_module(package)
+        file = folder / TRACKING_ID
+        if not file.is_file():
+            write_whole(file, (os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)) + "\n")
+        name, number = folder.name, file.read_text().strip()
+        config = json.loads(without_secrets((folder / "config.json").read_text()))
+        if package == "trackio":
+            self._run = module.init(project=project, name=f"{name}-{number}", resume="allow", config=config)
+            return
+        self._run = module.init(project=project, name=name, id=number, resume="allow", dir=str(folder), config=config)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        """Add the scalars of a step. Steps repeat after a rewind, and W&B drops its own steps that do."""
+        if self._package == "wandb":
+            self._run.log({"step": step, **scalars})
+        else:
+            self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        """Send the rest."""
+        self._run.finish()
+
+
+def check_trackers(log: LogConfig) -> None:
+    """Reject `--log.wandb` and `--log.trackio` if the package is missing, before anything is started.
 
     Raises:
-      UsageError: wandb is not installed.
+      UsageError: it is not installed.
     """
-    if project:
-        try:
-            import wandb  # noqa: F401
-        except ImportError:
-            raise UsageError("--log.wandb needs the wandb package: pip install wandb, or leave the flag out") from None
-
-
-def _start_wandb(project: str, folder: Path):
-    import wandb
-
-    return wandb.init(project=project, name=folder.name, dir=str(folder), resume="allow", id=folder.name)
+    for package in TRACKERS:
+        if getattr(log, package):
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                raise UsageError(
+                    f"--log.{package} needs the {package} package: pip install {package}, or leave the flag out"
+                ) from None

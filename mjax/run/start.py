@@ -29,7 +29,7 @@ from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import bos_of, same_files
 from mjax.models.build import count_parameters
-from mjax.parallel.layers import joined, split_trained, trained
+from mjax.parallel.weights import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.run.goodput import read_starts
 from mjax.step.layout import initial_weights

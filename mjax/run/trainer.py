@@ -17,7 +17,7 @@ from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
 from mjax.run import loop
-from mjax.run.continuing import after_steps_taken, changes_since, choose_origin
+from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 from mjax.run.metrics import Record
 from mjax.run.options import Options, Result
 from mjax.step.schedule import decay_end
@@ -83,14 +83,15 @@ class Trainer:
             named = dict.fromkeys(("path", "train_path", "valid_path"), ())
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
-        config, _ = with_steps(after_steps_taken(config, self.folder))
+        init = None if init is None else without_parents(local_run(init))
+        config, _ = with_steps(with_positions(after_steps_taken(config, self.folder), self.folder, init))
         if (warmup := _fitting_warmup(config)) != config.optimizer.warmup_steps:
             if show:
                 print(f"warm-up of {warmup} steps instead of {config.optimizer.warmup_steps:,}, as the run is shorter")
             config = replace(config, optimizer=replace(config.optimizer, warmup_steps=warmup))
         validate(config, str(folder))
         self.config = config
-        origin = choose_origin(self.folder, config, None if init is None else without_parents(local_run(init)))
+        origin = choose_origin(self.folder, config, init)
         self.changes = changes_since(self.folder, config, allow_change)
         self.options = Options(
             name=str(self.folder),

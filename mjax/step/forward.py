@@ -20,12 +20,11 @@ from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.protocol import Model
 from mjax.parallel import scopes
-from mjax.parallel.layers import joined, split_trained
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
-from mjax.parallel.products import kernel_gradient, kernel_gradient_in_float8
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import joined, split_trained
 from mjax.parallel.zero import is_layer, layer_gather
 from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
 from mjax.utils.names import leaf_name
@@ -55,7 +54,7 @@ class Forward:
 
     def __call__(self, weights: Model, micro_batch: MicroBatch, frozen: Model | None = None):
         """The parts of the means by name, [] each; or the result of `head`. Weights may come in the two parts of
-        `layers.split_trained`."""
+        `weights.split_trained`."""
         weights = weights if frozen is None else joined(weights, frozen)
         x = self.embed(weights, micro_batch)
         x, aux = self.layers(weights.blocks, x, micro_batch)
@@ -167,11 +166,6 @@ def stage_program(forward: Forward, weights: dict[str, float], frozen: Model | N
         layers=layers,
         head=of_all(forward.loss),
         loss_weights=weights,
-        rows=tokens_of(config).count,
-        shards=[
-            storage.gathers if storage.gather_per_layer else () for storage in jax.tree.leaves(forward.plan.blocks)
-        ],
-        kernel_gradient=kernel_gradient_in_float8 if in_float8(config.precision) else kernel_gradient,
     )
 
 

@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.models.build import build_model, has_several_stacks
+from mjax.models.build import build_model, has_several_stacks, mixing_class
 from mjax.models.protocol import Model
-from mjax.parallel.layers import metadata_of
 from mjax.parallel.mesh import sharded_shapes
+from mjax.parallel.weights import metadata_of
 from mjax.parallel.zero import cut_into_chunks, plan_storage
 from mjax.step.precision import COMPUTE_TYPES, parameter_type
 
@@ -54,12 +54,19 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
 
     Raises:
-      UsageError: the config has a pipeline, and the layers of the model are several stacks, one after the other.
+      UsageError: the config has a pipeline, and the layers of the model are several stacks, one after the other; or
+        it splits positions, and a class of the model may mix them.
     """
     if config.mesh.pipe > 1 and has_several_stacks(config.model):
         raise UsageError(
             f"--mesh.pipe {config.mesh.pipe} cannot split {config.model.title}, which has several stacks of layers; "
             "leave it out"
+        )
+    if config.mesh.context > 1 and (name := mixing_class(config.model)):
+        raise UsageError(
+            f"--mesh.context {config.mesh.context} splits the positions of a sequence, and {name} of "
+            f"{config.model.title} may mix or count them by itself; leave it out, or set mixes_positions = False in "
+            "the class if it computes token by token, or with mjax's Attention and context.position_ids()"
         )
     shapes = jax.eval_shape(lambda: initial_weights(config))
     plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)

@@ -5,7 +5,7 @@
     O ≈ U Vᵀ, for u = U S Vᵀ           five Newton-Schulz iterations, which are matrix products
     w ← w − η (scale · O + λ w)        decoupled weight decay, as in AdamW
 
-Matrices are those that a module declares (`matrix=` of `layers.parameter`), each by itself: every layer of a stack; q,
+Matrices are those that a module declares (the dims of `weights.parameter`), each by itself: every layer of a stack; q,
 k and v; gate and up. Embeddings, heads, norms and biases have AdamW. The result is that of one device on every mesh,
 because `Matrices` brings each matrix to a rank as a whole.
 
@@ -24,9 +24,9 @@ import optax
 from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
-from mjax.parallel.layers import metadata_of
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import muon_matrices
 from mjax.step.layout import Layout
 from mjax.utils.names import leaf_name
 
@@ -70,7 +70,7 @@ def update_scale(matrices: Matrices, adjust: str) -> float:
 def matrices_of(layout: Layout, mesh: MeshConfig) -> dict[str, Matrices]:
     """The weights that are matrices, by name."""
     weights = jax.tree_util.tree_leaves_with_path(layout.abstract_model)
-    specs, dims = jax.tree.leaves(layout.specs), metadata_of(layout.abstract_model, "matrix")
+    specs, dims = jax.tree.leaves(layout.specs), muon_matrices(layout.abstract_model)
     return {
         leaf_name(path): Matrices(weight.shape, spec, *matrix, mesh)
         for (path, weight), spec, matrix in zip(weights, specs, dims, strict=True)

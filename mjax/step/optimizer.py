@@ -15,6 +15,7 @@ from mjax.config.axes import PIPE
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import decays, dims_of
 from mjax.parallel.zero import is_layer, layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
@@ -23,14 +24,6 @@ from mjax.utils.names import leaf_name
 from mjax.utils.stacks import numbers_of_layers
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
-
-
-def is_decayed(name: str) -> bool:
-    """Whether weight decay applies: for matrices and embeddings, not for biases and LayerNorm.
-
-    By name, because stacked layers make biases two-dimensional.
-    """
-    return name.rsplit(".", 1)[-1] not in ("bias", "scale")
 
 
 def optimizer_of(config: Config, layout: Layout) -> optax.GradientTransformation:
@@ -83,7 +76,10 @@ def muon(config: OptimizerConfig, dtype, layout: Layout, mesh: MeshConfig) -> op
 
 
 def _weight_decay(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.add_decayed_weights(config.weight_decay, mask=_where(is_decayed))
+    def mask(model):
+        return jax.tree.unflatten(jax.tree.structure(model), map(decays, dims_of(model)))
+
+    return optax.add_decayed_weights(config.weight_decay, mask=mask)
 
 
 def _where(holds: Callable[[str], bool]) -> Callable:

@@ -30,9 +30,9 @@ from mjax.config.batch_size import at_batch
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
-from mjax.parallel.layers import joined, split_trained, trained
 from mjax.parallel.means import add, at, weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
+from mjax.parallel.weights import joined, split_trained, trained
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
 from mjax.step.layout import initial_weights, lay_out

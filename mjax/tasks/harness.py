@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         self.run, self.seed, self._chat = run, seed, None
-        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILE in --model_args")
+        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
         self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
         shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)
@@ -225,14 +225,13 @@ class HarnessModel(TemplateLM):
         return sampling, until
 
     def _window(self, context: list[int], continuation: list[int]) -> Window:
-        """Both together, of which the continuation counts; what is too long is truncated on the left."""
+        """The continuation, which counts, after its context."""
         if len(continuation) > self.max_length:
             raise UsageError(
                 f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
                 "leave out this task, or use a model with more positions"
             )
-        tokens = [*context, *continuation][-(self.max_length + 1) :]
-        return Window(np.array(tokens, np.int32), len(continuation))
+        return Window.of(context, continuation, self.max_length)
 
 
 def _streams(texts: Sequence[str]) -> list[int]:

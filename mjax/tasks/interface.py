@@ -29,6 +29,11 @@ class Window(NamedTuple):
     tokens: np.ndarray
     counted: int
 
+    @classmethod
+    def of(cls, context: list[int], labels: list[int], positions: int) -> Window:
+        """`labels`, all of which count, after as much of the end of their context as fits into `positions`."""
+        return cls(np.array([*context, *labels][-(positions + 1) :], np.int32), len(labels))
+
 
 @dataclass(frozen=True)
 class Score:

@@ -55,12 +55,12 @@ class Positions:
 
         Raises:
           UsageError: there is nothing under that name, no document is long enough, the dataset was made with another
-            tokenizer, or the length is above the model's sequence.
+            tokenizer, or the length is above the model's positions.
         """
-        self.length = model.sequence if length is None else length
-        if not 2 <= self.length <= model.sequence:
-            problem = f"--positions.length {self.length} does not fit a model of {model.sequence:,} positions"
-            raise UsageError(f"{problem}; use 2 to {model.sequence}")
+        self.length = model.max_positions if length is None else length
+        if not 2 <= self.length <= model.max_positions:
+            problem = f"--positions.length {self.length} does not fit a model of {model.max_positions:,} positions"
+            raise UsageError(f"{problem}; use 2 to {model.max_positions}")
         documents, _ = open_text(data, tokenizer)
         stretches: list[Window] = []
         self.documents = self.used = self.tokens = longest = 0

@@ -7,7 +7,7 @@ than tokens, it is comparable across tokenizers:
     perplexity     exp(nats / tokens)
     bits per byte  nats / ln 2 / bytes of UTF-8
 
-A document longer than the model's sequence is split into windows (`overlapping_windows`): adjacent, or overlapping
+A document longer than the model's positions is split into windows (`overlapping_windows`): adjacent, or overlapping
 on request, which takes longer and gives a lower loss. Ends of documents are not predicted, whether the dataset contains
 them or not, so a text gives the same metrics as the dataset prepared from it.
 """
@@ -322,4 +322,4 @@ def _window(document: Document, context: list[int], labels: list[int], positions
             f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "
             f"{positions + 1:,}; leave the passage out, or evaluate a model with more"
         )
-    return Window(np.array(context + labels, np.int32), len(labels))
+    return Window.of(context, labels, positions)

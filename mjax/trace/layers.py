@@ -37,9 +37,9 @@ from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
 from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
-from mjax.parallel.layers import joined, metadata_of, split_trained
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
+from mjax.parallel.weights import joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights, is_layer
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out

@@ -77,14 +77,17 @@ def test_sample_depends_on_seed_and_index_alone(indexed, tmp_path):
 def test_index_is_kept_by_all_it_depends_on(indexed, tmp_path, monkeypatch):
     monkeypatch.setattr("mjax.data.cache.WORTH_KEEPING", 0)
     cache = IndexCache([tmp_path / "cache"], pytest.fail)
-    for options in ({}, {"seed": 5}, {"samples": 500}, {"sequence": 32}):
-        fresh, stored = dataset(indexed, **options), dataset(indexed, **options, cache=cache)
+    longer = write(tmp_path / "longer", [[np.append(each, 4) for each in sentences] for sentences in text(0, 80)])
+    changes = ({}, {"seed": 5}, {"samples": 500}, {"sequence": 32}, {"short_probability": 0.9}, {"indexed": longer})
+    for change in changes:
+        options = {"indexed": indexed} | change
+        fresh, stored = dataset(**options), dataset(**options, cache=cache)
         assert (fresh.pair_index == stored.pair_index).all()
     for name, size in (("a", 3), ("b", 4)):  # the same sentences in other documents
         documents = [[np.arange(10, 20)] * size] * (12 // size)
         data = dataset(write(tmp_path / name, documents), samples=1, sequence=100, short_probability=0, cache=cache)
         assert len(data) == 12 // size
-    assert len(list((tmp_path / "cache").glob("*.json"))) == 6
+    assert len(list((tmp_path / "cache").glob("*.json"))) == len(changes) + 2
     monkeypatch.setattr("mjax.data.bert.build_pair_index", lambda *_: pytest.fail("built again"))
     dataset(indexed, cache=cache)
 

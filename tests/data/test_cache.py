@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from mjax.data import cache
+from mjax.data.blend import BlendedDataset
 from mjax.data.cache import IndexCache
+from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.samples import GPTDataset
 from mjax.utils.files import take_lock
@@ -162,26 +164,44 @@ def test_simultaneous_builds_all_get_their_arrays(tmp_path):
 def write(prefix, lengths):
     with IndexedDatasetWriter(prefix, 100) as writer:
         for length in lengths:
-            writer.add_document([length % 100] * length)
+            writer.add_documents(np.arange(length) % 100, np.array([length]), np.array([1]), np.ones(length, bool))
     return IndexedDataset(prefix)
 
 
-INDICES = ("document_index", "sample_index", "shuffle_index")
-LENGTHS = [3, 9, 4, 0, 12, 7]
-PLAIN = {"documents": range(6), "samples": 9, "sequence": 5, "seed": 1}
-OTHERS = [
-    *({"documents": range(1, 6)}, {"documents": range(1, 5)}),
-    *({"samples": 20}, {"samples": None}, {"sequence": 6}, {"seed": 2}, {"keep_tail": True}),
-]
+def leaves_entries(build, names, folder, changes):
+    """How many entries are left by datasets with these changes, whose arrays `names` are right, built or read."""
+    for _ in range(2):
+        for change in changes:
+            fresh, kept = build(**change), build(**change, cache=IndexCache([folder], pytest.fail))
+            for name in names:
+                np.testing.assert_array_equal(getattr(kept, name), getattr(fresh, name), str(change))
+    return len(list(folder.glob("*.json")))
 
 
 def test_each_input_of_indices_has_an_entry(tmp_path):
     """Megatron's key leaves out the documents and the tail."""
-    indexed = write(tmp_path / "d", LENGTHS)
-    for _ in range(2):
-        for change in [{}, *OTHERS]:
-            fresh = GPTDataset(indexed, **{**PLAIN, **change})
-            kept = GPTDataset(indexed, **{**PLAIN, **change}, cache=IndexCache([tmp_path / "c"], pytest.fail))
-            for name in INDICES:
-                assert (getattr(fresh, name) == getattr(kept, name)).all()
-    assert len(list((tmp_path / "c").glob("*.json"))) == 1 + len(OTHERS)
+    indexed, other = write(tmp_path / "d", [3, 9, 4, 0, 12, 7]), write(tmp_path / "o", [9, 3, 4, 0, 12, 7])
+    plain = {"indexed": indexed, "documents": range(6), "samples": 9, "sequence": 5, "seed": 1}
+    changes = [{}, {"indexed": other}, {"documents": range(1, 6)}, {"documents": range(1, 5)}, {"samples": 20}]
+    changes += [{"samples": None}, {"sequence": 6}, {"seed": 2}, {"keep_tail": True}]
+    names = ("document_index", "sample_index", "shuffle_index")
+    assert leaves_entries(lambda **change: GPTDataset(**plain | change), names, tmp_path / "c", changes) == len(changes)
+
+
+def test_each_input_of_packing_has_an_entry(tmp_path):
+    """The order of an epoch is drawn at every start: its seed and the samples need no entry."""
+    indexed, other = write(tmp_path / "d", [3, 9, 4, 2, 12, 7]), write(tmp_path / "o", [9, 3, 4, 2, 12, 7])
+    plain = {"indexed": indexed, "documents": range(6), "samples": 9, "sequence": 16, "seed": 1}
+    changes = [{}, {"indexed": other}, {"documents": range(1, 6)}, {"documents": range(5)}, {"sequence": 20}]
+    changes += [{"pack": False}, {"pack": False, "documents": range(5)}]
+    drawn = [{"seed": 2}, {"samples": 20}, {"once": True}]
+    names, build = ("_order", "_members", "_begins"), lambda **change: ConversationDataset(**plain | change)
+    assert leaves_entries(build, names, tmp_path / "c", [*changes, *drawn]) == len(changes)
+
+
+def test_each_input_of_a_blend_has_an_entry(tmp_path):
+    plain = {"parts": [range(4), range(8)], "shares": None, "samples": 6}
+    changes = [{}, {"samples": 7}, {"samples": None}, {"parts": [range(2), range(4)]}, {"parts": [range(8), range(4)]}]
+    changes += [{"shares": shares} for shares in ([1 / 3, 2 / 3], [0.5, 0.5])]
+    names = ("dataset_index", "dataset_sample_index")
+    assert leaves_entries(lambda **change: BlendedDataset(**plain | change), names, tmp_path / "c", changes) == 7

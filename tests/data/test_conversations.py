@@ -246,14 +246,6 @@ def test_every_epoch_has_each_conversation_once(pack, tmp_path):
     assert data.padding == pytest.approx(1 - (sum(LENGTHS) - len(LENGTHS)) / (data.sequences * 16))
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_each_conversation_is_scored_once(pack, tmp_path):
-    data = packed(tmp_path, LENGTHS, samples=40, pack=pack, once=True)
-    scored = [data.conversations(index).tolist() for index in range(40)]
-    assert sorted(chain.from_iterable(scored)) == list(range(len(LENGTHS)))
-    assert not any(data[index]["loss_mask"].any() for index in range(data.sequences, 40))
-
-
 def test_packed_sample_is_its_conversations_side_by_side(tmp_path):
     data = packed(tmp_path, LENGTHS)
     for index in range(len(data)):

@@ -123,3 +123,9 @@ def test_secrets_of_addresses_are_not_recorded(tmp_path, capsys):
 def test_unknown_addresses_are_one_sentence():
     with pytest.raises(UsageError, match=r"nosuch:// cannot be read: Protocol not known: nosuch"):
         find_files([Path("nosuch://x/a.jsonl")])
+
+
+def test_secret_quoted_without_its_scheme_is_hidden():
+    """botocore's message has the bucket and whatever is in its place."""
+    said = str(UsageError('Invalid bucket name "me:password@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'))
+    assert said == 'Invalid bucket name "…@bucket", at 10:20 by a@b.c; see file.jsonl:3: x@y'

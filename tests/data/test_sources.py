@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mjax.config import BERTConfig, Config, DataConfig, GPTConfig, TrainConfig
+from mjax.config.checks import validate
 from mjax.config.datasets import DatasetMetadata
 from mjax.data import cache
 from mjax.data.indexed import IndexedDatasetWriter, tokenizer_folder, write_metadata
@@ -89,11 +90,72 @@ def test_samples_have_the_arrays_asked_for(data):
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
 
 
+RESETS = "reset_positions", "reset_attention", "mask_eod_loss"
+
+
+@pytest.mark.parametrize("options", [(), ("reset_positions",), ("reset_attention",), ("mask_eod_loss",), RESETS])
+def test_process_with_some_positions_has_those_of_all(data, options):
+    """Documents begin before them."""
+    described("a")
+    batches = open_data(config_of(path="a", **dict.fromkeys(options, True))).training
+    for step in range(3):
+        whole, parts = batches.at(step), [batches.at(step, positions=part) for part in (slice(0, 8), slice(8, 16))]
+        for name, array in whole.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts], axis=1), array, name)
+
+
 def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
     opened = open_data(replace(config, train=replace(config.train, global_batch=13, micro_batch=13, steps=3)))
     assert sorted(opened.validation.at(0)["loss_mask"].sum(axis=1).tolist()) == [15] + [16] * 12
+
+
+@pytest.fixture
+def chats(tmp_path, monkeypatch):
+    """Conversations of 1 to 12 tokens, each of one id: 30 in d, 11 in e, and in f one."""
+    monkeypatch.chdir(tmp_path)
+    for name, numbers in {"d": range(1, 31), "e": range(31, 42), "f": [42]}.items():
+        with IndexedDatasetWriter(name, 257) as writer:
+            for token in numbers:
+                tokens = np.full(2 + token % 11, token)
+                writer.add_documents(tokens, np.array([len(tokens)]), np.array([1]), np.arange(len(tokens)) == 1)
+    return tmp_path
+
+
+def times_seen(batches, steps):
+    """How often the only trained label of each conversation is trained."""
+    batches = [batches.at(step) for step in range(steps)]
+    labels = np.concatenate([batch["labels"][batch["loss_mask"]] for batch in batches])
+    return dict(zip(*np.unique(labels, return_counts=True), strict=True))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("files", [("d",), ("d", "e"), ("e", "f", "d")])
+@pytest.mark.parametrize(("epochs", "batch"), [(1, 4), (2, 7), (3, 64)])
+def test_whole_epochs_have_each_conversation_as_often(pack, files, epochs, batch, chats):
+    """Whatever the batch, of one file or more; a validation has one epoch, also where a file has no part of it."""
+    config = config_of(batch=batch, path=files, split="75,25,0", conversations=True, pack=pack)
+    one = sum(part.sequences for part in parts_of(open_data(config).training.dataset.dataset))
+    steps = -(-epochs * one // batch)
+    config = replace(config, data=replace(config.data, samples=epochs * one))
+    config = replace(config, train=replace(config.train, steps=steps, eval_batches=12))
+    validate(config)
+    opened = open_data(config)
+    training, validation = times_seen(opened.training, steps), times_seen(opened.validation, 12)
+    assert set(training.values()) == {epochs}
+    assert set(validation.values()) == {1}
+    assert len(training) + len(validation) == sum({"d": 30, "e": 11, "f": 1}[name] for name in files)
+    assert f"{epochs}.0 epochs" in opened.summary
+    more = open_data(replace(config, data=replace(config.data, samples=None)))  # goes on into the next epoch
+    assert (more.training.at(steps - 1)["loss_mask"].sum(axis=1) > 0).all()
+    if steps > 1:
+        with pytest.raises(UsageError, match="is below the"):  # steps without any label
+            validate(replace(config, data=replace(config.data, samples=(steps - 1) * batch)))
+
+
+def parts_of(dataset):
+    return getattr(dataset, "parts", [dataset])
 
 
 def test_mock_validation_is_not_the_training_data():
@@ -125,6 +187,29 @@ def test_indices_are_kept_where_config_says(data, monkeypatch):
     chosen = open_data(config_of(path=path, cache="chosen"))
     assert len(list((data / "chosen").glob("*.json"))) == 6  # two datasets and a blend, for training and validation
     assert rows(first.training, 10) == rows(chosen.training, 10)
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_flags_decide_which_indices_are_read(conversations, data, monkeypatch):
+    """What a start with a shared cache reads is what it would read alone, and each flag changes it."""
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    with IndexedDatasetWriter("d", 257) as writer:
+        for length in np.random.default_rng(0).integers(2, 16, 40):
+            writer.add_documents(np.arange(length), np.array([length]), np.array([1]), np.ones(length, bool))
+    changes = [{}, {"split": "50,50,0"}, {"steps": 12}, {"batch": 8}, {"path": ("0.5", "d", "0.5", "d")}]
+    changes += [{"pack": False}] if conversations else [{"validation_tail": True}]
+    plain = {"path": "d", "split": "75,25,0", "conversations": conversations}
+    configs = [config_of(**plain | change) for change in changes]
+    configs.append(replace(configs[0], model=replace(configs[0].model, sequence=20)))
+    configs.append(replace(configs[0], train=replace(configs[0].train, seed=7)))
+
+    def read(config, folder):
+        opened = open_data(replace(config, data=replace(config.data, cache=folder)))
+        return rows(opened.training, config.train.steps), rows(opened.validation, 1)
+
+    alone = [read(config, str(number)) for number, config in enumerate(configs)]
+    assert [read(config, "shared") for config in configs] == alone
+    assert len({str(each) for each in alone}) == len(configs)
 
 
 # --- Tokenizers -------------------------------------------------------------------------------------------------------

@@ -3,9 +3,20 @@
 A model is {our name: array} as `tests.small.named` gives it: whole, kernels [in, out], layers stacked.
 """
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from mjax.config import ModelConfig
+
+
+def harmless_arguments() -> dict[str, Any]:
+    """Every default of megatron-core 0.19.2 that is neither None nor False, 0 or empty, what its runs add, arguments of
+    versions since 2020, and settings of training."""
+    written = Path(__file__).with_name("megatron_arguments.txt").read_text().split()
+    return {name: json.loads(value) for name, _, value in (each.partition("=") for each in written)}
 
 
 def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

@@ -87,7 +87,8 @@ NO_LOSSES = {"balance_loss": 0.0, "z_loss": 0.0}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_published_config_matches_ours(values, name, more):
-    assert read(values) == replace(load_config(name).model, **more)
+    expected = replace(load_config(name).model, **more)
+    assert read(values) == replace(expected, max_position_embeddings=expected.sequence)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -96,7 +97,8 @@ def test_config_survives_export_and_import(name):
     assert family_of(model) is family
     assert [other for other in FAMILIES.values() if not unlike(other, model) and other not in (family, MISTRAL)] == []
     again = read({**config_values(family, model), "model_type": family.model_type})
-    either = {"kv_heads": None, "head_dim": None}
+    either = {"kv_heads": None, "head_dim": None, "max_position_embeddings": model.sequence}
+    assert again.max_position_embeddings == model.sequence
     if isinstance(model, MixtureConfig):
         assert again.width_of_expert == model.width_of_expert
         either |= {"feed_forward": None, "expert_width": None} | NO_LOSSES
@@ -195,7 +197,11 @@ LLAMA3_8B = load_config("llama3_8b").model
 def test_rope_flag_lengthens_sequences(given, factor, original):
     model = extended(LLAMA3_8B, given, "DIR")
     changed = {"rope_scaling": given.split(":")[0], "rope_factor": factor, "rope_original": original}
-    assert model == replace(LLAMA3_8B, sequence=round(8192 * factor), **changed)
+    changed |= dict.fromkeys(("sequence", "max_position_embeddings"), round(8192 * factor))
+    assert model == replace(LLAMA3_8B, **changed)
+    shorter = replace(LLAMA3_8B, sequence=512, max_position_embeddings=8192)
+    assert extended(shorter, given, "DIR") == model, "what counts is the model, not its last run"
+    assert replace(model, sequence=512).unscaled_sequence == 8192
     written = config_values(LLAMA, model)
     assert written["max_position_embeddings"] == model.sequence
     assert read({**written, "model_type": "llama"}) == replace(model, head_dim=model.head_size)

@@ -12,7 +12,7 @@ from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, model_config
 from mjax.interop.megatron.names import family_of, flat, renamed
 from mjax.interop.megatron.tensors import RankTensors
-from tests.interop.megatron_files import draw, share
+from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 
 SMALL = GPTConfig(layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=29, vocabulary_multiple=8)
@@ -209,10 +209,27 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_harmless_arguments_change_no_model(kind):
+    tensors = RankTensors(pieces_of(as_kind(SMALL, kind)), 3.0, "source")
+    given = harmless_arguments() | ARGUMENTS
+    assert model_config(given, tensors, kind, "source") == model_config(ARGUMENTS, tensors, kind, "source")
+
+
+def test_ignored_arguments_are_left_out(write_rank, tmp_path, capsys):
+    said = {"num_attention_heads": 4, "new": 1, "newer": "a"}
+    write_rank(tmp_path / "in", "00", model=share(draw(SMALL), SMALL, 3.0), args=said)
+    assert convert(tmp_path, "--vocabulary-multiple", "8") == 2
+    assert "convert another model, or add --ignore new,newer if the model computes" in capsys.readouterr().err
+    assert convert(tmp_path, "--ignore", "new,newest") == 2
+    assert "has no argument newest" in capsys.readouterr().err
+    assert convert(tmp_path, "--vocabulary-multiple", "8", "--ignore", "new,newer") == 0
+
+
 def test_arguments_and_shapes_describe_model():
     assert model_config(ARGUMENTS, TENSORS, "gpt", "source") == GPTConfig(
-        layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, vocabulary=32, hidden_dropout=0.1,
-        attention_dropout=0.2, init_std=0.01, layernorm_epsilon=1e-6, activation="gelu_tanh",
+        layers=2, hidden=24, heads=4, feed_forward=40, sequence=10, max_position_embeddings=10, vocabulary=32,
+        hidden_dropout=0.1, attention_dropout=0.2, init_std=0.01, layernorm_epsilon=1e-6, activation="gelu_tanh",
     )  # fmt: skip
     found = model_config(None, TENSORS, "gpt", "source", heads=3)
     assert (found.heads, found.activation, found.layernorm_epsilon) == (3, "gelu_tanh", 1e-5)
@@ -243,6 +260,8 @@ def test_activation_matches_kernels_of_megatron(kind, arguments, mlp, head):
         ({"apply_residual_connection_post_layernorm": True}, "a GPT has no such form"),
         ({"num_attention_heads": None}, "add --heads, 16 for the published 345M"),
         ({"num_layers": 24}, "num_layers is 24 among the arguments, and 2 by the tensors"),
+        ({"swiglu": True}, "swiglu is True, but mjax supports only None, False or 0"),
+        ({"moe_layers": 2, "new": 1, "newer": "a"}, "new is 1 and newer is 'a', but mjax supports only None"),
     ],
     ids=str,
 )

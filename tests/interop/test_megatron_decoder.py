@@ -12,6 +12,7 @@ from mjax.interop.megatron.checkpoint import open_checkpoint
 from mjax.interop.megatron.names import DECODER, MIXTURE
 from mjax.interop.megatron.tensors import DecoderTensors, RankTensors, gathered
 from mjax.interop.weights import block_reader, find_tensors
+from tests.interop.megatron_files import harmless_arguments
 
 H, N, K, D, F, V, LAYERS = 6, 4, 2, 2, 8, 12, 4
 E = 4  # experts
@@ -201,6 +202,7 @@ LLAMA_3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
     [
         ({"rotary_percent": 0.5, "qk_layernorm": True}, {"rope_share": 0.5, "qk_norm": "head"}),
         (LLAMA_3, {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original": 8192}),
+        (LLAMA_3 | {"rotary_seq_len_interpolation_factor": 1}, {"rope_scaling": "llama3", "rope_factor": 32.0}),
         ({"rotary_seq_len_interpolation_factor": 4}, {"rope_scaling": "linear", "rope_factor": 4.0}),
         ({}, {"router": "softmax", "router_normalized": True, "router_scale": 1.0, "balance_loss": 0, "z_loss": 0}),
         ({"moe_router_pre_softmax": True}, {"router": "softmax", "router_normalized": False}),
@@ -225,6 +227,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
     ("given", "assumed"),
     [
         ({}, {"rotary_percent": 1.0}),
+        ({"position_embedding_type": None}, {"rotary_percent": 1.0, "position_embedding_type": "rope"}),
         (
             {"norm_epsilon": None, "rotary_base": None},
             {"norm_epsilon": 1e-5, "rotary_base": 10_000, "rotary_percent": 1},
@@ -236,7 +239,7 @@ RATES = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.0
             | {"moe_aux_loss_coeff": 0.0},
         ),
     ],
-    ids=["complete", "epsilon and base", "scaled", "experts"],
+    ids=["complete", "positions", "epsilon and base", "scaled", "experts"],
 )
 def test_assumed_arguments_equal_stated_ones(given, assumed):
     """What is said to be assumed and what the model has: stating it changes nothing."""
@@ -281,7 +284,36 @@ REFUSED = [
         "group_query_attention is missing among the arguments, and self_attention",
     ),
     (TENSORS, {"moe_router_topk": "2"}, "moe_router_topk is '2', not a whole number"),
+    (TENSORS, {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size is 32, but mjax supports only None"),
+    (DENSE, {"softmax_type": "learnable"}, "softmax_type is 'learnable', but mjax supports only 'vanilla'"),
+    (DENSE, {"mtp_num_layers": 1}, "mtp_num_layers is 1, but mjax supports only None"),
 ]
+
+
+SWITCHES = {
+    "softmax_scale": 0.5, "layernorm_zero_centered_gamma": True, "apply_layernorm_1p": True, "squared_relu": True,
+    "quick_geglu": True, "multi_latent_attention": True, "attention_output_gate": True, "window_size": [128, 0],
+    "window_attn_skip_freq": 2, "experimental_attention_variant": "dsa", "linear_attention_freq": 4, "qk_l2_norm": True,
+    "hybrid_layer_pattern": "M*M*", "hybrid_override_pattern": "M*", "is_hybrid_model": True, "use_mup": True,
+    "hybrid_attention_ratio": 0.5, "spec": ["a", "b"], "heterogeneous_layers_config_path": "a.json",
+    "retro_add_retriever": True, "rotary_interleaved": True, "mrope_section": [1, 1, 2], "no_rope_freq": 4,
+    "apply_residual_connection_post_layernorm": True,
+    "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "lora_rank": 8, "use_kitchen_attention": True,
+    "of_a_later_version": {"size": np.ones(3)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_unknown_argument_that_is_set_is_refused(name):
+    with pytest.raises(UsageError, match=f": {name} is .+, but mjax supports only (None|False)"):
+        decoder_config(ARGUMENTS | {name: SWITCHES[name]}, DENSE, "source", 3.0)
+    decoder_config(ARGUMENTS | {name: type(SWITCHES[name])()}, DENSE, "source", 3.0)
+
+
+@pytest.mark.parametrize(("tensors", "said"), [(DENSE, ARGUMENTS), (TENSORS, OF_MIXTURE)], ids=["dense", "mixture"])
+def test_harmless_arguments_change_no_decoder(tensors, said):
+    given = harmless_arguments() | said
+    assert decoder_config(given, tensors, "source", 3.0) == decoder_config(said, tensors, "source", 3.0)
 
 
 @pytest.mark.parametrize(("tensors", "change", "words"), REFUSED, ids=[words for _, _, words in REFUSED])

@@ -74,6 +74,58 @@ def test_settings_without_effect_are_accepted():
     assert model_config(GPT2, CONFIG | more, "config.json", 128) == model_config(GPT2, CONFIG, "config.json", 128)
 
 
+PUBLISHED = {  # settings of published files, without sizes
+    "gpt2": {
+        "n_ctx": 1024, "embd_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "output_past": True,
+        "scale_attn_weights": True, "predict_special_tokens": True, "reorder_and_upcast_attn": False,
+    },
+    "bert": {
+        "gradient_checkpointing": False, "classifier_dropout": None, "position_embedding_type": "absolute",
+        "directionality": "bidi", "pooler_fc_size": 768, "pooler_type": "first_token_transform", "mask_token_id": 4,
+    },
+    "megatron-bert": {"tie_word_embeddings": True, "type_vocab_size": 2, "model_max_length": 512},
+    "bloom": {
+        "n_embed": 64, "num_attention_heads": 8, "pretraining_tp": 4, "slow_but_exact": False, "offset_alibi": 100,
+        "skip_bias_add": True, "skip_bias_add_qkv": False, "masked_softmax_fusion": True, "n_inner": None,
+        "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "unk_token_id": 0, "seq_length": 2048,
+    },
+    "llama": {
+        "pretraining_tp": 1, "mlp_bias": False, "rope_scaling": None, "max_sequence_length": 2048,
+        "unsloth_fixed": True, "unsloth_version": "2025.6.2", "_attn_implementation_autoset": True,
+        "_flash_attn_2_enabled": True, "is_llama_config": True, "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+    },
+    "mistral": {"sliding_window": 4096, "_attn_implementation": "sdpa", "unsloth_fixed": True},
+    "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    "qwen2": {"use_mrope": False, "use_sliding_window": False, "max_window_layers": 21, "pretraining_tp": 1},
+    "qwen3": {"attention_bias": False, "max_window_layers": 36, "sliding_window": None, "rope_scaling": None},
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "router_aux_loss_coef": 0.1},
+    "olmo2": {"attention_bias": False, "rope_scaling": None, "rope_theta": 500000},
+    "olmoe": {"clip_qkv": None, "attention_bias": False, "output_router_logits": False, "router_aux_loss_coef": 0.01},
+    "gemma3_text": {
+        "cache_implementation": "hybrid", "sliding_window_pattern": 6, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False,
+        "unsloth_fixed": True,
+    },
+}  # fmt: skip
+OF_ALL = {
+    "_name_or_path": "a/b", "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.3", "use_cache": True, "initializer_range": 0.02, "return_dict": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_settings_are_accepted(kind):
+    file = Path("config.json")
+    values = {"model_type": kind} | PUBLISHED[kind] | OF_ALL
+    family = find_family(values, file)
+    assert model_config(family, values, str(file), 128)
+    for name, value in {"auto_map": {"AutoModel": "a.B"}, "is_causal": False, "quantization_config": {"a": 1}}.items():
+        with pytest.raises(UsageError, match=f"{name} is .+, which mjax does not know; remove it if"):
+            model_config(family, values | {name: value}, str(file), 128)
+
+
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 BIAS, WTE, LN = "transformer.h.0.mlp.c_fc.bias", "transformer.wte.weight", "transformer.h.1.ln_2.bias"

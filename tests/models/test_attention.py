@@ -13,6 +13,9 @@ from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
 from mjax.models import attention_kernels
 from mjax.models.attention_kernels import attend
+from mjax.models.context import Context
+from mjax.models.rotary import Rotary
+from mjax.parallel.tokens import Tokens
 from mjax.step import kernel_trial
 from mjax.step.kernel_trial import resolve_attention
 from tests.small import small_config
@@ -66,6 +69,17 @@ def test_scores_of_bf16_inputs_are_float32():
     found = attend(16 * q, k, v, "xla")
     expected = attend(16 * q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), "xla")
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)
+
+
+def test_rotary_angles_of_bf16_inputs_are_float32():
+    """In bf16 position 257 would be 256."""
+    x = jax.random.normal(jax.random.key(0), (1, 4096, 1, 16)).astype(jnp.bfloat16)
+    turned, _ = Rotary(16, 10_000.0).turn(x, x, Context(Tokens(1, 4096)))
+    radians = np.arange(4096)[:, None, None] * 10_000 ** (-np.arange(8) / 8)
+    pairs = np.asarray(x[..., :8], float) + 1j * np.asarray(x[..., 8:], float)
+    pairs = pairs * np.exp(1j * radians)
+    expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
+    np.testing.assert_allclose(np.asarray(turned, float), expected, rtol=2**-8, atol=2e-3)
 
 
 def test_blocks_leave_out_keys_before_window():

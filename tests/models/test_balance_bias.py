@@ -1,7 +1,6 @@
 """Experts that are balanced by a bias: steps on meshes against serial ones in float64, and what the bias follows."""
 
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,12 @@ from mjax.errors import UsageError
 from mjax.interop.convert import family_of
 from mjax.models.router import towards_balance
 from mjax.parallel.mesh import abstract_mesh
-from mjax.parallel.zero import cut_into_chunks
 from mjax.step.layout import lay_out
 from mjax.step.muon import matrices_of
 from tests import reference
 from tests.against_reference import in_layer_order, merged, of_trained
 from tests.models.test_mixture import DEEPSEEK, config_of
-from tests.small import QUICKLY, batch_of, named, program_of, weights_of
+from tests.small import batch_of, compiled_step, named, state_of, weights_of
 
 BIAS = "blocks.mlp.router.bias"
 STEPS = 5
@@ -35,25 +33,10 @@ def biased(data=1, model=1, micro_batch=2, compute="fp64", **changes):
     return replace(config, optimizer=optimizer, precision=PrecisionConfig(compute=compute))
 
 
-@cache
-def compiled(config):
-    program = program_of(config)
-    limit = jax.ShapeDtypeStruct((), jnp.float32)
-    step = program.train_step.lower(program.abstract_state, program.abstract_batch, limit)
-    return program, step.compile(compiler_options=QUICKLY)
-
-
-def first_state(config, weights=None):
-    weights = cut_into_chunks(weights_of(config) if weights is None else weights, config.mesh)
-    program, _ = compiled(config)
-    there = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.model)
-    return program.begin(jax.device_put(weights, there))
-
-
 def steps_on_mesh(config, seeds=range(STEPS), state=None, limit=np.inf):
     """The state after these steps; its weights by name, layers as [l, …]; loss and load of each step."""
-    program, step = compiled(config)
-    state, found = first_state(config) if state is None else state, []
+    program, step = compiled_step(config)
+    state, found = state_of(config) if state is None else state, []
     for seed in seeds:
         batch = program.on_devices(batch_of(config, seed))
         state, metrics = step(state, batch, jnp.float32(limit))
@@ -159,7 +142,7 @@ def test_resumed_run_has_the_bias_of_an_unbroken_one(tmp_path):
         checkpoints.save(2, state)
     for there in (config, biased(compute="fp32")):
         with Checkpoints(tmp_path, on_notice=print) as checkpoints:
-            _, state = checkpoints.restore(compiled(there)[0].abstract_state, 2)
+            _, state = checkpoints.restore(compiled_step(there)[0].abstract_state, 2)
         _, found, _ = steps_on_mesh(there, range(2, 4), state)
         np.testing.assert_array_equal(found[BIAS], expected[BIAS])
 

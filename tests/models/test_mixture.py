@@ -113,8 +113,11 @@ def test_experts_without_a_token_and_with_all(k, mesh, monkeypatch):
         assert (found > 0).tolist() == [expert < k for expert in range(4)]
 
 
-@pytest.mark.parametrize(("zero", "unroll"), [pytest.param(1, "on", marks=pytest.mark.ci), (3, "off")])
-def test_router_weight_is_float32_in_bf16(zero, unroll, monkeypatch):
+@pytest.mark.parametrize(
+    ("zero", "unroll", "rank"),
+    [pytest.param(1, "on", 0, marks=pytest.mark.ci), (3, "off", 0), (0, "off", 2)],  # with adapters it is frozen
+)
+def test_router_weight_is_float32_in_bf16(zero, unroll, rank, monkeypatch):
     seen, choose = [], Router.__call__
 
     def call(self, x):
@@ -123,8 +126,9 @@ def test_router_weight_is_float32_in_bf16(zero, unroll, monkeypatch):
 
     monkeypatch.setattr(Router, "__call__", call)
     config = small_config(
-        2, 1, 4, "none", "bf16", mesh={"zero": zero}, unroll=unroll, **{**MIXTURE, "layers": 3, "sequence": 14}
-    )
+        2, 1, 4, "none", "bf16", mesh={"zero": zero}, unroll=unroll, lora_rank=rank,
+        **{**MIXTURE, "layers": 3, "sequence": 14},
+    )  # fmt: skip
     program = build_program(config, abstract_mesh(config.mesh))
     program.train_step.trace(program.abstract_state, program.abstract_batch)
     program.eval_step.trace(program.abstract_state.model, program.abstract_batch)

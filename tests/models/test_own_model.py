@@ -16,9 +16,10 @@ from mjax.commands import cli
 from mjax.config import DataConfig, LlamaConfig, MeshConfig
 from mjax.errors import UsageError
 from mjax.models.block import Block, stack
-from mjax.models.build import count_parameters
+from mjax.models.build import count_parameters, mixing_class
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
+from mjax.planner.search import meshes
 from mjax.planner.time import predict_time
 from mjax.run.metrics import read_metrics
 from mjax.trace.collectives import ledger
@@ -69,11 +70,13 @@ def compare(config, total, names=None):
 
 
 class BalancedBlock(Block):
-    """A layer that adds the squares of the stream to the loss."""
+    """A layer that adds the squares of the stream to the loss, and reports their cubes."""
+
+    mixes_positions = False
 
     def __call__(self, x, context):
         x = super().__call__(x, context)
-        return x, {"balance_loss": jnp.square(x).sum()}
+        return x, {"balance_loss": (x**2).sum(), "cubes": (x**3).sum()}
 
 
 class Balanced(toy_model.Toy):
@@ -87,7 +90,7 @@ class Balanced(toy_model.Toy):
         self.blocks = stack(key, config.layers, layer)
 
     def counts(self, batch):
-        return super().counts(batch) | {"balance_loss": batch["tokens"].size}
+        return super().counts(batch) | dict.fromkeys(("balance_loss", "cubes"), batch["tokens"].size)
 
 
 class BalancedConfig(toy_model.ToyConfig):
@@ -165,30 +168,31 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        (BalancedConfig, {"pipe": 2, "schedule": "zb-h1"}),
+        (BalancedConfig, {"pipe": 2}),
         pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci),
     ],
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):
+    """With its weight; a metric without one has no gradient."""
     model = kind(**vars(MODEL))
     config = config_of(model, **mesh)
     twin, batch, norm = as_llama(model), batch_of(config), reference.norm
 
     def total(weights):
-        squares = []
+        streams = []
 
         def noted(x, w, name, *how):
             if name == "attention_norm" or name == "final_norm":
-                squares.append((x**2).sum())  # what every layer is given, and what the last one gives
+                streams.append(x)  # what every layer is given, and what the last one gives
             return norm(x, w, name, *how)
 
         monkeypatch.setattr(reference, "norm", noted)
         loss, _ = reference.total(weights, twin, batch)
-        mean = sum(squares[1:]) / batch["tokens"].size
-        return loss + 0.25 * mean, jnp.stack([loss, mean])
+        squares, cubes = (sum((x**n).sum() for x in streams[1:]) / batch["tokens"].size for n in (2, 3))
+        return loss + 0.25 * squares, jnp.stack([loss, squares, cubes])
 
-    compare(config, total, ("loss", "balance_loss"))
+    compare(config, total, ("loss", "balance_loss", "cubes"))
 
 
 def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
@@ -204,6 +208,70 @@ def test_own_logits_are_in_the_loss_and_refused_in_chunks(monkeypatch):
     compare(config, total)
     with pytest.raises(UsageError, match=r"--train.loss-chunks 2 needs .* `output` .* Capped has a `loss` or `logits`"):
         ledger(config_of(model, loss_chunks=2))
+
+
+@pytest.mark.parametrize("across", ["heads", "gather"])
+def test_positions_split_over_context_equal_the_serial_reference(across):
+    config = replace(config_of(context=2, context_attention=across), data=DataConfig(mock=True))
+
+    def total(weights):
+        loss, (reported, _) = reference.total(weights, as_llama(MODEL), batch_of(config))
+        return loss, reported
+
+    compare(config, total)
+
+
+class Shifted(toy_model.GatedMLP):
+    """Mixes each token with the one before it; the attribute of its base is not for its own `__call__`."""
+
+    def __call__(self, x, context):
+        return super().__call__(jnp.roll(x, 1, 0), context)
+
+
+class Counted(toy_model.Rotary):
+    def turn(self, q, k, context):
+        return q * jnp.arange(q.shape[1])[:, None, None], k
+
+
+class OwnEmbedding(toy_model.Toy):
+    def embed(self, batch, context):
+        return super().embed(batch, context).at[0].set(0.0)
+
+
+def toy_of(model=toy_model.Toy, block=Block, mlp=toy_model.GatedMLP, positions=toy_model.Rotary):
+    """The config of a toy with these classes."""
+
+    def layer(key, config, dtype):
+        made = toy_model.toy_layer(key, config, dtype)
+        made.attention.positions, made.mlp = positions(), mlp(key, config, dtype)
+        names = "attention_norm", "attention", "mlp_norm", "mlp"
+        return block(**{name: getattr(made, name) for name in names})
+
+    class Made(model):
+        def __init__(self, key, config, dtype):
+            super().__init__(key, config, dtype)
+            self.blocks = nnx.List([stack(key, 1, partial(layer, config=config, dtype=dtype)) for _ in range(2)])
+
+    made = type("MadeConfig", (toy_model.ToyConfig,), {"build": lambda self, key, dtype: Made(key, self, dtype)})
+    Made.__name__ = model.__name__
+    return made(**vars(MODEL))
+
+
+@pytest.mark.parametrize(
+    "parts", [{"mlp": Shifted}, {"positions": Counted}, {"model": OwnEmbedding}], ids=lambda parts: next(iter(parts))
+)
+def test_class_that_may_mix_positions_is_refused_under_context(parts):
+    (cls,) = parts.values()
+    model = toy_of(**parts)
+    with pytest.raises(UsageError, match=rf"--mesh.context 2 .* {cls.__name__} of a toy .*mixes_positions = False"):
+        ledger(config_of(model, context=2))
+    assert {context for _, _, context, _ in meshes(config_of(replace(model, sequence=2**14)), 8)} == {1}
+
+
+def test_layer_answers_for_the_modules_in_it():
+    model = toy_of(block=BalancedBlock, mlp=Shifted)
+    assert mixing_class(model) is None
+    assert {context for _, _, context, _ in meshes(config_of(replace(model, sequence=2**14)), 8)} == {1, 2, 4, 8}
 
 
 def test_flops_and_memory_of_stacks_are_those_of_layers_added():

@@ -70,17 +70,16 @@ def test_stage_keeps_numbers_of_documents_and_no_mask():
     assert "bool" not in {dtype for _, dtype in kept}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 2), pytest.param("zb-h1", 1, marks=pytest.mark.ci)])
-def test_stage_keeps_no_weight_and_no_more_with_zero_3(schedule, chunks):
-    expected = _residuals(_config(schedule, chunks, 4, 8, compute="bf16"))
+def test_stage_keeps_no_weight_and_no_more_with_zero_3():
+    expected = _residuals(_config("1f1b", 2, 4, 8, compute="bf16"))
     kernels = {(32, 3, 2, 8), (2, 8, 32), (32, 64), (64, 32)}  # on a rank of `model`
     assert not [shape for shape, _ in expected if shape[1:] in kernels]
-    assert _residuals(_config(schedule, chunks, 4, 8, compute="bf16", zero=3)) == expected
+    assert _residuals(_config("1f1b", 2, 4, 8, compute="bf16", zero=3)) == expected
 
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "zero"),
-    [("1f1b", 2, 3), ("zb-h1", 1, 1), pytest.param("gpipe", 1, 1, marks=pytest.mark.ci)],
+    [("1f1b", 2, 3), ("gpipe", 1, 1)],
 )
 def test_only_bf16_messages_cross_pipe_in_the_tick_loop(schedule, chunks, zero):
     """Weights cross in bf16, with ZeRO-1 before it, and gradients in float32 after it."""
@@ -95,16 +94,3 @@ def test_only_bf16_messages_cross_pipe_in_the_tick_loop(schedule, chunks, zero):
     assert {(c.operation, c.dtype) for c in found if {"pipe", "data"} & set(c.axes)} == {
         ("permute", "bfloat16"), ("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32"),
     }  # fmt: skip
-
-
-def test_no_message_leaves_before_all_operations_have_run():
-    # Else a stage would wait in mid-tick for its neighbour's forward, and ZB-H1 would take twice its time.
-    config = _config("zb-h1", 1, 2, 4, compute="fp32")
-    program, build = gradient_program(config)
-    arguments = build(), batch_of(config), jnp.int32(0), jnp.float32(1)
-    text = program.lower(*arguments).compile().as_text()
-    (body,) = (part for part in text.split("\n\n") if part.count(" collective-permute(") == 2)
-    order = [
-        word for line in body.splitlines() for word in ("conditional(", "collective-permute(") if f" {word}" in line
-    ]
-    assert order == ["conditional("] * 3 + ["collective-permute("] * 2

@@ -1,7 +1,6 @@
 """Pipeline schedules: each table is run tick by tick, as the interpreter of the pipeline would, with labels as data."""
 
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ SHAPES = [
 
 
 def kinds(schedule):
-    named = zip("FBW", (schedule.forward, schedule.backward, schedule.weight), strict=True)
+    named = zip("FB", (schedule.forward, schedule.backward), strict=True)
     return [(kind, slots) for kind, slots in named if slots is not None]
 
 
@@ -32,7 +31,6 @@ def interpret(schedule):
     gradients = [[None] * (schedule.gradient_slots + 1) for _ in stages]
     residuals = [[None] * schedule.residual_slots for _ in stages]
     outputs = [[None] * (schedule.output_slots + 1) for _ in stages]
-    pending = [[None] * schedule.pending_slots for _ in stages]
     ran, sent_activation, sent_gradient = [], [None] * schedule.stages, [None] * schedule.stages
     for tick in range(schedule.ticks):
         for p in stages:
@@ -47,22 +45,18 @@ def interpret(schedule):
                 ran.append((kind, p, m, v, tick))
                 first, last = bool(slots.first[tick, p]), bool(slots.last[tick, p])
                 assert (first, last) == ((p, v) == (0, 0), (p, v) == (schedule.stages - 1, schedule.chunks - 1))
-                message, residual, postponed = (x[tick, p] for x in (slots.message, slots.residual, slots.pending))
+                message, residual = slots.message[tick, p], slots.residual[tick, p]
                 if kind == "F":
                     assert first or activations[p][message] == label
                     sent_activation[p] = (m, v + (p == schedule.stages - 1))
                     if schedule.backward is not None:
                         residuals[p][residual] = label
                         outputs[p][slots.output[tick, p]] = label
-                elif kind == "B":
+                else:
                     assert last or gradients[p][message] == label
                     assert residuals[p][residual] == label
                     assert not last or outputs[p][slots.output[tick, p]] == label
                     sent_gradient[p] = (m, v - (p == 0))
-                    if schedule.weight is not None:
-                        pending[p][postponed] = label
-                else:
-                    assert pending[p][postponed] == label
     return ran
 
 
@@ -74,8 +68,7 @@ def waiting(ran, stage, begin, end):
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward"])
 def test_schedule_runs_every_operation_once(name):
-    """Backwards behind forwards, weight gradients behind backwards, with every message, residual, output and postponed
-    gradient in its slot when it is read."""
+    """Backwards behind forwards, with every message, residual and output in its slot when it is read."""
     for shape in SHAPES:
         schedule = forward_only(*shape) if name == "forward" else build_schedule(name, *shape)
         ran = interpret(schedule)
@@ -84,9 +77,7 @@ def test_schedule_runs_every_operation_once(name):
         assert set(order) == {(kind, *place) for kind, _ in kinds(schedule) for place in places}
         assert len(ran) == len(order)
         for (kind, *place), index in order.items():
-            assert kind == "F" or order["F" if kind == "B" else "B", *place] < index
-        together = Counter((stage, tick) for _, stage, _, _, tick in ran).most_common(1)[0][1]
-        assert schedule.exclusive == (together == 1) == (name in ("zb-h1", "forward"))
+            assert kind == "F" or order["F", *place] < index
         for _, slots in kinds(schedule):
             for column in vars(slots).values():
                 assert column.shape == (schedule.ticks, schedule.stages)
@@ -96,23 +87,21 @@ def test_schedule_runs_every_operation_once(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_memory_of_schedule_is_formula(name):
-    """GPipe holds every micro-batch; 1F1B as many as a round trip has ticks; ZB-H1 those of the papers' 1F1B."""
+    """GPipe holds every micro-batch; 1F1B as many as a round trip has ticks."""
     for shape in SHAPES:
         stages, micro_batches, chunks = shape
         every, more, schedule = micro_batches * chunks, (chunks - 1) * stages, build_schedule(name, *shape)
         ran = interpret(schedule)
         for p in range(stages):
-            formula = {"gpipe": every, "1f1b": 2 * (stages - 1 - p) + more + 1, "zb-h1": stages - p + more}[name]
+            formula = {"gpipe": every, "1f1b": 2 * (stages - 1 - p) + more + 1}[name]
             assert schedule.in_flight(p) == min(every, formula) == waiting(ran, p, "F", "B")
-            assert name != "zb-h1" or waiting(ran, p, "F", "W") <= stages + more
         assert schedule.residual_slots == max(schedule.in_flight(p) for p in range(stages))
-        if name != "zb-h1":  # what arrives is read at once
-            assert schedule.activation_slots == schedule.gradient_slots == (stages > 1 or chunks > 1)
+        assert schedule.activation_slots == schedule.gradient_slots == (stages > 1 or chunks > 1)  # read at once
 
 
 @pytest.mark.parametrize("shape", SHAPES[::4], ids=str)
 def test_bubble_and_ticks_are_formula(shape):
-    """For any cost of a backward pass; ZB-H1 has a third of the bubble."""
+    """For any cost of a backward pass."""
     stages, micro_batches, chunks = shape
     sweep = micro_batches * chunks + stages - 1
     assert forward_only(*shape).ticks == sweep
@@ -122,26 +111,18 @@ def test_bubble_and_ticks_are_formula(shape):
         for forward, backward in ((1.0, 2.0), (3.0, 0.5)):
             bubble = build_schedule(name, *shape).bubble(forward, backward)
             assert bubble == pytest.approx((stages - 1) / (chunks * micro_batches), abs=1e-9)
-    split = build_schedule("zb-h1", *shape)
-    if micro_batches >= stages:
-        assert split.ticks == 3 * micro_batches * chunks + stages - 1
-        assert split.bubble(1.0, 1.0, 1.0) == pytest.approx((stages - 1) / (3 * micro_batches * chunks))
-    else:  # the first micro-batch's way there and back is longer
-        assert split.ticks == 2 * micro_batches + 2 * stages - 1
 
 
 def test_tick_costs_its_slowest_stage():
-    """Its longest forward and its longest backward, or the longest of all if a tick has one operation."""
+    """Its longest forward and its longest backward."""
     assert forward_only(2, 3).makespan(1.5, 9.0) == 4 * 1.5
     assert build_schedule("1f1b", 2, 1).makespan(1.0, 2.0) == 1 + (1 + 2) + 2
-    # tick by tick: F on stage 0, F on 1, B on 1, B on 0 beside W on 1, W on 0
-    assert build_schedule("zb-h1", 2, 1).makespan(1.0, 2.0, 4.0) == 1 + 1 + 2 + 4 + 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("1f2b", 4, 8), "(did you mean '1f1b'?); use --mesh.schedule gpipe, 1f1b or zb-h1"),
+        (("1f2b", 4, 8), "(did you mean '1f1b'?); use --mesh.schedule gpipe or 1f1b"),
         (("1f1b", 4, 10, 2), "--train.micro-batch) 8 or 12, or use --mesh.chunks 1"),
         (("gpipe", 4, 3, 2), "--train.micro-batch) 4, or use --mesh.chunks 1"),
         (("1f1b", 0, 8), "each must be at least 1"),

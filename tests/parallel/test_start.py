@@ -1,6 +1,7 @@
 """Discovery of a process's place: the environments of launchers, with JAX's own start replaced by a recorder."""
 
 import signal
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -61,6 +62,35 @@ def test_process_joins_others_of_launcher(environment, where, given, devices, st
     for thread in set(threading.enumerate()) - before:  # the timer that ends a process which finds nobody
         thread.join(5)
         assert not thread.is_alive()
+
+
+FLAGS = {"processes": 2, "process": 0}
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost"])
+@pytest.mark.parametrize(
+    ("environment", "where"),
+    [({}, FLAGS), (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}, {}), (SLURM | {"SLURM_PROCID": "0"}, {})],
+    ids=["flags", "mpirun", "srun"],
+)
+def test_start_refuses_port_that_is_taken(environment, where, host, start):
+    """JAX ended process 0 in a segmentation fault. The others wait for process 0."""
+    with socket.create_server((host, 0)) as other:
+        address = f"node0:{other.getsockname()[1]}"
+        with pytest.raises(UsageError, match=r"cannot listen at port \d+ of .* \(Address already in use\); give every"):
+            start(environment, coordinator=address, **where)
+        assert start({}, coordinator=address, processes=2, process=1)
+    start(environment, coordinator=address, **where)  # what was tried does not occupy the port
+    with pytest.raises(UsageError, match=r"port 70000 of .* at most 65535"):
+        start(environment, coordinator="node0:70000", **where)
+
+
+def test_port_of_open_mpi_is_jaxs():
+    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+    assert Distributed().listening_port(uri) == 62624
+    assert Distributed().listening_port(uri | {"JAX_COORDINATOR_PORT": "5"}) == 5
+    assert Distributed().listening_port(uri | {"JAX_COORDINATOR_BIND_ADDRESS": "[::1]:7"}) is None
+    assert Distributed().listening_port({}) is None
 
 
 @pytest.mark.parametrize("number", processes.WARNINGS)

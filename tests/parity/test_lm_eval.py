@@ -171,6 +171,24 @@ def test_greedy_continuations_equal_hf_on_export(ours, theirs, until):
     assert any(found)
 
 
+@pytest.mark.parametrize(
+    ("given", "temperature"),
+    [
+        ({}, 0.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0.7}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+    ],
+)
+def test_do_sample_decides_the_temperature(ours, given, temperature):
+    """The harness's own default is no sampling, and sampling without a temperature is at 1."""
+    sampling, _ = ours._settings({**given, "max_gen_toks": 8})
+    assert sampling.temperature == temperature
+    answers = ours.generate_until(instances("generate_until", [("The fox", {**given, "max_gen_toks": 8})] * 6), True)
+    assert (len(set(answers)) == 1) == (temperature == 0)
+
+
 def test_sampled_answers_ignore_the_batch(folder):
     """Three repeats of five prompts, in batches of one, four and 15: each answer has its own noise."""
     settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}

@@ -1,5 +1,7 @@
 """Models of megatron-core in checkpoints that it wrote: what they compute there they compute here."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,23 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: mak
 from tests.parity.write_megatron_core import MIXTURES
 
 pytestmark = pytest.mark.parity
+
+
+def test_default_settings_are_known():
+    """A version that adds a setting with a value needs a line in `HARMLESS`, or in `ONLY`."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from mjax.interop.megatron.arguments import ONLY
+    from mjax.interop.megatron.harmless import HARMLESS
+
+    set_by_default = {
+        field.name
+        for field in dataclasses.fields(MLATransformerConfig)
+        if field.default not in (None, False, 0, "", dataclasses.MISSING) and not callable(field.default)
+    }
+    switches = {"multi_latent_attention"}  # of this class
+    assert set_by_default - ONLY.keys() - switches == {name for name in set_by_default if HARMLESS.fullmatch(name)}
+
 
 VOCABULARY = 29
 FLAGS = ("--vocabulary", str(VOCABULARY))

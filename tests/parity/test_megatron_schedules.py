@@ -74,14 +74,17 @@ def test_schedule_equals_megatron(style, warmup):
 
 
 def test_rampup_sizes_equal_megatron():
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+    from megatron.core import num_microbatches_calculator
 
+    calculator = getattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator", None)
+    if calculator is None:
+        pytest.skip("megatron-core has no ramp since 0.19: Python 3.11 compares with 0.16")
     random = np.random.default_rng(0)
     drawn = [(int(a), int(b), int(c), int(d)) for a, b, c, d in random.integers(1, [40, 16, 60, 20_000], (40, 4))]
     uneven = [(8, 1, 7, 29), (1, 4, 7, 58), (2, 1, 7, 144)]  # the float quotient falls short of a whole number
     for start, increment, increments, samples in [*drawn, *uneven]:
         end, rampup = start + increments * increment, (start, increment, samples)
-        theirs = RampupBatchsizeNumMicroBatchesCalculator(end, 1, 1, False, 1, *rampup)
+        theirs = calculator(end, 1, 1, False, 1, *rampup)
         config = small_config()
         train = replace(config.train, steps=40, global_batch=end, batch_rampup=rampup)
         ours = BatchSizes.of(replace(config, train=train))

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,16 +36,17 @@ DECODERS = {
         {"rotary_base": 10_000, "rotary_percent": 0.5, "share_embeddings_and_output_weights": True},
     ),
 }
+OLD_GROUPED = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
 MIXTURES = {
     "mixtral": (
         {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4, "moe_router_topk": 2}
         | {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.25},
         {"rotary_base": 1_000_000},
     ),
-    "before": (  # softmax before the choice, in the weights of the old grouped products
+    "before": (  # softmax before the choice, in the weights of the old grouped products where they are
         {"num_query_groups": 4, "kv_channels": 6, "qk_layernorm": True, "num_moe_experts": 8, "moe_router_topk": 3}
         | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5, "moe_ffn_hidden_size": 12}
-        | {"moe_shared_expert_intermediate_size": 16, "moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
+        | {"moe_shared_expert_intermediate_size": 16, **(OLD_GROUPED if version("megatron-core") < "0.17" else {})}
         | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
         {"rotary_base": 10_000},
     ),
@@ -80,7 +82,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
     parallel_state.initialize_model_parallel(tensor_ranks, expert_model_parallel_size=expert_ranks)
-    GroupedMLP = getattr(experts, "GroupedMLP", ())  # not in 0.19, which writes no "before"
+    GroupedMLP = getattr(experts, "GroupedMLP", ())  # not in 0.19
     if GroupedMLP:
         from megatron.core.transformer.moe import grouped_gemm_util
 
@@ -145,9 +147,10 @@ def main(folder: Path, kinds: list[str]) -> None:
             loss.backward()
             routers = [parameter.grad for name, parameter in model.named_parameters() if "router" in name]
             tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-            scores |= {name: found["values"].sum() for name, found in tracker.items()}
+            scores |= {name: found["values"].sum() for name, found in tracker.items() if found["values"].any()}
             scores |= {"labels": labels, "loss": loss.detach(), "routers": torch.stack(routers)}
-            tracker.clear()
+            for found in tracker.values():
+                found["values"].zero_()
         if rank == 0:
             arrays = {name: array.numpy() for name, array in scores.items()}
             np.savez(folder / f"{kind}.npz", ids=ids.numpy(), **arrays)
@@ -169,8 +172,10 @@ def main(folder: Path, kinds: list[str]) -> None:
         if kind in DECODERS | MIXTURES:
             said = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "bias_gelu_fusion": False}
             said |= {"group_query_attention": True, "position_embedding_type": "rope", **of_config}
-            said |= {"use_rope_scaling" if name == "rope_scaling" else name: value for name, value in of_model.items()}
-            said["untie_embeddings_and_output_weights"] = not of_model.get("share_embeddings_and_output_weights", False)
+            names = {"rope_scaling": "use_rope_scaling"}  # the argument of a setting of GPTModel
+            said |= {names.get(name, name): value for name, value in of_model.items()}
+            tied = said.pop("share_embeddings_and_output_weights", False)
+            said["untie_embeddings_and_output_weights"] = not tied
             if kind in MIXTURES:
                 said |= {name: value for name, value in vars(config).items() if name.startswith("moe_")} | of_config
                 said |= {"num_experts": said.pop("num_moe_experts"), "expert_model_parallel_size": expert_ranks}

@@ -37,7 +37,7 @@ def everything(config, devices, zeros=(0, 1, 3), recomputes=("none", "selective"
     """Every combination, also of settings that cannot run."""
     shapes = [shape for shape in product(range(1, devices + 1), repeat=3) if math.prod(shape) == devices]
     names = ("expert", "sequence_parallel", "schedule", "chunks", "zero")
-    others = product(experts, (False, True), ("1f1b", "zb-h1"), range(1, config.model.layers + 1), zeros)
+    others = product(experts, (False, True), ("1f1b",), range(1, config.model.layers + 1), zeros)
     for (shape, other), micro_batch, recompute in product(
         product(shapes, list(others)), range(1, config.train.global_batch + 1), recomputes
     ):
@@ -79,7 +79,7 @@ def test_candidates_are_all_that_can_run(config):
     made = list(candidates(config, 4, ["mesh.zero", "train.recompute"]))
     experts = (1, 2, 3, 4) if config.model.kind == "mixture" else (1,)
     tried = everything(config, 4, zeros=[0], recomputes=["none"], experts=experts)
-    assert len(made) == len(set(made)) > 20
+    assert len(made) == len(set(made)) > 10
     assert set(made) == {each for each in tried if is_simplest(each) and runs(each)}
 
 

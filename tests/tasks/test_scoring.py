@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
 from mjax.generation.inference import inference_config
-from mjax.models.build import build_model
+from mjax.models.build import abstract_weights, build_model
 from mjax.models.gpt import GPT
 from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
@@ -122,6 +122,13 @@ def test_loss_scorer_equals_numpy_at_each_label():
             assert found[:last].sum() == pytest.approx(expected.loss, rel=1e-4)
 
 
+def test_labels_of_a_window_are_summed_in_float64(monkeypatch):
+    losses = np.array([2.0**24, 1.0, 1.0], np.float32)
+    monkeypatch.setattr(Scorer, "score_labels", lambda *_: [np.stack([losses, np.ones(3, np.float32)], axis=-1)])
+    scorer, model = scorer_and_model()
+    assert scorer.score_each(model, [Window(np.arange(9), 3)]) == [Score(2.0**24 + 2, 3, 3, 1, 1)]
+
+
 def test_batches_are_as_wide_as_their_longest_window():
     scorer, _ = scorer_and_model()
     batches = list(scorer._batches(windows()))
@@ -176,3 +183,12 @@ def test_inference_config_fills_pipeline_without_dropout():
     config = inference_config(trained, MeshConfig(pipe=2, data=2))
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0, 0)
     assert (config.train.micro_batch, config.micro_batches, config.train.global_batch) == (2, 8, 32)
+
+
+@pytest.mark.parametrize(("kind", "sequence"), [("gpt", 32), ("bert", 16)])
+def test_inference_config_has_all_positions_of_text(kind, sequence):
+    trained = small_config(kind=kind, sequence=16)
+    trained = replace(trained, model=replace(trained.model, max_position_embeddings=32))
+    config = inference_config(trained, MeshConfig())
+    assert config.model.sequence == sequence
+    assert abstract_weights(config.model)["positions"][0][0] == 32

@@ -67,8 +67,10 @@ def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
 
     assert [record["tokens"] for record in records] == (SAMPLES[1:] * 16).tolist()
     assert [record["learning_rate"] for record in records] == pytest.approx(_rates(config, SAMPLES[:-1]), rel=1e-6)
-    for record, size in zip(records, SIZES, strict=True):
+    flops = [record["tflops"] * record["seconds"] for record in records]  # a device's
+    for record, size, of_step in zip(records, SIZES, flops, strict=True):
         assert record["tokens_per_second"] == pytest.approx(size * 16 / record["seconds"])
+        assert of_step == pytest.approx(flops[-1] * size / SIZES[-1])
 
 
 def test_changed_batch_goes_on_from_the_next_sample(tmp_path):

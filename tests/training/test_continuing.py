@@ -49,6 +49,18 @@ def write(prefix, seed, documents=20):
 # --- Fields -----------------------------------------------------------------------------------------------------------
 
 
+FREE = {  # written out, so that a field that becomes free is a change here
+    "model": {"attention"},
+    "mesh": {
+        "pipe", "data", "replica", "model", "expert", "context", "context_attention", "sequence_parallel", "schedule",
+        "chunks", "zero",
+    },
+    "data": {"cache"},
+    "train": {"steps", "tokens", "micro_batch", "recompute", "unroll", "loss_chunks", "eval_interval", "eval_batches"},
+    "checkpoint": {"interval", "keep_last", "keep_every"},
+    "health": {"spike", "spike_deviations", "window", "skipped_in_a_row", "replica_interval"},
+    "log": {"interval", "tensorboard", "wandb", "prompt", "sample_prompts", "sample_tokens"},
+}  # fmt: skip
 TUNED = {"activation", "window", "hidden_dropout", "attention_dropout", "layernorm_epsilon", "init_std", "lora_dropout"}
 SPECIAL = {
     "batch_rampup": (256, 256, 10_000), "batch_schedule": "0:256 1M:512", "schedule": "linear",
@@ -75,7 +87,7 @@ def test_every_field_is_free_learned_or_fixed(run_of):
             if knob == "taken":  # which no user sets
                 continue
             now = _with(whole, **{section: {knob: another(knob, value)}})
-            if knob in continuing.FREE.get(section, ()):
+            if knob in FREE.get(section, ()):
                 changed = changes_since(folder, now)
             elif knob in TUNED or (section != "model" and (section, knob) != ("optimizer", "name")):
                 way = "--name NEW, and to continue this one with the change --allow-change"
@@ -125,6 +137,15 @@ def test_longer_run_is_told_what_follows_its_steps(run_of, tmp_path):
     ]  # fmt: skip
     with pytest.raises(UsageError, match=r"optimizer\.decay_steps None, now 15"):
         changes_since(folder, _with(longer, optimizer={"decay_steps": 15}))
+
+
+def test_more_epochs_of_conversations_continue_run(run_of, tmp_path):
+    data = {"path": (write(tmp_path / "chats", 0),), "conversations": True}
+    before = _with(data=data | {"samples": 30}, train={"steps": 10, "global_batch": 4})
+    longer = _with(before, data={"samples": 60}, train={"steps": 15})
+    said = "\n".join(changes_since(run_of(before), longer))
+    assert "changed data.samples: 30 → 60" in said
+    assert "sample order" not in said
 
 
 # --- Data -------------------------------------------------------------------------------------------------------------

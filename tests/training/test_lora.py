@@ -19,10 +19,13 @@ from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.models.build import count_parameters
+from mjax.models.context import Context
+from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.memory import predict_memory
 from mjax.planner.weights import weights_of_device
 from mjax.run.continuing import choose_origin
+from mjax.step.layout import initial_weights
 from mjax.step.step import build_program
 from mjax.trace.flops import model_flops
 from tests.small import batch_of, named, small_config
@@ -60,6 +63,20 @@ def test_frozen_weights_are_narrow_and_have_no_moments():
         2 * [leaf.shape for name, leaf in by_name(state.model).items() if name in own]
     )
     assert {name.partition(" of layer ")[0] for name in program.gradient_names} == own
+
+
+def test_initial_a_is_uniform_as_pefts_and_never_repeats():
+    """Up to 1 / √inputs: Kaiming's with a = √5. No two of a layer, of its parts or of other layers are equal."""
+    weights, rows, matrices = named(initial_weights(ADAPTED)), {"out": 32, "down": 48}, []
+    for name in [name for name in weights if name.endswith(".adapter.a")]:
+        layer, a = name.split(".")[-3], weights[name]
+        for matrix in a.reshape(2, -1, 4) if layer in rows else a.swapaxes(1, 2).reshape(-1, 32, 4):
+            bound = rows.get(layer, 32) ** -0.5
+            assert 0.9 * bound < np.abs(matrix).max() <= bound, name
+            assert abs(matrix.mean()) < 0.2 * bound
+            matrices.append(matrix[:32])
+        assert not weights[name.removesuffix("a") + "b"].any()
+    assert len(np.unique(np.stack(matrices), axis=0)) == len(matrices) == 2 * 7
 
 
 def test_plan_and_flops_count_what_is_trained():
@@ -110,6 +127,19 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh():
     assert np.abs(expected[1:] - without[1:]).min() > 1e-5
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_each_site_of_a_layer_has_its_masks(kind, monkeypatch):
+    sites, key_of = [], Context.key_of
+    monkeypatch.setattr(Context, "key_of", lambda self, site: sites.append(site) or key_of(self, site))
+    config = small_config(kind=kind, lora_rank=2, lora_dropout=0.1)
+    program = build_program(config, abstract_mesh(config.mesh))
+    jax.eval_shape(program.train_step, program.abstract_state, program.abstract_batch)
+    of_adapters = [random.LORA_QKV, random.LORA_OUT, random.LORA_UP, random.LORA_DOWN]
+    of_layers = [random.EMBEDDING, random.ATTENTION, random.ATTENTION_OUTPUT, random.MLP_OUTPUT]
+    assert sorted(sites) == sorted(of_layers + of_adapters)
+    assert len(set(sites)) == len(sites)
+
+
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -157,7 +187,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(runs, moved, mesh):
         np.testing.assert_allclose(losses(moved / "lora"), losses(runs / "lora"), rtol=1e-5)
 
 
-def test_digest_is_of_the_numbers_alone(runs, tmp_path):
+def test_digest_is_of_names_and_numbers_alone(runs, tmp_path):
     """Not of a mesh, nor of the files; and a change of one bit is seen, also an exchange of two numbers."""
     weights = named(open_run(runs / "q").weights)
     narrow = {name: weight.astype("bfloat16") for name, weight in weights.items()}
@@ -165,6 +195,7 @@ def test_digest_is_of_the_numbers_alone(runs, tmp_path):
     digest = json.loads((runs / "lora" / "base.json").read_text())["digest"]
     assert bases.digest_of(weights) == digest
     assert bases.digest_of(dict(reversed(weights.items()))) == digest
+    assert bases.digest_of({name.replace("norm.", "norms."): weight for name, weight in weights.items()}) != digest
     assert bases.digest_of(open_run(runs / "q", mesh=MeshConfig(pipe=2, data=2, model=2, zero=1)).weights) == digest
     assert bases.digest_in_blocks(runs / "q" / "checkpoints" / "2") == digest
     target = open_run(runs / "q").weights

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mjax.config import BERTConfig, load_config
+from mjax.config import BERTConfig, Config, load_config, save_config
 from mjax.config.model import Metric
 from mjax.pictures import curves, runs
 from mjax.pictures.curves import Curve, smoothed
@@ -333,3 +334,56 @@ def test_pictures_are_drawn_while_training_continues(tmp_path, monkeypatch):
         assert drawn == [1, 3]
         log.draw(last=False)
     assert drawn == [1, 3, 3]  # `close` has waited
+
+
+# --- Weights & Biases, Trackio ----------------------------------------------------------------------------------------
+
+
+def starts_of(package, folder, monkeypatch, steps):
+    """Calls of a tracker by starts of a run in a folder, each from the step before the first one that it writes."""
+    calls = []
+    run = SimpleNamespace(
+        define_metric=lambda name, **options: calls.append(("define", name, options)),
+        log=lambda values, **options: calls.append(("log", values, options)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    fake = SimpleNamespace(init=lambda **options: calls.append(("init", options)) or run)
+    monkeypatch.setitem(sys.modules, package, fake)
+    folder.mkdir()
+    address = "s3://user:password@bucket/corpus"
+    save_config(Config(data=replace(Config().data, train_path=(address,))), folder / "config.json")
+    for start in steps:
+        with log_of(folder, step=start[0] - 1, projects={package: "project"}) as log:
+            for step in start:
+                log.write(record(step))
+    return calls
+
+
+def test_wandb_gets_config_id_and_repeated_steps(tmp_path, monkeypatch):
+    """The second start is continued from an older checkpoint: wandb drops a `step` below its last one."""
+    calls = starts_of("wandb", tmp_path / "gpt_demo", monkeypatch, [[1, 2, 3], [2, 3]])
+    first, second = (call[1] for call in calls if call[0] == "init")
+    assert first == second, "it continues its own"
+    assert first["config"]["train"]["global_batch"] == Config().train.global_batch
+    assert first["config"]["data"]["train_path"] == ["s3://…@bucket/corpus"]
+    assert (first["project"], first["name"], first["resume"]) == ("project", "gpt_demo", "allow")
+    logged = [(call[1]["step"], call[2]) for call in calls if call[0] == "log"]
+    assert logged == [(step, {}) for step in (1, 2, 3, 2, 3)]
+    assert ("define", "*", {"step_metric": "step"}) in calls
+    (tmp_path / "other").mkdir()
+    [_, options], *_ = starts_of("wandb", tmp_path / "other/gpt_demo", monkeypatch, [[1]])
+    assert options["id"] != first["id"], "another user's run of this name"
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen")
+    [_, options], *_ = starts_of("wandb", tmp_path / "chosen", monkeypatch, [[1]])
+    assert options["id"] == "chosen"
+
+
+def test_trackio_continues_run_of_same_id(tmp_path, monkeypatch):
+    """Trackio has no ids and no dir: the name tells runs apart; its steps may repeat."""
+    calls = starts_of("trackio", tmp_path / "gpt_demo", monkeypatch, [[1, 2], [2]])
+    first, second = (call[1] for call in calls if call[0] == "init")
+    assert first == second
+    assert first.keys() == {"project", "name", "resume", "config"}
+    assert re.fullmatch("gpt_demo-[0-9a-f]{8}", first["name"])
+    assert [call[2] for call in calls if call[0] == "log"] == [{"step": 1}, {"step": 2}, {"step": 2}]
+    assert [call[0] for call in calls].count("finish") == 2

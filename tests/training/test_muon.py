@@ -16,7 +16,7 @@ from mjax.step.muon import newton_schulz
 from mjax.step.optimizer import optimizer_of
 from tests.against_reference import in_layer_order
 from tests.products import one_in
-from tests.small import QUICKLY, small_config
+from tests.small import QUICKLY, small_config, weights_of
 from tests.training.test_trainer import CONFIG, batch, losses
 
 LLAMA = small_config(kind="llama", dropout=0.0, kv_heads=4, feed_forward=24).model
@@ -147,6 +147,17 @@ def _directions(config, layout, weights, gradients):
     specs = (layout.specs, [layout.specs] * len(gradients))
     run = jax.shard_map(steps, mesh=make_mesh(config.mesh), in_specs=specs, out_specs=layout.specs, check_vma=True)
     return jax.jit(run, compiler_options=QUICKLY)(weights, gradients)
+
+
+def test_fp16_step_iterates_in_float32():
+    """In fp16 these gradients would become 0."""
+    found = []
+    for compute in ("fp16", "fp32"):
+        config = replace(small_config(layers=1, compute=compute), optimizer=OptimizerConfig(name="muon"))
+        weights = weights_of(config)
+        gradients = jax.tree.map(lambda weight: weight * np.float32(1e-5), weights)
+        found.append(_directions(config, lay_out(config, make_mesh(config.mesh)), weights, [gradients]))
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 # --- A run ------------------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop.convert import write_run
+from mjax.models.build import abstract_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
 from mjax.run.agreement import facts_of
-from mjax.run.continuing import Origin, choose_origin, origin_of
+from mjax.run.continuing import Origin, choose_origin, origin_of, with_positions
 from mjax.run.start import first_state
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
@@ -140,6 +141,35 @@ def test_weights_of_another_model_are_refused(config, changes, words, there):
     save_config(config, there / "config.json")
     with pytest.raises(UsageError, match=words):
         choose_origin(there / "new", replace(config, model=replace(config.model, **changes)), there)
+
+
+@pytest.mark.parametrize(
+    ("saved", "typed", "positions"),
+    [
+        ((16, None), (8, None), 16),  # of a run from before the field, or that began here
+        ((8, 16), (8, None), 16),
+        ((8, 16), (4, 8), 8),
+        ((16, None), (16, None), None),
+        ((16, 16), (16, None), 16),
+        ((16, None), (32, None), None),
+    ],
+)
+def test_positions_are_those_of_the_weights(saved, typed, positions, there, tmp_path):
+    before, now = (
+        replace(CONFIG, model=replace(CONFIG.model, sequence=sequence, max_position_embeddings=most))
+        for sequence, most in (saved, typed)
+    )
+    save_config(before, there / "config.json")
+    for folder, init in ((tmp_path / "new", there), (there, None), (there, tmp_path / "gone")):
+        assert with_positions(now, folder, init).model.max_position_embeddings == positions
+    assert with_positions(now, tmp_path / "new", None) == now
+
+
+def test_shorter_samples_keep_learned_positions(there, tmp_path):
+    save_config(CONFIG, there / "config.json")
+    shorter = with_positions(replace(CONFIG, model=replace(CONFIG.model, sequence=8)), tmp_path / "new", there)
+    assert choose_origin(tmp_path / "new", shorter, there).changed == {"model.sequence": ("16", "8")}
+    assert abstract_weights(shorter.model) == abstract_weights(CONFIG.model)
 
 
 def test_fields_not_seen_in_weights_may_differ(there, tmp_path):

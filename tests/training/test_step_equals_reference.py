@@ -18,7 +18,7 @@ from jax import lax
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.parallel import layers, mappings
-from tests.against_reference import largest_error
+from tests.against_reference import largest_error, update_errors
 from tests.small import BLOOM, small_config
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ CHOICES = Case(
     context=(1, 2, 4),
     across=("-", "heads", "gather"),
     expert=(1, 2, 4),
-    schedule=("-", "gpipe", "1f1b", "zb-h1"),
+    schedule=("-", "gpipe", "1f1b"),
     chunks=(1, 2),
     zero=(0, 1, 3),
     sequence_parallel=(False, True),
@@ -183,7 +183,10 @@ TABLE = read_table()
 
 @pytest.mark.parametrize("case", TABLE)
 def test_loss_and_gradients_equal_the_serial_reference(case):
-    errors = largest_error(config_of(case), scale=2.0**20)  # the loss scale is divided out
+    """With adapters, loss and weights after a whole step, in which nothing else may move."""
+    config = config_of(case)
+    # The loss scale is divided out.
+    errors = update_errors(config) if config.model.lora_rank else largest_error(config, scale=2.0**20)
     assert max(errors.values()) < 1e-12, errors
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mjax.checkpoint.folders import locked
-from mjax.config import Config
+from mjax.config import Config, save_config
 from mjax.run import metrics
 from mjax.run.display import Display, lasting_console
 from mjax.run.metrics import read_metrics
@@ -126,19 +126,22 @@ def test_tracker_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
     tracker, why = "TensorBoard", "[Errno 28] No space left on device"
     if fails in ("init", "log", "finish"):
         tracker, why = "W&B", "api.wandb.ai cannot be reached"
-        calls = dict.fromkeys(("init", "log", "finish"), lambda *_, **__: wandb)
+        save_config(Config(), tmp_path / "config.json")
+        calls = dict.fromkeys(("init", "define_metric", "log", "finish"), lambda *_, **__: wandb)
         wandb = SimpleNamespace(**calls | {fails: fail_with(ConnectionError(why))})
         monkeypatch.setitem(sys.modules, "wandb", wandb)
     elif fails == "start":
         (tmp_path / "tensorboard").write_text("not a folder")
         why = f"[Errno 17] File exists: '{tmp_path / 'tensorboard'}'"
     said = []
-    with log_of(tmp_path, said, tensorboard=tracker == "TensorBoard", wandb="x" if tracker == "W&B" else None) as log:
+    with log_of(
+        tmp_path, said, tensorboard=tracker == "TensorBoard", projects={"wandb": "x"} if tracker == "W&B" else None
+    ) as log:
         log.write(record(1))
         if fails in ("write", "flush", "close"):
             calls = dict.fromkeys(("write", "flush", "close"), lambda *_: None)
-            log._tensorboard._file.close()
-            log._tensorboard._file = SimpleNamespace(**calls | {fails: fail_with(FULL)})
+            log._trackers[tracker]._file.close()
+            log._trackers[tracker]._file = SimpleNamespace(**calls | {fails: fail_with(FULL)})
         for step in range(2, 30):
             log.write(record(step))
     assert said == [f"{tracker} cannot be written ({why}): training continues"]

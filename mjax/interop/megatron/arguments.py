@@ -11,35 +11,27 @@ no biases, and with --num-experts a mixture of experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from mjax.config.llama import LlamaConfig
 from mjax.config.mixture import MixtureConfig
 from mjax.config.model import BERTConfig, GPTConfig, ModelConfig
 from mjax.errors import UsageError
+from mjax.interop.megatron.harmless import HARMLESS
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import StandIn
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
 
 ONLY: dict[str, Any] = {
-    # Positions and LayerNorms.
-    "position_embedding_type": "learned_absolute", "add_position_embedding": True,
-    "use_rotary_position_embeddings": False, "normalization": "LayerNorm", "apply_layernorm_1p": False,
-    "qk_layernorm": False,
-    # The MLP.
-    "swiglu": False, "squared_relu": False, "quick_geglu": False, "add_bias_linear": True, "num_experts": None,
-    # Attention.
-    "group_query_attention": False, "multi_latent_attention": False, "attention_output_gate": False,
-    "experimental_attention_variant": None, "softmax_type": "vanilla", "window_size": None,
-    # The rest.
-    "untie_embeddings_and_output_weights": False, "mtp_num_layers": None, "hybrid_override_pattern": None,
-    "heterogeneous_layers_config_path": None, "retro_add_retriever": False, "use_mup": False, "bert_binary_head": True,
+    "position_embedding_type": "learned_absolute", "add_position_embedding": True, "normalization": "LayerNorm",
+    "add_bias_linear": True, "softmax_type": "vanilla", "bert_binary_head": True, "mtp_num_layers": None,
+    "retro_add_retriever": False,
 }  # fmt: skip
-"""Arguments that change what the model computes, and the only value of each that mjax supports. No version of Megatron
-has all of them; None is the value of an argument that was not given."""
+"""Arguments that change what the model computes, and the only value of each that mjax supports. All others but
+those in `HARMLESS` must be unset."""
 DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02, "norm_epsilon": 1e-5,
     "bias_gelu_fusion": False,  # unknown to the versions of 2020 that lack it
@@ -48,23 +40,42 @@ DEFAULTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
 }  # fmt: skip
 """Values of missing arguments that no shape determines."""
-PLAIN = (type(None), bool, int, float, str, list, tuple, StandIn)
-"""Types of arguments that are compared with others."""
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_known(said: Mapping[str, Any], source: str, only: Mapping[str, Any] = ONLY) -> None:
-    """Reject arguments for which Megatron computes something that mjax does not."""
-    for name, value in said.items():
-        if (name in only or name.startswith("moe_")) and not isinstance(value, PLAIN):
-            raise UsageError(f"{source}: {name} is a {type(value).__name__}; restore the checkpoint")
-        if name in only and value not in (None, only[name]) and (value or only[name] is not None):
+def _check_known(
+    said: Mapping[str, Any], source: str, only: Mapping[str, Any] = ONLY, known: Collection[str] = ()
+) -> None:
+    """Reject arguments for which Megatron computes something that mjax does not, or may do so."""
+    for name, supported in only.items():
+        value = said.get(name)
+        if value is None or (_is_unset(value) and not supported):
+            continue
+        if type(value) is not type(supported) or value != supported:
             raise UsageError(
-                f"{source}: {name} is {value!r}, but mjax supports only {only[name]!r}; convert another model"
+                f"{source}: {name} is {reprlib.repr(value)}, but mjax supports only {supported!r}; "
+                "convert another model"
             )
+    unknown = [
+        name
+        for name, value in said.items()
+        if not (_is_unset(value) or name in only or name in known or HARMLESS.fullmatch(name))
+        and (said.get("num_experts") or not name.startswith("moe_"))
+    ]
+    if unknown:
+        listed = " and ".join(f"{name} is {reprlib.repr(said[name])}" for name in unknown)
+        raise UsageError(
+            f"{source}: {listed}, but mjax supports only None, False or 0; convert another model, or add --ignore "
+            f"{','.join(unknown)} if the model computes the same without"
+        )
+
+
+def _is_unset(value: Any) -> bool:
+    """True for None, False, 0 and empty: the value of a feature that was not asked for."""
+    return isinstance(value, type(None) | bool | int | float | str | list | tuple | dict) and not value
 
 
 def _check_shapes(said: Mapping[str, Any], shapes: Mapping[str, int], source: str) -> None:
@@ -112,11 +123,12 @@ def assumed_arguments(said: Mapping[str, Any], kind: Literal["gpt", "bert", "dec
     """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
     names = ["hidden_dropout", "attention_dropout", "init_method_std", _epsilon(said)]
     if kind == "decoder":
-        names += ["rotary_base", "rotary_percent", *(["rope_scaling_factor"] if said.get("use_rope_scaling") else [])]
+        names += ["position_embedding_type", "rotary_base", "rotary_percent"]
+        names += ["rope_scaling_factor"] if said.get("use_rope_scaling") else []
         names += [name for name in DEFAULTS if name.startswith("moe_") and said.get("num_experts")]
     elif not said.get("openai_gelu"):
         names.append("bias_gelu_fusion")
-    return {name: DEFAULTS[name] for name in names if said.get(name) is None}
+    return {name: (ONLY_DECODER | DEFAULTS)[name] for name in names if said.get(name) is None}
 
 
 def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc2") -> dict[str, int]:
@@ -147,6 +159,18 @@ def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     return shape[dim]
 
 
+def without_ignored(said: Mapping[str, Any] | None, ignored: str, source: str) -> dict[str, Any] | None:
+    """The arguments without those of `--ignore`, comma-separated.
+
+    Raises:
+      UsageError: there is no such argument.
+    """
+    names = [name for name in ignored.split(",") if name]
+    if absent := [name for name in names if name not in (said or {})]:
+        raise UsageError(f"--ignore {ignored}: {source} has no argument {absent[0]}; leave it out")
+    return None if said is None else {name: value for name, value in said.items() if name not in names}
+
+
 # --- GPT and BERT -----------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +196,7 @@ def model_config(
         and needed.
     """
     said = {} if arguments is None else arguments
-    _check_known(said, source)
+    _check_known(said, source, known={"apply_residual_connection_post_layernorm"})
     if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
         raise UsageError(
             f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "
@@ -202,6 +226,7 @@ def model_config(
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
+        max_position_embeddings=shapes["max_position_embeddings"],
         vocabulary=shapes["padded_vocab_size"],
         **({"layernorm": layernorm} if kind == "bert" else {}),
         **_activations(kind, arguments, activation, source),
@@ -248,12 +273,13 @@ EITHER = {
     "use_rotary_position_embeddings", "moe_router_pre_softmax",
 }  # fmt: skip
 """Arguments that may be set or not."""
-ONLY_DECODER: dict[str, Any] = {name: ONLY[name] for name in ONLY.keys() - EITHER - {"num_experts"}} | {
-    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-    # Nothing of these in a Llama.
-    "rotary_interleaved": False, "mrope_section": None, "no_rope_freq": None, "qk_l2_norm": False,
-    "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
-}  # fmt: skip
+ONLY_DECODER: dict[str, Any] = {name: ONLY[name] for name in ("softmax_type", "mtp_num_layers", "retro_add_retriever")}
+ONLY_DECODER |= {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
 
 
 def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
@@ -279,7 +305,7 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
     for name in EITHER:
         if not isinstance(said.get(name), bool | None):
             raise UsageError(f"{source}: {name} is {said[name]!r}, not true or false; copy the checkpoint again")
-    _check_known(said, source, ONLY_DECODER)
+    _check_known(said, source, ONLY_DECODER, {*EITHER, *NOT_HERE, "num_experts"})
     if version < 2:
         raise UsageError(f"{source}: checkpoint_version is {version:g}, and decoders are read from 2 on; save it again")
     heads = _count(said, "num_attention_heads", source, least=1)
@@ -314,6 +340,7 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
         head_dim=head_dim,
         **of_mlp,
         sequence=sequence,
+        max_position_embeddings=sequence,
         vocabulary=shapes["padded_vocab_size"],
         qk_norm="head" if said.get("qk_layernorm") else "none",
         qkv_bias=f"decoder.layers.0.{QKV}.bias" in tensors.kinds,
@@ -333,7 +360,7 @@ def _rope(said: Mapping[str, Any], source: str) -> dict[str, Any]:
     factor = _number(said, "rotary_seq_len_interpolation_factor", source)
     if not said.get("use_rope_scaling"):
         return fields | ({"rope_scaling": "linear", "rope_factor": factor} if factor else {})
-    if factor:
+    if factor not in (0, 1):
         raise UsageError(
             f"{source}: use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows "
             "one of the two; convert another model"

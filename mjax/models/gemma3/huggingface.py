@@ -6,6 +6,7 @@ before that `rope_theta` and `rope_scaling` for layers that see everything with 
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 from typing import Any
 
@@ -61,8 +62,8 @@ def _full_attention_every(values: dict[str, Any], file: str) -> int:
         if len(found) == values.get("num_hidden_layers", 26) and found == _kinds(len(found), each):
             return each
     raise UsageError(
-        f"{file}: layer_types is {kinds!r}, and mjax knows one kind for each of num_hidden_layers, of which every "
-        f"n-th is {FULL!r} and all others are {SLIDING!r}; convert another model"
+        f"{file}: layer_types is {reprlib.repr(kinds)}, and mjax knows one kind for each of num_hidden_layers, of "
+        f"which every n-th is {FULL!r} and all others are {SLIDING!r}; convert another model"
     )
 
 

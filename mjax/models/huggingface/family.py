@@ -102,25 +102,33 @@ ACTIVATIONS = {
 """transformers' name → ours; the first of each is written."""
 GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
 """The activations of a gated MLP."""
-RESOLVED = {"kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert"}
-"""Fields that may be None in our config → the property that has their value."""
+RESOLVED = {
+    "kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert", "sequence": "max_positions",
+}  # fmt: skip
+"""Fields whose exported value is a property's: they may be None, or are those of the last run."""
 MOST_WHOLE, MOST = 2**31, 1e30
 """Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
 """Settings of every family that change what the model computes, and the only supported value of each."""
-# In every family: who wrote it and how it was stored; heads of other tasks; how to generate and what to return.
+# In every family: who wrote and stored it; heads of other tasks; kernels; how to generate and what to return.
 WITHOUT_EFFECT = {
-    "_name_or_path", "_num_labels", "architectures", "bos_token_id", "chunk_size_feed_forward",
-    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
-    "gradient_checkpointing", "id2label", "is_decoder", "label2id", "length_penalty", "max_length", "min_length",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "prefix", "problem_type",
-    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path", "_num_labels",
+    "architectures", "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "cls_token_id", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "is_decoder",
+    "label2id", "length_penalty", "mask_token_id", "max_length", "max_sequence_length", "min_length",
+    "model_max_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "predict_special_tokens", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
     "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
-FREE_FIELDS = {"attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers"}
+FREE_FIELDS = {
+    "attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers", "max_position_embeddings",
+}  # fmt: skip
 """Fields of our configs that do not change what a model computes, or have more than one rule."""
 
 
@@ -175,9 +183,8 @@ def model_config(family: Family, values: dict[str, Any], file: str, vocabulary_m
             f"{file}: {theirs['heads']} {fields['heads']} does not divide {theirs['hidden']} {fields['hidden']}; "
             "restore the file"
         )
-    return config_class(family.fixed["kind"], file)(
-        **family.fixed, **fields, **more, vocabulary_multiple=vocabulary_multiple
-    )
+    more |= {"vocabulary_multiple": vocabulary_multiple, "max_position_embeddings": fields["sequence"]}
+    return config_class(family.fixed["kind"], file)(**family.fixed, **fields, **more)
 
 
 def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
@@ -204,7 +211,7 @@ def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
 
 
 def _check_known(family: Family, values: dict[str, Any], file: str) -> None:
-    """Reject settings, or values, that mjax does not support."""
+    """Reject settings, or values, that mjax does not support; false is no default: `is_causal` is true without it."""
     only = {name: value for name, value in {**ONLY, **family.only}.items() if name not in family.fields}
     known = {"model_type", *only, *family.fields, *family.same} | WITHOUT_EFFECT | family.without_effect
     for name, value in values.items():

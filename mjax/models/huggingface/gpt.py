@@ -85,11 +85,10 @@ BLOOM = Family(
     only={"apply_residual_connection_post_layernorm": False},
     other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
     without_effect=frozenset({
-        # Rounding in tensor-parallel training, and how `transformers` can repeat it.
-        "pretraining_tp", "slow_but_exact",
+        "slow_but_exact",  # how transformers can repeat the rounding of tensor-parallel training
         # From Megatron-DeepSpeed, in published files: kernels, and settings that `transformers` does not read.
         "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "offset_alibi",
-        "skip_bias_add", "skip_bias_add_qkv", "unk_token_id",
+        "skip_bias_add", "skip_bias_add_qkv",
     }),
 )  # fmt: skip
 FAMILIES = (GPT2, BLOOM)

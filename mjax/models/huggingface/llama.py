@@ -143,10 +143,7 @@ LLAMA = Family(
         "rope_scaling", "rope_factor", "rope_original",
         "hidden_dropout",  # of training only
     }),
-    without_effect=frozenset({
-        "pretraining_tp",  # how tensor-parallel inference rounded
-        "is_llama_config", "transformers.js_config",  # of the trainer and of another reader
-    }),
+    without_effect=frozenset({"is_llama_config"}),  # of the trainer
 )  # fmt: skip
 
 WINDOWED = {name: value for name, value in LLAMA.fixed.items() if name != "window"}

@@ -1,0 +1,133 @@
+"""Weights, and what each says of itself: its card.
+
+`parameter` makes a weight of the whole model. Its PartitionSpec says how the mesh splits it, and `dims` what each of
+its dims is. From the names of the dims follow its layout in other software's files, the matrices that Muon and LoRA
+see, and whether weight decay applies to it. So nothing outside an architecture knows a weight by its name.
+
+    weight of                       shape           dims
+    q, k and v in one product       [h, 3, n, d]    in    part  out  out
+    attention's output              [n, d, h]       in    in    out
+    a gated MLP's gate and up       [h, 2, f]       in    part  out
+    those of experts                [E, h, 2, f]    expert  in  part  out
+    an embedding                    [v, h]          token  out
+    learned positions               [s, h]          position  out
+    a bias, or the scale of a norm  [h]             out
+
+A stack of layers puts `layer` in front (`models/block.py`).
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax import Array
+
+LAYER, PART, IN, OUT, EXPERT, TOKEN, POSITION = "layer", "part", "in", "out", "expert", "token", "position"
+DIMS = frozenset({LAYER, PART, IN, OUT, EXPERT, TOKEN, POSITION})
+
+Dims = tuple[str | None, ...]
+
+
+def parameter(
+    key: Array,
+    initializer,
+    shape: tuple[int, ...],
+    spec: tuple[str | None, ...],
+    dtype,
+    dims: Dims = (),
+    *,
+    muon: bool = True,
+    float8: bool = False,
+    keep_fp32: bool = False,
+    grad_partial_over_model: bool = False,
+) -> nnx.Param:
+    """A weight of the whole model.
+
+    Args:
+      spec: names, dim by dim, the mesh axis that splits it.
+      dims: what each dim is, of `DIMS`; by default a vector is an output, and of others nothing is known.
+      muon: whether Muon may train it, if it has inputs and outputs (`matrix_of`).
+      float8, keep_fp32, grad_partial_over_model: as in `zero.Storage`.
+
+    Raises:
+      ValueError: spec or dims do not fit the shape.
+    """
+    if {len(spec), len(dims or spec)} != {len(shape)} or not DIMS.issuperset(dims):
+        raise ValueError(f"a weight {shape} needs a spec and dims with a name each ({sorted(DIMS)}): {spec}, {dims}")
+    marks = {"muon": muon, "float8": float8, "keep_fp32": keep_fp32, "grad_partial_over_model": grad_partial_over_model}
+    array = initializer(key, shape, dtype)
+    return nnx.Param(array, out_sharding=spec, eager_sharding=False, dims=dims or default_dims(len(shape)), **marks)
+
+
+def default_dims(rank: int) -> Dims | None:
+    """The dims of a weight that names none."""
+    return (OUT,) if rank == 1 else None
+
+
+def add_layer_dim(stacked: nnx.Module) -> nnx.Module:
+    """Put `layer` in front of the dims of all weights of a module that was made by `nnx.vmap`."""
+    for _, weight in nnx.iter_graph(stacked):
+        if isinstance(weight, nnx.Param):
+            dims = weight.get_metadata().get("dims") or default_dims(weight.ndim - 1)
+            weight.set_metadata(dims=(LAYER, *dims) if dims else (LAYER,) + (None,) * (weight.ndim - 1))
+    return stacked
+
+
+def dims_of(weights) -> list[Dims | None]:
+    """For each leaf of `weights` what its dims are; None: unknown."""
+    leaves = jax.tree.leaves(weights)
+    return [dims or default_dims(leaf.ndim) for dims, leaf in zip(metadata_of(weights, "dims"), leaves, strict=True)]
+
+
+def metadata_of(weights, name: str) -> list:
+    """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
+    None."""
+    parameters = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, nnx.Param))
+    return [parameter.get_metadata().get(name) for parameter in parameters if jax.tree.leaves(parameter)]
+
+
+# --- What follows from dims -------------------------------------------------------------------------------------------
+
+
+def matrix_of(dims: Dims | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Rows and columns of the matrices of a weight, as dims counted from its end; None if it has none."""
+    dims = dims or ()
+    rows, columns = (tuple(i - len(dims) for i, dim in enumerate(dims) if dim == name) for name in (IN, OUT))
+    return (rows, columns) if rows and columns else None
+
+
+def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """For each leaf of `weights`: `matrix_of` it, or None if Muon does not train it."""
+    cards = zip(dims_of(weights), metadata_of(weights, "muon"), strict=True)
+    return [None if muon is False else matrix_of(dims) for dims, muon in cards]
+
+
+def decays(dims: Dims | None) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
+    return dims is None or None in dims or (OUT in dims and not {IN, TOKEN, POSITION}.isdisjoint(dims))
+
+
+# --- Trained and frozen weights ---------------------------------------------------------------------------------------
+
+
+def is_frozen(weight: nnx.Param) -> bool:
+    """Whether a weight is not trained; then it is stored in the compute dtype."""
+    return bool(weight.get_metadata().get("frozen"))
+
+
+def split_trained(weights) -> tuple:
+    """The weights that are trained and those that are frozen: two trees like that of all of them, each with None in
+    place of the others; `joined` is the reverse. Also for a tree of something else in place of each weight."""
+    leaves, structure = jax.tree.flatten(weights)
+    each = list(zip(leaves, map(bool, metadata_of(weights, "frozen")), strict=True))
+    return tuple(structure.unflatten(leaf if of == frozen else None for leaf, of in each) for frozen in (False, True))
+
+
+def trained(weights):
+    """The weights that are trained, with None in place of those that are frozen."""
+    return split_trained(weights)[0]
+
+
+def joined(one, other):
+    """All weights from the two trees of `split_trained`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
