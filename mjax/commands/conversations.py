@@ -17,8 +17,7 @@ from mjax.config import read_settings
 from mjax.data.corpus import Corpus, TextFiles, parse_rows
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
-from mjax.data.tokenizers import Tokenizer
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
 from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
@@ -106,7 +105,7 @@ def save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenize
     """
     shutil.copytree(run / "tokenizer", folder, dirs_exist_ok=True)
     if template == "plain":
-        begins = isinstance(tokenizer, LibraryTokenizer) and tokenizer.bos is not None
+        begins = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.bos is not None
         begin = tokenizer.library.id_to_token(tokenizer.bos) if begins else ""
         (folder / TEMPLATE).write_text(begin + PLAIN, encoding="utf-8")
     elif template is not None:

@@ -34,8 +34,7 @@ from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHf
 from mjax.commands.flags import parse
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizers import Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
-from mjax.data.tokenizers.library import LibraryTokenizer
+from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
@@ -110,7 +109,7 @@ def from_hf(arguments: FromHfArguments) -> int:
         )
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
-    if isinstance(tokenizer, LibraryTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
@@ -262,8 +261,8 @@ def _find_tokenizer(
     if tokenizer is None or arguments.tokenizer is not None or not model.causal:
         return tokenizer, {}
     positions = None if arguments.rope is None else model.max_positions
-    carried = tokenizer_files.carried_files(arguments.source, values, positions)
-    return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.stored}
+    carried = tokenizer_files.collect_files(arguments.source, values, positions)
+    return tokenizer, {name: content for name, content in carried.items() if name not in tokenizer.files}
 
 
 def _print_next_steps(
@@ -272,7 +271,7 @@ def _print_next_steps(
     """Print what to type after an import."""
     run = shlex.quote(str(arguments.output))
     if rope:
-        print(f"{rope}; evaluate it with --task positions and --task needle, and train it on long texts")
+        print(f"{rope}; evaluate it with --task positions, and train it on long texts")
     if tokenizer is None:
         print(
             f"no tokenizer found in {arguments.source}; convert again with --tokenizer KIND:FILES to store one in the "
@@ -324,7 +323,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     tokenizer = _tokenizer_of(run, arguments.tokenizer)
     check_vocabulary(tokenizer, config.model)
     carries = arguments.tokenizer is None and family.generates
-    carried = tokenizer_files.restored_files(run / "tokenizer") if carries else {}
+    carried = tokenizer_files.restore_files(run / "tokenizer") if carries else {}
     library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
     # --- Weights, then the folder -------------------------------------------------------------------------------------

@@ -19,22 +19,20 @@ from rich.progress import MofNCompleteColumn, TextColumn
 
 from mjax.cluster import launch
 from mjax.cluster.launch import keep_programs
-from mjax.commands.arguments import EvaluateArguments
+from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_picture, either, in_python
 from mjax.tasks import labelled
-from mjax.tasks.interface import FOR_TEXT, DrawnTask, Metric, Task
-from mjax.tasks.long_contexts import Needle, Positions
+from mjax.tasks.interface import FOR_TEXT, Metric, Task
+from mjax.tasks.long_contexts import Positions
 from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
 from mjax.utils.files import without_parents
 from mjax.utils.progress import facts, progress
 
 # name → (data, tokenizer, positions of the model, --stride) → task
 SHORT_TASKS: dict[str, Callable[..., Task]] = {"wikitext103": WikiText103, "lambada": Lambada, "perplexity": Perplexity}
-# name → (data, tokenizer, config of the model, the task's options) → task
-LONG_TASKS: dict[str, Callable[..., DrawnTask]] = {"positions": Positions, "needle": Needle}
-TEXT_TASKS = (*SHORT_TASKS, *LONG_TASKS)
+TEXT_TASKS = (*SHORT_TASKS, "positions")
 
 
 def evaluate(arguments: EvaluateArguments) -> int:
@@ -66,7 +64,7 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
     Args:
       folder: of the run.
-      task: wikitext103, lambada, perplexity, positions or needle; for a fine-tuned run its task.
+      task: wikitext103, lambada, perplexity or positions; for a fine-tuned run its task.
       data: file of the task.
       options: other fields of `EvaluateArguments`, such as `mesh` or `step`.
 
@@ -86,13 +84,12 @@ def _check(arguments: EvaluateArguments) -> None:
         raise UsageError(f"--predictions is for {either(of_labels)}; leave it out, {task} predicts text")
     if task not in SHORT_TASKS and arguments.stride is not None:
         raise UsageError(f"--stride is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
-    for name in LONG_TASKS:
-        if task != name and getattr(arguments, name) != type(getattr(arguments, name))():
-            raise UsageError(f"flags that begin with --{name} are for --task {name}; leave them out for {task}")
-        check_bounds(getattr(arguments, name), f"--{name}.")
+    check_bounds(arguments.positions, "--positions.")
+    if task != "positions" and arguments.positions != PositionsOptions():
+        raise UsageError(f"flags that begin with --positions are for --task positions; leave them out for {task}")
     if arguments.figure is not None:
-        if task not in LONG_TASKS:
-            raise UsageError(f"--figure is for {either(LONG_TASKS)}; leave it out, {task} has no picture")
+        if task != "positions":
+            raise UsageError(f"--figure is for positions; leave it out, {task} has no picture")
         check_picture("--figure", arguments.figure)
 
 
@@ -117,11 +114,12 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
             task = labelled.open_task(arguments.task, (), (arguments.data,), tokenizer, saved.model.sequence)
             size, unit, scorer_of = sum(map(len, task.validation.values())), "rows", TaskScorer
         else:
-            name, scorer_of = arguments.task, LossScorer if arguments.task == "positions" else Scorer
-            if name in SHORT_TASKS:
-                task = SHORT_TASKS[name](arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
+            if arguments.task == "positions":
+                scorer_of, options = LossScorer, arguments.positions
+                task = Positions(arguments.data, tokenizer, saved.model, options.length, options.bins)
             else:
-                task = LONG_TASKS[name](arguments.data, tokenizer, saved.model, getattr(arguments, name))
+                task_of, scorer_of = SHORT_TASKS[arguments.task], Scorer
+                task = task_of(arguments.data, tokenizer, saved.model.max_positions, arguments.stride)
             size, unit = sum(map(len, task.passes)), "windows"
     if is_labelled:
         for note in task.notes:

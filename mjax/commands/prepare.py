@@ -73,9 +73,12 @@ from mjax.data.indexed import (
     temporary_tokenizer,
     token_dtype,
     token_file,
+    tokenizer_folder,
 )
 from mjax.data.samples import advice
 from mjax.data.tokenizers import (
+    TRAINABLE,
+    BertTokenizer,
     Tokenizer,
     add_ends_of_text,
     files_of,
@@ -84,7 +87,6 @@ from mjax.data.tokenizers import (
     train_sentencepiece,
     train_wordpiece,
 )
-from mjax.data.tokenizers.bert import TRAINABLE
 from mjax.data.tokenizers.fast import EncodersDiffer
 from mjax.errors import RunError, UsageError
 from mjax.utils.progress import facts, watched
@@ -496,7 +498,8 @@ def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
     """The command that trains on the dataset."""
     config = "gpt_demo"
-    if metadata.tokenizer in TRAINABLE:
+    of_bert = isinstance(tokenizer_from_folder(tokenizer_folder(arguments.output)), BertTokenizer)
+    if of_bert:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
     file = config.partition(" ")[0]
@@ -513,7 +516,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
         command = f"{command.partition(' --data.split')[0]} --train.eval-interval 0"
     elif documents == 1:
         command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
-    if metadata.tokenizer in TRAINABLE and (metadata.append_eod or not arguments.split_sentences):
+    if of_bert and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     return command
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-UNIGRAM, BPE = 1, 2  # model_type
+BPE = 2  # model_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # type of a piece
 
 _MESSAGES = {

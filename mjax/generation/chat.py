@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from mjax.data.tokenizer_trial import check_expansion
-from mjax.data.tokenizers import EOD_PIECE, Tokenizer, ends_of_text, optional_object, tokenizer_from_folder
-from mjax.data.tokenizers.huggingface import open_library
+from mjax.data.tokenizers import (
+    EOD_PIECE,
+    Tokenizer,
+    ends_of_text,
+    open_library,
+    optional_object,
+    tokenizer_from_folder,
+)
 from mjax.data.tokenizers.library import WHOLE_FILES, library_errors
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json

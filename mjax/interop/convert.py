@@ -59,7 +59,7 @@ def write_run(
       config: of the run.
       tokenizer: of the model, if there is one.
       read: the result of `block_reader`.
-      carried: the result of `carried_files`, which go beside the tokenizer's own files.
+      carried: the result of `collect_files`, which go beside the tokenizer's own files.
       card: README.md of the run; empty for none.
     """
     with new_folder(output) as folder:

@@ -1,15 +1,10 @@
 """A tokenizer of mjax as an equivalent tokenizer.json for `transformers`, with the same ids.
 
-GPT-2's, BERT's and Hugging Face's run on the `tokenizers` library here too. Bytes are byte pairs without merges. A
-sentencepiece model becomes byte pairs or a unigram model of the library:
+GPT-2's, BERT's and Hugging Face's run on the `tokenizers` library here too. Bytes are byte pairs without merges.
+sentencepiece joins the neighbours whose piece has the best score, the library those whose pair was learned first: every
+two pieces that make a third are a pair, in the order of the third's score. Spaces become "▁", and one is put in front.
 
-    byte pairs   sentencepiece joins the neighbours whose piece has the best score, the library those whose pair was
-                 learned first: every two pieces that make a third are a pair, in the order of the third's score
-    unigram      the same search over the same scores
-    text         charsmap, runs of spaces, "▁" for a space and at the beginning: the library's normalizers
-
-The library has no exact counterpart of everything (a charsmap is applied character by character within a grapheme, such
-as "ṩ" in three code points), so ids and text of the two are compared before a file is written.
+The library has no exact counterpart of everything, so ids and text of the two are compared before a file is written.
 """
 
 from __future__ import annotations
@@ -19,21 +14,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
-from mjax.data.sentencepiece_file import BPE, CONTROL, NORMAL, UNIGRAM, UNKNOWN, USER_DEFINED, parse_pieces
-from mjax.data.tokenizers import (
-    EOD_PIECE,
-    BertTokenizer,
-    ByteTokenizer,
-    GPT2Tokenizer,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
-from mjax.data.tokenizers.bert import SPECIAL
-from mjax.data.tokenizers.gpt2 import byte_characters
+from mjax.data.sentencepiece_file import BPE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parse_pieces
+from mjax.data.tokenizers import EOD_PIECE, BertTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from mjax.data.tokenizers.published import add_special, byte_characters, byte_level
 from mjax.errors import UsageError
 
 SPACE = "▁"  # U+2581, sentencepiece's
@@ -53,12 +39,21 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
 
     Args:
       tokenizer: any kind.
-      pairs: add [CLS] and [SEP] around texts, as for a BERT; else nothing is added.
+      pairs: add [CLS] and [SEP] around texts, as for a BERT; else at most the token that begins texts is added.
 
     Raises:
       UsageError: the library does not give the same ids and text; the message shows where.
     """
-    library = _built(tokenizer, pairs)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        library = _convert_sentencepiece(parse_pieces(tokenizer.contents[0]))
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        values = json.loads(tokenizer.library.to_str())
+        if not (pairs and isinstance(tokenizer, BertTokenizer)):
+            values["post_processor"] = None  # the model was not trained with what it adds
+        library = Library.from_str(json.dumps(values))
+    else:
+        pieces = {piece: byte for byte, piece in enumerate([*byte_characters(), EOD_PIECE])}
+        library = byte_level(pieces, [], words=False)
     _check_same(tokenizer, library)
     if tokenizer.bos is not None:
         piece = library.id_to_token(tokenizer.bos)
@@ -68,44 +63,24 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
     return library
 
 
-def _built(tokenizer: Tokenizer, pairs: bool) -> Library:
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        return _of_sentencepiece(tokenizer)
-    if isinstance(tokenizer, ByteTokenizer):
-        library = Library(models.BPE({piece: byte for byte, piece in enumerate([*byte_characters(), EOD_PIECE])}, []))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        library.decoder = decoders.ByteLevel()
-        return _with_special(library, EOD_PIECE)
-    library = Library.from_str(tokenizer.library.to_str())
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        values = json.loads(library.to_str())
-        values["post_processor"] = None  # the model was not trained with what it adds
-        return Library.from_str(json.dumps(values))
-    if isinstance(tokenizer, GPT2Tokenizer):
-        return _with_special(library, EOD_PIECE)
-    assert isinstance(tokenizer, BertTokenizer)
-    if pairs:
-        library.post_processor = processors.BertProcessing(("[SEP]", tokenizer.sep), ("[CLS]", tokenizer.cls))
-    return _with_special(library, *SPECIAL)
-
-
 def _check_same(tokenizer: Tokenizer, library: Library) -> None:
     """Compare the two, with the second used as in `transformers`, on difficult texts and on every piece."""
     library = Library.from_str(library.to_str())  # as read from the file
     library.encode_special_tokens = True
     for text in _texts(tokenizer):
-        ours, theirs = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
-        shown, there = tokenizer.decode(ours), library.decode(ours, skip_special_tokens=False)
-        if (ours, shown) == (theirs, there):
+        ids, other = tokenizer.encode(text), library.encode(text, add_special_tokens=False).ids
+        if ids != other:
+            pairs = enumerate(zip(ids, other, strict=False))
+            first = next((i for i, (one, two) in pairs if one != two), min(len(ids), len(other)))
+            problem = f"{tokenizer.decode(ids[first : first + 3])!r} has ids {ids[first : first + 3]}"
+            problem += f" and there {other[first : first + 3]}"
+        elif (shown := tokenizer.decode(ids)) != (there := library.decode(ids, skip_special_tokens=False)):
+            problem = f"its ids mean {shown[:40]!r} and there {there[:40]!r}"
+        else:
             continue
-        difference = f"its own ids back as {shown[:40]!r} and as {there[:40]!r} there"
-        if ours != theirs:
-            first = next((i for i, two in enumerate(zip(ours, theirs, strict=False)) if two[0] != two[1]), 0)
-            part = slice(max(0, first - 2), first + 3)
-            difference = f"{tokenizer.decode(ours[part])!r} as ids {ours[part]} and as {theirs[part]} there"
         raise UsageError(
-            f"the tokenizer of kind {tokenizer.scheme} has no equivalent in transformers: it reads {difference}; "
-            "export the weights alone with --tokenizer none"
+            f"the tokenizer of kind {tokenizer.scheme} has no equivalent in transformers: {problem}; export the "
+            "weights alone with --tokenizer none"
         )
 
 
@@ -125,44 +100,31 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
     return [*AWKWARD, *pieces, *mixed]
 
 
-def _with_special(library: Library, *tokens: str) -> Library:
-    library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    return library
-
-
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def _of_sentencepiece(tokenizer: SentencePieceTokenizer) -> Library:
-    model = parse_pieces(tokenizer.contents[0])
+def _convert_sentencepiece(model: Any) -> Library:
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
-    unknown = next(number for number, piece in enumerate(pieces) if piece.type == UNKNOWN)
-    if trainer.model_type == BPE:
-        library = Library(_byte_pairs(pieces, pieces[unknown].piece, trainer.byte_fallback))
-    elif trainer.model_type == UNIGRAM:
-        library = Library(models.Unigram(_scores(pieces), unknown, trainer.byte_fallback))
-    else:
+    changes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    if trainer.model_type != BPE or changes or not normalizer.escape_whitespaces:
         raise UsageError(
-            "transformers supports sentencepiece models of byte pairs and unigrams, and the run's is neither; "
+            "transformers has an exact equivalent only of sentencepiece models of byte pairs without normalization; "
             "export the weights alone with --tokenizer none"
         )
-
-    steps = [normalizers.Precompiled(charsmap)] if (charsmap := normalizer.precompiled_charsmap) else []
-    if normalizer.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if normalizer.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    if normalizer.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
+    unknown = next(piece.piece for piece in pieces if piece.type == UNKNOWN)
+    prefix = normalizer.add_dummy_prefix
+    library = Library(_byte_pairs(pieces, unknown, trainer.byte_fallback))
+    steps = [normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix]
     library.normalizer = normalizers.Sequence(steps)
-    shown = decoders.Replace(pieces[unknown].piece, trainer.unk_surface)
-    steps = [shown, decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces:
-        steps.append(decoders.Strip(" ", 1, 0))
+    steps = [decoders.Replace(unknown, trainer.unk_surface), decoders.Replace(SPACE, " "), decoders.ByteFallback()]
+    steps += [decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     library.decoder = decoders.Sequence(steps)
-    _with_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
-    if trainer.model_type == BPE:
-        library.add_tokens([AddedToken(text, special=False, normalized=True) for text in _looked_for(pieces)])
+    add_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
+    # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
+    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
+    of_user = (piece.piece for piece in pieces if piece.type == USER_DEFINED)
+    looked_for = [text for text in of_user if len(text) > 1 or text in inside]
+    library.add_tokens([AddedToken(text, special=False, normalized=True) for text in looked_for])
     return library
 
 
@@ -177,29 +139,3 @@ def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> mod
         if text[:cut] in scores and text[cut:] in scores
     ]
     return models.BPE(ids, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
-
-
-def _looked_for(pieces: Sequence[Any]) -> list[str]:
-    """User-defined pieces, which are never split or joined.
-
-    A single character that is part of no other piece is never joined anyway.
-    """
-    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
-    return [
-        piece.piece
-        for piece in pieces
-        if piece.type == USER_DEFINED and (len(piece.piece) > 1 or piece.piece in inside)
-    ]
-
-
-def _scores(pieces: Sequence[Any]) -> list[tuple[str, float]]:
-    """For a unigram model: user-defined pieces have sentencepiece's own bonus, and pieces that occur in no text a lower
-    score."""
-    normal = [piece.score for piece in pieces if piece.type == NORMAL]
-
-    def score(piece: Any) -> float:
-        if piece.type == USER_DEFINED:
-            return len(piece.piece.encode()) * max(normal) - 0.1
-        return piece.score if piece.type == NORMAL else min(normal) - 1000
-
-    return [(piece.piece, score(piece)) for piece in pieces]

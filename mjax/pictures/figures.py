@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     from matplotlib.figure import Figure
 
 INK, SOFT_INK = "#222222", "#666666"
+PALETTE = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#999999", "#000000")
+"""Okabe and Ito's, distinguishable with color blindness: blue, sky, orange, green, pink, yellow, red, grey, black."""
 MARGIN = 0.12  # inches around each plot
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # matplotlib takes a second to import
     import numpy as np
     from matplotlib.axes import Axes
 
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:cyan")
 LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
 
 
@@ -49,22 +48,18 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
     drawn = drawn or [Metric("loss", "", axis="loss (nats per token)")]
     figure = Figure(figsize=(4 + 4 * len(drawn), 4.5), dpi=120, layout="constrained")
     for metric, panel in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
-        _draw_curves(panel, curves, metric.name, "{:.1%}" if metric.share else "{:.3f}")
-        panel.set(xlabel="step", ylabel=metric.axis)
-        panel.set_title(": ".join(filter(None, (title, metric.title))), parse_math=False)  # a name may contain dollars
         guess = metric.guess
         if isinstance(guess, str):
             guess = curves[f"val_{guess}"].last if f"val_{guess}" in curves else None
-        if guess is not None:
-            panel.axhline(guess, color="0.4", linestyle="--", linewidth=1, label=metric.guess_label.format(guess=guess))
+        level = None if guess is None else (guess, metric.guess_label.format(guess=guess))
+        _draw_curves(panel, curves, metric.name, "{:.1%}" if metric.share else "{:.3f}", level)
+        panel.set(xlabel="step", ylabel=metric.axis)
+        panel.set_title(": ".join(filter(None, (title, metric.title))), parse_math=False)  # a name may contain dollars
         if metric.share:
             panel.yaxis.set_major_formatter(PercentFormatter(1, 0))
         else:
             add_perplexity(panel)
-        panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(frameon=False)
     save(figure, file)
 
 
@@ -81,7 +76,7 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     layers, experts = shares.shape
     balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
@@ -89,30 +84,25 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     figure.suptitle(title, parse_math=False)  # a name may contain dollars
     panels = figure.subplot_mosaic([["load", "entropy"], ["shares", "shares"]], height_ratios=(4, height))
     load, entropy, heat = panels["load"], panels["entropy"], panels["shares"]
-    _draw_curves(load, curves, OF_EXPERTS[0], "{:.2f}")
-    load.axhline(1, color="0.4", linestyle="--", linewidth=1, label="balanced, 1")
+    _draw_curves(load, curves, OF_EXPERTS[0], "{:.2f}", (1, "balanced, 1"))
     load.set(xlabel="step", ylabel="load", title="busiest expert over the mean, in the worst layer")
-    _draw_curves(entropy, curves, OF_EXPERTS[1], "{:.3f}")
     uniform = math.log(experts)
-    entropy.axhline(uniform, color="0.4", linestyle="--", linewidth=1, label=f"uniform, log {experts} = {uniform:.3f}")
+    _draw_curves(entropy, curves, OF_EXPERTS[1], "{:.3f}", (uniform, f"uniform, log {experts} = {uniform:.3f}"))
     entropy.set(xlabel="step", ylabel="nats per token", title="entropy of the router")
-    for panel, top in ((load, 1), (entropy, 0.94)):  # the line of log E is above
-        panel.grid(alpha=0.25)
-        panel.legend(loc="upper right", bbox_to_anchor=(1, top), edgecolor="none")  # "best" is slow with many steps
+    entropy.legend(frameon=False, loc="center right")  # below the line of log E
 
     norm = TwoSlopeNorm(balanced, 0, max(2 * balanced, shares.max()))
     edges = (-0.5, experts - 0.5, layers + 0.5, 0.5)
     image = heat.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", extent=edges, interpolation="nearest")
     heat.set(xlabel="expert", ylabel="layer with experts", title=f"share of a layer's assignments at step {step:,}")
-    heat.set_xticks(range(0, experts, -(-experts // 32)))
-    heat.set_yticks(range(1, layers + 1, -(-layers // 16)))
+    for axis in (heat.xaxis, heat.yaxis):
+        axis.set_major_locator(MaxNLocator(32, integer=True))
     bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)
-    bar.set_ticks(norm.inverse(np.linspace(0, 1, 5)))
     bar.set_label(f"balanced: {balanced:.2%}")
     if experts <= LEGIBLE and layers <= LEGIBLE:
         for (layer, expert), share in np.ndenumerate(shares):
-            dark = abs(norm(share) - 0.5) > 0.3
-            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color="white" if dark else "0.2")
+            color = "white" if abs(norm(share) - 0.5) > 0.3 else "0.2"
+            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color=color)
     save(figure, file)
 
 
@@ -129,30 +119,26 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
 
     ((first, (reference, _)), *others) = runs.items()
     distances = {name: _difference(training, reference) for name, (training, _) in others}
-    apart = any(distances.values())
-    figure = Figure(figsize=(8, 6.5 if apart else 4.5), dpi=120, layout="constrained")
-    axes, *below = figure.subplots(
-        2 if apart else 1, 1, squeeze=False, sharex=True, height_ratios=(2, 1) if apart else None
-    )[:, 0]
+    panels = 2 if any(distances.values()) else 1
+    figure = Figure(figsize=(8, 2.5 + 2 * panels), dpi=120, layout="constrained")
+    axes, *below = figure.subplots(panels, 1, squeeze=False, sharex=True, height_ratios=(2, 1)[:panels])[:, 0]
     for number, (name, (training, validation)) in enumerate(runs.items()):
         # Where curves coincide, each shows at the sides of the next.
-        color, wider = COLORS[number % len(COLORS)], (len(runs) - 1 - number) / len(runs)
+        color, wider = f"C{number}", (len(runs) - 1 - number) / len(runs)
         label = f"{name}, last {training.last:.4f}"
         axes.plot(training.steps, training.smoothed, color=color, linewidth=1.2 + 6 * wider, label=label)
         _draw_raw(axes, training, color=color, alpha=0.25, linewidth=0.7, zorder=1)
-        if validation.bins:
-            axes.plot(validation.steps, validation.means, "o", color=color, markersize=4 + 6 * wider)
+        axes.plot(validation.steps, validation.means, "o", color=color, markersize=4 + 6 * wider)
         if below and name != first:
             below[0].plot(*zip(*distances[name], strict=True), color=color, linewidth=1)
     axes.set(
         ylabel="loss (nats per token)", title="Loss in training (lines: averaged; thin: raw) and validation (dots)"
     )
     if below:
-        below[0].axhline(0, color=COLORS[0], linewidth=1)
+        below[0].axhline(0, color="C0", linewidth=1)
         below[0].set_title(f"Training loss minus the loss of {first}", parse_math=False)  # a name may contain dollars
         below[0].set_ylabel("nats per token")
-        below[0].ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=True)
-    (*_, last) = (axes, *below)
+    last = [axes, *below][-1]
     last.set(xlabel=x)
     last.xaxis.set_major_locator(MaxNLocator(integer=True))
     last.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -163,17 +149,23 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
     save(figure, file)
 
 
-def _draw_curves(axes: Axes, curves: Mapping[str, Curve], name: str, form: str) -> None:
-    """The values of a metric in training and in evaluations, each with its last value in the legend."""
+def _draw_curves(
+    axes: Axes, curves: Mapping[str, Curve], name: str, form: str, level: tuple[float, str] | None = None
+) -> None:
+    """The values of a metric in training and in evaluations, their last values in the legend, and a `level` to compare
+    with."""
     if training := curves.get(name):
-        _draw_raw(axes, training, color="tab:blue", alpha=0.3, linewidth=0.8)
-        last = form.format(training.last)
-        axes.plot(training.steps, training.smoothed, color="tab:blue", linewidth=1.8, label=f"training, last {last}")
+        _draw_raw(axes, training, color="C0", alpha=0.3, linewidth=0.8)
+        label = f"training, last {form.format(training.last)}"
+        axes.plot(training.steps, training.smoothed, color="C0", linewidth=1.8, label=label)
     if validation := curves.get(f"val_{name}"):
-        last = form.format(validation.recent[-1])
-        axes.plot(
-            validation.steps, validation.means, "o-", color="tab:orange", markersize=4, label=f"validation, last {last}"
-        )
+        label = f"validation, last {form.format(validation.recent[-1])}"
+        axes.plot(validation.steps, validation.means, "o-", color="C1", markersize=4, label=label)
+    if level is not None:
+        axes.axhline(level[0], color="0.4", linestyle="--", linewidth=1, label=level[1])
+    axes.grid(alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="upper right")  # "best" is slow with many steps
 
 
 def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:

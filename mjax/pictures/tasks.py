@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from mjax.pictures.figures import INK, add_heading, add_perplexity, save
+from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
-LINE, MARK = "#0072B2", "#D55E00"  # of Okabe and Ito's palette
-FOUND = LinearSegmentedColormap.from_list("found", ["#D55E00", "#F6E3C5", "#0072B2"])
-MOST_TICKS = 12
-LEGIBLE = 12  # lengths of a heat map, at most, that have room for their numbers
+LINE, MARK = PALETTE[0], PALETTE[6]
 
 
-def draw_positions(
-    bins: Sequence[dict[str, Any]], file: Path, about: str, trained: int | None, logarithmic: bool
-) -> None:
+def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, trained: int | None) -> None:
     """Loss over positions with its standard error, and perplexity on the right.
 
     Args:
@@ -30,24 +24,17 @@ def draw_positions(
       file: .png, .pdf or .svg.
       about: what was evaluated on what, and how much text it is, in lines.
       trained: positions before they were scaled, to be marked.
-      logarithmic: whether positions are on a logarithmic axis.
     """
     first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
     error = np.array([row["standard_error"] or 0.0 for row in bins])
-    middle = np.sqrt(first * last) if logarithmic else (first + last) / 2
+    middle = np.sqrt(first * last)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    if error.any():
-        band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
-        axes.fill_between(middle, loss - error, loss + error, **band)
+    band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
+    axes.fill_between(middle, loss - error, loss + error, **band)
     axes.plot(middle, loss, "o-", color=LINE, markersize=4, linewidth=1.8, label="mean of a bin")
-    if logarithmic:
-        axes.set_xscale("log", base=2)
-    edge = last[-1]
-    ticks = [1 << power for power in range(int(edge).bit_length())]
-    ticks = ticks[:: -(-len(ticks) // MOST_TICKS)] if logarithmic else np.linspace(0, edge, 9)
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
     axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")
@@ -55,55 +42,6 @@ def draw_positions(
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     add_heading(axes, "Loss by position", about)
-    save(figure, file)
-
-
-def draw_needle(
-    shares: np.ndarray,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    file: Path,
-    about: str,
-    trained: int,
-) -> None:
-    """A heat map of the share of numbers that were found, depth × length.
-
-    Args:
-      shares: from 0 to 1, [depths, lengths].
-      lengths: tokens of the whole text.
-      depths: shares of the filler before the fact.
-      file: .png, .pdf or .svg.
-      about: what was evaluated on what, and how many numbers there are, in lines.
-      trained: positions before they were scaled; lengths above them are marked.
-    """
-    rows, columns = shares.shape
-    figure = Figure(figsize=(max(7, 2.6 + 0.85 * columns), 2 + 0.33 * rows), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(shares, cmap=FOUND, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_xticks(range(columns), [f"{length:,}" for length in lengths])
-    axes.set_yticks(range(rows), [f"{depth:.0%}" for depth in depths])
-    axes.set(xlabel="tokens of the text", ylabel="depth of the fact")
-    axes.tick_params(length=0)
-    axes.set_xticks(np.arange(columns - 1) + 0.5, minor=True)
-    axes.set_yticks(np.arange(rows - 1) + 0.5, minor=True)
-    axes.grid(which="minor", color="white", linewidth=1.5)
-    axes.tick_params(which="minor", length=0)
-    axes.spines[:].set_visible(False)
-    if columns <= LEGIBLE:
-        for (row, column), share in np.ndenumerate(shares):
-            ink = "white" if abs(share - 0.5) > 0.35 else INK
-            axes.text(column, row, f"{share:.0%}", ha="center", va="center", color=ink, size=8)
-    before = sum(length <= trained for length in lengths)
-    if 0 < before < columns:
-        axes.axvline(before - 0.5, color=INK, linewidth=2)
-        axes.annotate(
-            f"beyond {trained:,}: longer than trained on", (before - 0.5, 1), xycoords=("data", "axes fraction"),
-            xytext=(0, 3), textcoords="offset points", color=INK, size=8,
-        )  # fmt: skip
-    bar = figure.colorbar(image, ax=axes, format=PercentFormatter(1), pad=0.02)
-    bar.set_label("numbers found")
-    bar.outline.set_visible(False)
-    add_heading(axes, "Needle in a haystack: numbers found", about)
     save(figure, file)
 
 

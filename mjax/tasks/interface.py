@@ -113,13 +113,6 @@ class Task(Protocol):
         """The results, from one score for each of `passes`."""
 
 
-class DrawnTask(Task, Protocol):
-    """A task whose results are a picture too."""
-
-    def draw(self, scores: Sequence[Any], file: Path, source: str) -> None:
-        """Draw them into `file`, .png, .pdf or .svg; `source` says in a line what was evaluated on what."""
-
-
 def perplexity(nats: float) -> float:
     """exp(`nats`), with nats per label; infinite above what a float holds, e^709."""
     return math.exp(nats) if nats < 709 else math.inf

@@ -1,6 +1,5 @@
 """Laws of tokenizers of every kind: `encode`, the folder they live in, and rejections."""
 
-import base64
 import json
 import random
 import shutil
@@ -18,11 +17,10 @@ from tests.data.vocabularies import (
     TEXTS,
     bert_file,
     gpt2_files,
-    rank_file,
     specs,
 )
 
-LOSSLESS = {"gpt2", "gpt2 from tiktoken", "hf, byte pairs", "bytes"}
+LOSSLESS = {"gpt2", "hf, byte pairs", "bytes"}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,7 @@ def test_saved_tokenizer_is_rebuilt(kind, tokenizer, spec_of, tmp_path):
         assert rebuilt.encode_batch(texts) == tokenizer.encode_batch(texts)
         rebuilt.save(tmp_path / "again")
         assert files_of(tmp_path / "again") == files_of(folder)
-    if given and "tiktoken" not in kind:
+    if given:
         saved = [content for name, content in files_of(folder).items() if name != "mjax_tokenizer.json"]
         assert sorted(saved) == sorted(Path(file).read_bytes() for file in given.split(","))
 
@@ -161,15 +159,12 @@ def shelf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shelf")
     vocab, _ = gpt2_files(folder)
     ids = json.loads(vocab.read_text())
-    ranks = rank_file(vocab).read_bytes().splitlines(keepends=True)
     bert_file(folder / "uncased", lowercase=True)
     bert_file(folder / "cased", lowercase=False)
     pieces = (folder / "uncased" / "vocab.txt").read_text().splitlines()
     contents = {
         "no_eod.json": json.dumps({token: i for token, i in ids.items() if token[:2] != "<|"}),
         "other_merges.txt": "Ġ t\nq q\n",
-        "other_words.tiktoken": b"".join(ranks) + b"Owo= %d\n" % len(ranks),  # ";\n"
-        "long_word.tiktoken": b"".join(ranks) + base64.b64encode(b"a" * 12_000) + b" %d\n" % len(ranks),
         "no_sep.txt": "\n".join(piece for piece in pieces if piece != "[SEP]"),
     }
     for name, content in contents.items():
@@ -180,16 +175,12 @@ def shelf(tmp_path_factory):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("x.model", "is not a known kind; use gpt2:vocab.json,merges.txt or gpt2:FILE.tiktoken, bert-uncased:vocab.t"),
+        ("x.model", "is not a known kind; use gpt2:vocab.json,merges.txt, bert-uncased:vocab.t"),
         ("run:empty", "run:empty: empty has no folder tokenizer, so it is not a run that has one"),
         ("gpt2:merges.txt,vocab.json", "the files are swapped; use --tokenizer gpt2:vocab.json,merges.txt"),
         ("gpt2:vocab.json,other_merges.txt", "other_merges.txt does not belong to vocab.json .*`qq` out of vocabulary"),
         ("gpt2:no_eod.json,merges.txt", r"no_eod.json has no token <\|endoftext\|>"),
-        ("gpt2:other_words.tiktoken", "other_words.tiktoken is not split into words as GPT-2 does .*hf:tokenizer.json"),
-        (
-            "gpt2:long_word.tiktoken",
-            "has tokens of up to 12,000 bytes, which take too long to split .*; give the tiktoken",
-        ),
+        ("gpt2:gpt2.tiktoken", "names 1 files; use --tokenizer gpt2:vocab.json,merges.txt"),
         ("bert-uncased:no_sep.txt", r"no_sep.txt lacks \[SEP\]; give BERT's vocab.txt"),
         ("bert-uncased:cased/vocab.txt", "has pieces in capitals; use --tokenizer bert-cased:cased/vocab.txt"),
         ("sentencepiece:vocab.json", "vocab.json is not a sentencepiece model"),

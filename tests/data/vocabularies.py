@@ -1,6 +1,5 @@
 """Texts that break tokenizers, and small tokenizers of every kind, trained here on a few sentences."""
 
-import base64
 import io
 import json
 from pathlib import Path
@@ -60,16 +59,6 @@ def gpt2_files(folder: Path, merges=120) -> tuple[Path, Path]:
     ids = json.loads(vocab.read_text(encoding="utf-8"))
     vocab.write_text(json.dumps(ids | {"<|endoftext|>": len(ids)}), encoding="utf-8")
     return vocab, lines
-
-
-def rank_file(vocab: Path) -> Path:
-    """The tiktoken file of the same vocabulary."""
-    byte, file = byte_of_character(), vocab.with_name("ranks.tiktoken")
-    ids = json.loads(vocab.read_text(encoding="utf-8"))
-    tokens = [token for token in sorted(ids, key=ids.get) if token != "<|endoftext|>"]
-    lines = [base64.b64encode(bytes(byte[character] for character in token)) for token in tokens]
-    file.write_bytes(b"".join(b"%s %d\n" % (line, rank) for rank, line in enumerate(lines)))
-    return file
 
 
 # --- BERT -------------------------------------------------------------------------------------------------------------
@@ -135,7 +124,7 @@ def hf_byte_pairs(special=("<|endoftext|>", "<|im_end|>")) -> tokenizers.Tokeniz
 
 
 NAMES = [
-    *("gpt2", "gpt2 from tiktoken", "bert-uncased", "bert-cased", "sentencepiece, unigram", "sentencepiece, as LLaMA"),
+    *("gpt2", "bert-uncased", "bert-cased", "sentencepiece, unigram", "sentencepiece, as LLaMA"),
     *("sentencepiece, as T5", "hf, unigram", "hf, byte pairs", "bytes"),
 ]
 """The small tokenizers of `specs`."""
@@ -155,7 +144,6 @@ def specs(folder: Path) -> dict[str, str]:
         (folder / name).write_bytes(content)
     return {
         "gpt2": f"gpt2:{vocab},{merges}",
-        "gpt2 from tiktoken": f"gpt2:{rank_file(vocab)}",
         "bert-uncased": f"bert-uncased:{bert_file(folder / 'uncased', lowercase=True)}",
         "bert-cased": f"bert-cased:{bert_file(folder / 'cased', lowercase=False)}",
         "sentencepiece, unigram": f"sentencepiece:{folder}/unigram.model",

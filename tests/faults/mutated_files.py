@@ -49,7 +49,7 @@ from mjax.run.health import Health, check_start
 from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task
 from mjax.tasks.zero_shot import Lambada, WikiText103
-from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs, rank_file
+from tests.data.vocabularies import LLAMA, TEXTS, bert_file, foreign_model, gpt2_files, hf_byte_pairs
 from tests.faults.mutated_models import (
     expected_hf,
     read_hf,
@@ -352,12 +352,6 @@ READERS = [
         spec_reader("hf:{}/tokenizer.json"),
     ),
     Reader("vocab.json, merges.txt", gpt2_files, spec_reader("gpt2:{0}/vocab.json,{0}/merges.txt")),
-    Reader(
-        "tiktoken",
-        lambda folder: rank_file(gpt2_files(folder)[0]),
-        spec_reader("gpt2:{}/ranks.tiktoken"),
-        only=("ranks*",),
-    ),
     Reader("vocab.txt", lambda folder: bert_file(folder, lowercase=True), spec_reader("bert-uncased:{}/vocab.txt")),
     Reader(
         "sentencepiece model",

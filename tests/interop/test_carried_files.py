@@ -13,7 +13,7 @@ from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.interop.convert import check_vocabulary
-from mjax.interop.tokenizer_files import carried_files, find_tokenizer, restored_files
+from mjax.interop.tokenizer_files import collect_files, find_tokenizer, restore_files
 from mjax.run.continuing import Origin
 from mjax.run.start import write_folder, write_origin
 from tests.data.vocabularies import gpt2_files
@@ -41,12 +41,12 @@ def stored(files, path):
 
 def test_changed_template_is_exported_in_both_spellings(tmp_path):
     source = folder_of(tmp_path / "in", {"eos_token": "</s>", "chat_template": "old"}, special_tokens_map__json="{}\n")
-    run = stored(carried_files(source, {"eos_token_id": 7}), tmp_path / "run")
+    run = stored(collect_files(source, {"eos_token_id": 7}), tmp_path / "run")
     assert (run / "chat_template.jinja").read_text() == "old"
     assert json.loads((run / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
     assert json.loads((run / "generation_config.json").read_text()) == {"eos_token_id": 7}
     (run / "chat_template.jinja").write_text("new")
-    out = restored_files(run)
+    out = restore_files(run)
     assert out["chat_template.jinja"] == b"new"
     assert json.loads(out["tokenizer_config.json"]) == {"eos_token": "</s>", "chat_template": "new"}
     assert out["special_tokens_map.json"] == b"{}\n"
@@ -54,7 +54,7 @@ def test_changed_template_is_exported_in_both_spellings(tmp_path):
 
 def test_template_file_takes_precedence_over_setting(tmp_path):
     source = folder_of(tmp_path / "in", {"chat_template": "setting"}, chat_template__jinja="file")
-    assert carried_files(source, {})["chat_template.jinja"] == b"file"
+    assert collect_files(source, {})["chat_template.jinja"] == b"file"
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_template_file_takes_precedence_over_setting(tmp_path):
 )
 def test_damaged_files_are_refused(settings, files, said, tmp_path):
     with pytest.raises(UsageError, match=said):
-        carried_files(folder_of(tmp_path / "in", settings, **files), {})
+        collect_files(folder_of(tmp_path / "in", settings, **files), {})
     with pytest.raises(UsageError, match=said):
-        restored_files(tmp_path / "in")
+        restore_files(tmp_path / "in")
 
 
 def test_byte_pairs_of_other_words_are_refused(tmp_path):

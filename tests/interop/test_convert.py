@@ -330,7 +330,8 @@ def test_bert_tokenizer_survives_import_and_export(lowercase, tmp_path, capsys):
         alone = shutil.copytree(tmp_path / "out", tmp_path / f"without {other}")
         (alone / other).unlink()
         found = find_tokenizer(alone, None)
-        assert (found.scheme, found.mask, found.encode("Ça, déjà")) == (kind, given.mask, given.encode("Ça, déjà"))
+        assert (found.mask, found.sep, found.encode("Ça, déjà")) == (given.mask, given.eod, given.encode("Ça, déjà"))
+        assert (found.bos, found.vocabulary) == (None, given.vocabulary)
 
 
 @pytest.mark.parametrize("said", [None, {"do_lower_case": True, "strip_accents": False}])

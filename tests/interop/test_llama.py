@@ -11,7 +11,7 @@ from mjax.commands import cli
 from mjax.config import GPTConfig, MixtureConfig, load_config
 from mjax.errors import UsageError
 from mjax.interop.convert import extended, family_of, find_family
-from mjax.interop.tokenizer_files import carried_files
+from mjax.interop.tokenizer_files import collect_files
 from mjax.models.gemma3.huggingface import GEMMA3
 from mjax.models.huggingface.family import config_values, model_config, unlike
 from mjax.models.huggingface.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
@@ -226,5 +226,5 @@ def test_tokenizer_limit_grows_with_positions(tmp_path):
     settings = {"model_max_length": 8192, "bos_token": "<s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for positions, limit in ((65_536, 65_536), (4096, 8192), (None, 8192)):
-        files = carried_files(tmp_path, {}, positions)
+        files = collect_files(tmp_path, {}, positions)
         assert json.loads(files["tokenizer_config.json"]) == settings | {"model_max_length": limit}

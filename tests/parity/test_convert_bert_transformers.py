@@ -34,7 +34,7 @@ def test_tokenizers_of_both_open_in_the_other(lowercase, tmp_path):
     transformers.BertTokenizer(vocab=str(file), do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
     assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
     found = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
-    assert (found.scheme, found.mask) == (ours.scheme, ours.mask)
+    assert (found.cls, found.mask) == (ours.cls, ours.mask)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (theirs.mask_token_id, theirs.pad_token_id) == (ours.mask, ours.pad)

@@ -164,7 +164,9 @@ def change(tokenizer, model=None, pre_tokenizer=None):
     values["model"].update(model or {})
     if pre_tokenizer is not None:
         values["pre_tokenizer"] = json.loads(pre_tokenizer.__getstate__())
-    return tokenizers.Tokenizer.from_str(json.dumps(values))
+    library = tokenizers.Tokenizer.from_str(json.dumps(values))
+    library.encode_special_tokens = True  # which the file does not say
+    return library
 
 
 def words_of_llama(behavior="isolated", invert=False, **of_bytes):

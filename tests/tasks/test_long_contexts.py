@@ -1,4 +1,4 @@
-"""Perplexity by position and the needle in a haystack: windows, metrics, and a model that finds what it has read."""
+"""Loss by position: stretches, metrics, and a model that finds what it has read."""
 
 import json
 from dataclasses import replace
@@ -11,20 +11,17 @@ import pytest
 import tyro
 
 from mjax.checkpoint.checkpoint import Checkpoints
-from mjax.commands.evaluate import EvaluateArguments, evaluate, metrics_of
+from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.config import LlamaConfig, save_config
-from mjax.data.tokenizers import ByteTokenizer, load_tokenizer
+from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
-from mjax.tasks.interface import Score
-from mjax.tasks.long_contexts import CITIES, Needle, NeedleOptions, Positions, PositionsOptions, mean_and_error
-from tests.data.vocabularies import hf_byte_pairs
+from mjax.tasks.long_contexts import Positions, mean_and_error
 from tests.small import QUICKLY, small_config
 from tests.tasks.lookup_model import LookupConfig, planted
 
 BYTES = ByteTokenizer()
 SEQUENCE = 256
-STORY = "It was a long road. They walked on, and the sky grew dark over the hills! Who would have thought so? "
 
 
 def written(path, *texts):
@@ -34,11 +31,6 @@ def written(path, *texts):
 
 def values_of(metrics):
     return {metric.name: metric.value for metric in metrics}
-
-
-@pytest.fixture(scope="module")
-def story(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("texts") / "story.jsonl", *[STORY * 3] * 8)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +50,9 @@ def run(tmp_path_factory):
     return folder
 
 
-# --- Perplexity by position -------------------------------------------------------------------------------------------
-
-
 def test_positions_cut_documents_into_whole_stretches(tmp_path):
     data = written(tmp_path / "texts.jsonl", "abcdefghij", "klmno", "pqrs", "")
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=5), PositionsOptions(bins=2))
+    task = Positions(str(data), BYTES, LlamaConfig(sequence=5), bins=2)
     texts = [(window.tokens.tolist(), window.counted) for window in task.passes[0]]
     assert texts == [([256, *b"abcde"], 5), ([*b"efghij"], 5), ([256, *b"klmno"], 5)]
     metrics = task.metrics([np.arange(15, dtype=np.float32).reshape(3, 5)])
@@ -76,16 +65,16 @@ def test_positions_cut_documents_into_whole_stretches(tmp_path):
 def test_bin_error_is_over_stretches(tmp_path):
     """Errors that the labels of a stretch share do not average out over them."""
     data = written(tmp_path / "texts.jsonl", "x" * 8 * 50)
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=8), PositionsOptions(bins=2, spacing="equal"))
+    task = Positions(str(data), BYTES, LlamaConfig(sequence=8), bins=2)
     random = np.random.default_rng(0)
     of_stretch, of_label = random.normal(0, 1, (50, 1)), random.normal(0, 0.1, (50, 8))
     losses = np.float32(3 - 0.1 * np.arange(8) + of_stretch + of_label)
     first, last = task.bins(losses)
-    assert (first["first"], first["last"], last["first"], last["last"]) == (1, 4, 5, 8)
-    assert last["loss"] == pytest.approx(losses[:, 4:].mean(), rel=1e-6)
+    assert (first["first"], first["last"], last["first"], last["last"]) == (1, 2, 3, 8)
+    assert last["loss"] == pytest.approx(losses[:, 2:].mean(), rel=1e-6)
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
-    assert (first["tokens"], last["tokens"]) == (200, 200)
-    assert last["standard_error"] == pytest.approx(np.std(losses[:, 4:].mean(1), ddof=1) / 50**0.5, rel=1e-6)
+    assert (first["tokens"], last["tokens"]) == (100, 300)
+    assert last["standard_error"] == pytest.approx(np.std(losses[:, 2:].mean(1), ddof=1) / 50**0.5, rel=1e-6)
     values = values_of(task.metrics([losses]))
     assert values["gain"] == pytest.approx(0.4, abs=0.05)
     assert values["gain_error"] < 0.02, "paired: what a stretch adds to both halves cancels"
@@ -98,7 +87,7 @@ def test_bin_error_is_over_stretches(tmp_path):
 def test_gain_of_scaled_model_splits_at_trained_length(tmp_path, scaling):
     data = written(tmp_path / "texts.jsonl", "x" * 64)
     losses = np.where(np.arange(64) < 8, 1.0, 3.0)[None].astype(np.float32)
-    task = Positions(str(data), BYTES, LlamaConfig(sequence=64, rope_factor=8.0, **scaling), PositionsOptions())
+    task = Positions(str(data), BYTES, LlamaConfig(sequence=64, rope_factor=8.0, **scaling))
     values = values_of(task.metrics([losses]))
     assert (values["loss_before"], values["loss_after"], values["gain"]) == (1.0, 3.0, -2.0)
     assert values["gain_error"] is None
@@ -122,93 +111,7 @@ def test_positions_show_that_context_helps(run, tmp_path, capsys):
     assert "<svg" in picture.read_text()
 
 
-# --- The needle -------------------------------------------------------------------------------------------------------
-
-
-def needle(story, tokenizer=BYTES, sequence=SEQUENCE, **options):
-    return Needle(str(story), tokenizer, LlamaConfig(sequence=sequence), NeedleOptions(**options))
-
-
-def test_needle_texts_have_their_length_and_depth(story):
-    task = needle(story, sequence=1024, lengths=(1000, 300), depths=5, samples=3)
-    assert task.lengths == (300, 1000)
-    cells = [(depth, length) for depth in task.depths for length in task.lengths]
-    for (depth, length), windows in zip(cells, task.passes, strict=True):
-        for window in windows:
-            assert len(window.tokens) == length
-            assert window.tokens[0] == BYTES.eod
-            text = bytes(window.tokens[1:].tolist()).decode()
-            answer = text[-window.counted :]
-            (city,) = [city for city in CITIES if text.count(city) == 3]
-            fact = f" The magic number of {city} is{answer} and no other."
-            question = f" What is the magic number of {city}? The magic number of {city} is{answer}"
-            assert 1000 <= int(answer) < 10_000
-            assert text.endswith(question)
-            assert text.count(fact) == 1
-            filler = text.removesuffix(question).replace(fact, "")
-            assert filler in STORY * 24
-            place = text.index(fact)
-            assert -1 / 8 <= place / len(filler) - depth <= 0.5 / len(filler)
-            assert depth in (0, 1) or text[place - 1] in ".!?" or len(filler) < 200
-
-
-def test_needle_depths_share_texts_of_seed(story):
-    def texts(**options):
-        task = needle(story, lengths=(256,), depths=3, samples=4, **options)
-        return [[window.tokens.tolist() for window in windows] for windows in task.passes]
-
-    first, middle, last = texts()
-    assert texts() == [first, middle, last]
-    assert texts(seed=7) != [first, middle, last]
-    assert first != middle
-    for one, other in zip(first, last, strict=True):
-        assert sorted(one) == sorted(other)
-    assert len({tuple(text) for text in first}) == 4
-
-
-def test_needle_answer_follows_tokens_of_question(story, tmp_path):
-    hf_byte_pairs().save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(f"hf:{tmp_path / 'tokenizer.json'}")
-    for windows in needle(story, tokenizer, 1024, lengths=(512,), depths=2).passes:
-        for window in windows:
-            assert tokenizer.decode(window.tokens[-window.counted :].tolist()).strip().isdigit()
-
-
-def test_needle_lengths_halve_while_texts_fit(story):
-    assert needle(story, sequence=2048).lengths == (256, 512, 1024, 2048)
-    assert needle(story, sequence=600).lengths == (300, 600)
-    with pytest.raises(UsageError, match=r"--needle.lengths 40 tokens has no room for a fact and its question"):
-        needle(story, lengths=(40,))
-
-
-def test_needle_metrics_are_by_cell(story, tmp_path):
-    task = needle(story, lengths=(200, 256), depths=2, samples=2)
-    scores = [Score(1.0, 4, 4, 2, 2), Score(1.0, 4, 3, 2, 1), Score(1.0, 4, 0, 2, 0), Score(1.0, 4, 2, 2, 1)]
-    values = values_of(task.metrics(scores))
-    assert (values["found"], values["correct_tokens"]) == (0.5, 9 / 16)
-    assert [cell["found"] for cell in values["cells"]] == [2, 1, 0, 1]
-    task.draw(scores, tmp_path / "needle.png", "a test")
-    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_model_finds_needles_within_its_reach(run, story):
-    options = NeedleOptions(lengths=(256,), depths=11, samples=4)
-    found = metrics_of(run, "needle", story, needle=options)
-    task = needle(story, lengths=(256,), depths=11, samples=4)
-
-    def near(window):
-        text = bytes(window.tokens[1:].tolist())
-        return len(text) - 5 - text.index(text[-5:] + b" and no other") <= 120
-
-    expected = [sum(map(near, windows)) for windows in task.passes]
-    assert [cell["found"] for cell in found["cells"]] == expected
-    assert 0 < sum(expected) < 44
-    assert found["found"] == sum(expected) / 44
-
-
 def test_short_text_is_rejected_with_remedy(tmp_path):
     short, model = written(tmp_path / "short.jsonl", "a" * 100, "b" * 90), LlamaConfig(sequence=512)
     with pytest.raises(UsageError, match=r"no document of 512 tokens, the longest has 100; .* --positions.length 64$"):
-        Positions(str(short), BYTES, model, PositionsOptions())
-    with pytest.raises(UsageError, match=r"has 190 tokens and a text of 512 needs .* of filler; give more text"):
-        Needle(str(short), BYTES, model, NeedleOptions())
+        Positions(str(short), BYTES, model)

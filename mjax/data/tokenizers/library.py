@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, the parts that all kinds share, and those that the `tokenizers` library runs.
+"""The interface of a tokenizer, those of bytes and of sentencepiece, and the parts that all kinds share.
 
 In Hugging Face's tokenizers a text that contains `<|endoftext|>` or `[SEP]` encodes to that token. In Megatron's it
 does not, nor here: otherwise a web page about GPT-2 would end in the middle.
@@ -13,71 +13,51 @@ is refused, because other merges would silently give other tokens.
 
 import hashlib
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Self
 
 import numpy as np
-import tokenizers
+import sentencepiece
 
-from mjax.data.tokenizer_trial import check_expansion
-from mjax.data.tokenizers.fast import WORTH, EncodersDiffer, FastEncoder, fast_encoder
+from mjax.data.tokenizer_trial import check_expansion, try_tokenizer
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
-
-# One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 DESCRIPTION = "mjax_tokenizer.json"
 EOD_PIECE = "<|endoftext|>"
 WHOLE_FILES = "get its files again, they may be damaged"
+
+SCHEMES = {
+    "gpt2": ("gpt2:vocab.json,merges.txt", ("vocab.json", "merges.txt")),
+    "bert-uncased": ("bert-uncased:vocab.txt", ("vocab.txt",)),
+    "bert-cased": ("bert-cased:vocab.txt", ("vocab.txt",)),
+    "sentencepiece": ("sentencepiece:FILE.model", ("tokenizer.model",)),
+    "hf": ("hf:tokenizer.json or hf:tokenizer.json,eod=TOKEN", ("tokenizer.json",)),
+    "bytes": ("bytes", ()),
+}
+"""By name on the command line and in `mjax_tokenizer.json`: what to type, and the files in a folder."""
 
 
 class Tokenizer:
     """Text to token ids and back; rebuilt from the files it was made from.
 
     Attributes:
-      scheme: name on the command line and in `mjax_tokenizer.json`.
+      scheme: its kind, of SCHEMES.
       encoder: the package that has encoded texts for `encode_flat`; gigatoken if it took some of them.
-      form: its form on the command line.
-      stored: names of its files in a folder.
-      contents: their bytes, in the same order.
+      contents: the bytes of its files, in the order of SCHEMES.
       vocabulary: ids run from 0 to vocabulary - 1.
       eod: id that ends a document; no text encodes to it.
       bos: id that begins every text the model saw, before its tokens; None: there is none.
     """
 
-    scheme: ClassVar[str]
-    form: ClassVar[str]
-    stored: ClassVar[tuple[str, ...]] = ()
+    scheme: str
+    encoder: str = "mjax"
     contents: tuple[bytes, ...] = ()
     vocabulary: int
     eod: int
     bos: int | None = None
-    encoder: str = "mjax"
-
-    @classmethod
-    def from_files(cls, files: str) -> Self:
-        """Make it from the files that follow the kind on the command line: one file, unless the kind says otherwise.
-
-        Raises:
-          UsageError: a file is missing or not what the kind needs.
-        """
-        return cls(read_given(cls, files, files), files)
-
-    @classmethod
-    def from_contents(cls, contents: Sequence[bytes], names: Sequence[str], eod: int) -> Self:
-        """Make it from the files of a folder that `save` wrote: their bytes, and their names for error messages.
-
-        Raises:
-          UsageError: a file is not what the kind needs.
-        """
-        return cls(*contents, *names)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without an end-of-document id or any other that is not in the text.
@@ -143,33 +123,26 @@ class Tokenizer:
         """Count no ids from `rows` on, if they are special tokens, which no text encodes to; their names, or none."""
         return []
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files of its folder, by name."""
+        return dict(zip(SCHEMES[self.scheme][1], self.contents, strict=True))
+
     def save(self, folder: Path) -> None:
         """Write the files, and last the description, which makes the folder a tokenizer."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = dict(zip(self.stored, self.contents, strict=True))
-        for name, content in files.items():
+        for name, content in self.files.items():
             write_whole(folder / name, content)
-        values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod}
-        if self.bos is not None:
-            values["bos"] = self.bos
-        values["sha256"] = {name: sha256(content) for name, content in files.items()}
+        begin = {} if self.bos is None else {"bos": self.bos}
+        values = {"kind": self.scheme, "vocabulary": self.vocabulary, "eod": self.eod} | begin
+        values["sha256"] = {name: sha256(content) for name, content in self.files.items()}
         write_whole(folder / DESCRIPTION, json.dumps(values, indent=2) + "\n")
 
 
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8 and an end-of-document id: no files and no training, but four times as many tokens."""
 
-    scheme = "bytes"
-    form = "bytes"
-    vocabulary = 257
-    eod = 256
-
-    @classmethod
-    def from_files(cls, files: str) -> Self:
-        """Make it; nothing follows the kind on the command line."""
-        if files:
-            raise UsageError(f"--tokenizer bytes:{files} names a file, but bytes needs none; use --tokenizer bytes")
-        return cls()
+    scheme, vocabulary, eod = "bytes", 257, 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Bytes of each text in UTF-8."""
@@ -179,76 +152,53 @@ class ByteTokenizer(Tokenizer):
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-class LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`, without ever adding a token that is not in the text."""
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model; its end-of-sentence piece, or a control piece `<|endoftext|>`, ends documents.
 
-    library: tokenizers.Tokenizer
-    encoder = "tokenizers"
+    A model does what it was trained to do: most add a space in front, many fold spaces and normalise to NFKC. One that
+    is trained here (`training.py`) does neither.
+    """
+
+    scheme = encoder = "sentencepiece"
+
+    def __init__(self, model: bytes, source: str):
+        try_tokenizer(model, source, "sentencepiece")
+        with library_errors(f"{source} is not a sentencepiece model", "give the .model file of one"):
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.vocabulary = self._processor.vocab_size()
+            # A piece that is not UTF-8 fails here, not in the middle of a text.
+            pieces = [self._processor.id_to_piece(number) for number in range(self.vocabulary)]
+        self.contents, self.eod = (model,), self._processor.eos_id()
+        if self.eod < 0 and EOD_PIECE in pieces:
+            self.eod = pieces.index(EOD_PIECE)
+        if self.eod < 0 or not self._processor.is_control(self.eod):  # text encodes to any other piece
+            problem = "has neither an end-of-sentence piece nor a piece" if self.eod < 0 else "ends documents with"
+            raise UsageError(
+                f"{source} {problem} {EOD_PIECE if self.eod < 0 else pieces[self.eod]}, which is not a control piece, "
+                "so text can hold it; use a model trained with it among --control_symbols, or leave --tokenizer out to "
+                "train one"
+            )
+
+    def bos_of_files(self) -> int | None:
+        """The piece that begins a sentence, if the model has one."""
+        return None if (number := self._processor.bos_id()) < 0 else number
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the tokens of each text; special tokens written out in it are text like any other."""
-        if self._is_worth(texts):
-            try:
-                ids, lengths = self._fast.encode(texts)
-                return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-            except EncodersDiffer as error:
-                print(f"{error}; mjax continues with tokenizers alone", file=sys.stderr)
-                self._fast = None
-        return self._encode_slowly(texts)
-
-    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode all texts as any tokenizer does, and without lists where gigatoken can."""
-        if not self._is_worth(texts):
-            return super().encode_flat(texts)
-        self.encoder = "gigatoken"
-        return self._fast.encode(texts)
-
-    def leave_gigatoken(self) -> None:
-        """Encode with tokenizers alone."""
-        self._fast = None
-
-    def begin_file(self) -> None:
-        """Let gigatoken's ids of the first texts that follow be compared."""
-        if self._fast is not None:
-            self._fast.compare()
-
-    @cached_property
-    def _fast(self) -> FastEncoder | None:
-        return fast_encoder(self.library, self._encode_slowly)
-
-    def _is_worth(self, texts: Sequence[str]) -> bool:
-        """True if gigatoken encodes these texts; they are checked to be valid."""
-        if sum(map(len, texts)) < WORTH or self._fast is None:
-            return False
+        """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
         for text in texts:
             utf8(text)
-        return True
-
-    def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
-        # The fast method keeps no track of which token came from which characters.
-        return [encoding.ids for encoding in self._encoded(texts, self.library.encode_batch_fast)]
-
-    def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        return [(encoding.ids, encoding.offsets) for encoding in self._encoded(texts, self.library.encode_batch)]
-
-    def _encoded(self, texts: Sequence[str], encode: Callable) -> list[tokenizers.Encoding]:
-        for text in texts:
-            utf8(text)
-        with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
-            encodings = encode(list(texts), add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            check_expansion(text, len(encoding), self.scheme)
-        return encodings
+        ids = self._processor.encode(list(texts), num_threads=1)
+        for text, tokens in zip(texts, ids, strict=True):
+            check_expansion(text, len(tokens), self.scheme)
+        return ids
 
     def _text(self, ids: list[int]) -> str:
-        with library_errors(f"the {self.scheme} tokenizer cannot decode these ids", WHOLE_FILES):
-            return self.library.decode(ids, skip_special_tokens=False)
+        return self._processor.decode(ids)
 
 
 @contextmanager
 def library_errors(before: str, after: str) -> Iterator[None]:
-    """Turn what the library raises into the UsageError `before (…); after`, panics of its Rust core included."""
+    """Turn any error into the UsageError `before (…); after`, panics of a Rust library included."""
     try:
         yield
     except (UsageError, MemoryError, KeyboardInterrupt, SystemExit):
@@ -275,35 +225,3 @@ def utf8(text: str) -> bytes:
         raise UsageError(
             f"character {error.start} of the text is {half}, half of a surrogate pair; replace or drop it"
         ) from None
-
-
-def read_given(tokenizer: type[Tokenizer], files: str, file: str) -> bytes:
-    """Read `file`, one of the `files` given on the command line.
-
-    Raises:
-      UsageError: no file is named, or it cannot be read.
-    """
-    given = f"--tokenizer {tokenizer.scheme}"
-    if not file:
-        raise UsageError(f"{given} names no file; use --tokenizer {tokenizer.form}")
-    if not Path(file).is_file():
-        raise UsageError(f"{given}:{files}: there is no file {file}; use --tokenizer {tokenizer.form}")
-    try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{given}:{files}: cannot read {file} ({error.strerror}); check its permissions") from None
-
-
-def utf8_lines(content: bytes, name: str) -> list[str]:
-    """Lines of a text file that may come from Windows.
-
-    Only a line feed ends a line: to `str.splitlines` U+2028 and U+0085 do too, and vocabularies hold them as tokens.
-
-    Raises:
-      UsageError: it is not UTF-8.
-    """
-    try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not a text file in UTF-8 (byte {error.start}); give the right file") from None
-    return [line.removesuffix("\r") for line in (lines[:-1] if not lines[-1] else lines)]
