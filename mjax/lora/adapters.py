@@ -13,6 +13,8 @@ MLP.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -20,8 +22,8 @@ from jaxtyping import Array, Float
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, local_columns
-from mjax.parallel.products import linear
-from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.products import into_columns, linear
+from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
 from mjax.parallel.tokens import Tokens
 
 
@@ -48,6 +50,32 @@ class ColumnAdapter(Adapter):
     def __init__(self, *matrices, parts: tuple[int, ...]):
         super().__init__(*matrices)
         self.parts = parts
+
+    def columns(
+        self, x: Float[Array, "t h"], tokens: Tokens, layers: Sequence[ColumnParallelLinear], weights, key
+    ) -> tuple[Float[Array, "bs ..."], ...]:
+        """Return what `layers.columns` does, with the adapters of the layers: in the same region, unless dropout gives
+        them another input, which costs an f of its own.
+
+        Args:
+          weights: kernels, biases, unfused and frozen, as `into_columns` takes them.
+          key: of the dropout masks.
+        """
+        kernels, biases, unfused, frozen = weights
+        adapters = [layer.adapter for layer in layers if layer.adapter is not None]
+        axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
+        downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
+        nothing, no = (None,) * len(downs), (False,) * len(downs)
+        if key is not None and self.dropout:
+            outputs = into_columns(x, kernels, biases, tokens, unfused, frozen)
+            outputs += into_columns(dropout_tokens(x, self.dropout, key, tokens), downs, nothing, tokens, no, no)
+        else:
+            outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no, frozen + no)
+        outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
+        for layer, is_unfused in zip(layers, unfused, strict=True):
+            parts = [next(outputs) for _ in range(layer.kernel.shape[1] if is_unfused else 1)]
+            sums += parts if layer.adapter is None else layer.adapter.added(parts, next(narrow), layer)
+        return tuple(sums)
 
     def added(
         self, outputs: list[Float[Array, "bs ..."]], narrow: Float[Array, "bs k r"], layer: ColumnParallelLinear

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.products import from_rows, into_columns, overlapped_sum
-from mjax.parallel.random import DropoutKey, dropout_tokens
+from mjax.parallel.random import DropoutKey
 from mjax.parallel.sums import add_bias, lookup, sum_rows
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.weights import IN, OUT, PART, TOKEN, is_frozen, parameter
@@ -120,21 +120,10 @@ def columns(
     biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
     unfused = tuple(layer.unfused and not whole for layer in layers)
     frozen = tuple(is_frozen(layer.kernel) for layer in layers)
-    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
-    if not adapters:
+    adapter = next((layer.adapter for layer in layers if layer.adapter is not None), None)
+    if adapter is None:
         return into_columns(x, kernels, biases, tokens, unfused, frozen)
-    downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
-    no, nothing = (False,) * len(downs), (None,) * len(downs)
-    if key is not None and adapters[0].dropout:  # another input, which costs an f of its own
-        outputs = into_columns(x, kernels, biases, tokens, unfused, frozen)
-        outputs += into_columns(dropout_tokens(x, adapters[0].dropout, key, tokens), downs, nothing, tokens, no, no)
-    else:
-        outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no, frozen + no)
-    outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
-    for layer, apart in zip(layers, unfused, strict=True):
-        own = [next(outputs) for _ in range(layer.kernel.shape[1] if apart else 1)]
-        sums += own if layer.adapter is None else layer.adapter.added(own, next(narrow), layer)
-    return tuple(sums)
+    return adapter.columns(x, tokens, layers, (kernels, biases, unfused, frozen), key)
 
 
 def local_columns(weight: Array, columns: int, dim: int) -> Array:
