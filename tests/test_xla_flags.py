@@ -9,7 +9,7 @@ import pytest
 from mjax.cluster import launch, xla_flags
 from mjax.cluster.xla_flags import FASTER, REPEATABLE, XlaFlag
 from mjax.commands import cli
-from mjax.doctor.software import refusal
+from mjax.doctor.installation import refusal
 from mjax.errors import UsageError
 from mjax.parallel.mesh import make_mesh
 from mjax.step.step import build_program

@@ -5,13 +5,12 @@ import sys
 
 import pytest
 
-from mjax.doctor import GREEN, RED, YELLOW
-from mjax.doctor.child import run_in_child
+from mjax.doctor import GREEN, RED, YELLOW, Facts, checks
 
-# A child like the one of doctor/child.py, whose checks do what their names say.
+# A child like the one of doctor/checks.py, whose checks do what their names say.
 CHILD = """
 import json, os, signal, sys, time
-for name in sys.argv[2:]:
+for name in sys.argv[1:]:
     if name == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         open(os.environ["HUNG"], "w").write(str(os.getpid()))
@@ -22,31 +21,34 @@ for name in sys.argv[2:]:
         os.abort()
     if name == "half":
         print("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", file=sys.stderr)
-        print('[{"check": "ha', end="", flush=True)
+        print('[{"status": "gr', end="", flush=True)
         os._exit(4)
-    if name == "leave":
-        os._exit(3)
-    found = [] if name == "nothing" else ["red", "green"] if name == "mixed" else [name if name == "red" else "green"]
-    print(json.dumps([dict(check=name, status=each, found="done") for each in found]), flush=True)
+    colors = dict(nothing=[], mixed=["red", "green"], red=["red"]).get(name, ["green"])
+    print(json.dumps([dict(status=color, found="done") for color in colors]), flush=True)
 """
 
 
-def run(*names, limit=20.0, **options):
-    command = (sys.executable, "-c", CHILD)
-    return list(run_in_child(names, {}, os.environ, limit, command=command, **options))
+@pytest.fixture
+def run(monkeypatch):
+    def run(*names, limit=20.0, foundation="devices", begin=lambda name: None):
+        monkeypatch.setattr(checks, "COMMAND", (sys.executable, "-c", CHILD))
+        monkeypatch.setattr(checks, "FOUNDATION", foundation)
+        return list(checks.run_in_child(names, Facts(limit=limit), begin))
+
+    return run
 
 
 def statuses(findings):
     return [(finding.check, finding.status) for finding in findings]
 
 
-def test_checks_are_answered_in_order():
+def test_checks_are_answered_in_order(run):
     begun = []
     assert statuses(run("a", "nothing", "b", begin=begun.append)) == [("a", GREEN), ("b", GREEN)]
     assert begun == ["a", "nothing", "b"]
 
 
-def test_hanging_check_is_killed(tmp_path, monkeypatch):
+def test_hanging_check_is_killed(run, tmp_path, monkeypatch):
     monkeypatch.setenv("HUNG", str(tmp_path / "number"))
     findings = run("a", "hang", "b", limit=5.0)  # in which an interpreter starts on a busy machine too
     assert statuses(findings) == [("a", GREEN), ("hang", RED), ("b", GREEN)]
@@ -62,17 +64,23 @@ def test_hanging_check_is_killed(tmp_path, monkeypatch):
         ("half", "ended with exit code 4: RESOURCE_EXHAUSTED", "allocate 8 bytes"),  # of an answer
     ],
 )
-def test_lost_check_is_red_with_last_words(lost, how, last):
+def test_lost_check_is_red_with_last_words(run, lost, how, last):
     findings = run("a", lost, "b")
     assert statuses(findings) == [("a", GREEN), (lost, RED), ("b", GREEN)]
     assert how in findings[1].found
     assert findings[1].found.endswith(last)
-    assert findings[1].advice.startswith("nvidia-smi shows which process holds") == (lost == "half")
+    assert findings[1].advice.startswith("nvidia-smi shows who holds") == (lost == "half")
 
 
-def test_checks_stop_at_red_foundation():
-    first, rest = run("red", "a", "b", foundation="red")
-    assert (first.status, rest.check, rest.status, rest.found) == (RED, "not checked", YELLOW, "a and b")
-    assert statuses(run("leave", "a", foundation="leave")) == [("leave", RED), ("not checked", YELLOW)]
-    mixed = run("mixed", "a", foundation="mixed")
-    assert statuses(mixed) == [("mixed", RED), ("mixed", GREEN), ("not checked", YELLOW)]
+@pytest.mark.parametrize("name", ["red", "mixed", "half"])
+def test_checks_stop_at_red_foundation(run, name):
+    findings = run(name, "a", "b", foundation=name)
+    assert findings[0].status == RED
+    assert (findings[-1].check, findings[-1].status, findings[-1].found) == ("not checked", YELLOW, "a, b")
+
+
+def test_check_that_raises_is_red(monkeypatch):
+    monkeypatch.setattr("mjax.doctor.host.check_open_files", lambda facts: 1 / 0)
+    (finding,) = checks.run_check("open files", Facts())
+    assert (finding.check, finding.status) == ("open files", RED)
+    assert finding.found == "could not be checked: ZeroDivisionError: division by zero"

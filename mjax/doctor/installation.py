@@ -1,0 +1,220 @@
+"""The installation: Python, packages, XLA_FLAGS and NVIDIA's driver, without JAX, which may be what is broken.
+
+NVML, and XLA with the flags that are set, run in child processes with a time limit: a driver may hang, and an unknown
+flag ends the process without a Python error. Every version of XLA drops flags, and the usual cause is an old recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import mjax
+from mjax.cluster.launch import nvidia_driver
+from mjax.doctor import GREEN, RED, YELLOW, Driver, Facts, Finding, first, gibibytes
+from mjax.utils import packages
+
+# Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
+READ_FLAGS = "import jax; jax.devices()"
+WRONG_VALUE = "--xla_gpu_autotune_level=?"  # XLA answers with a list of all flags
+# The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
+# version compatibility).
+OLDEST_DRIVER = {12: 525, 13: 580}
+ASK_NVML = (sys.executable, "-m", "mjax.doctor.installation")
+ANSWER_SECONDS = 20.0
+NOT_LOADED = "Driver Not Loaded"  # in NVML's words; also on a machine without a GPU
+ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'")  # a container without the tools; `packages`
+USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
+INSTALL = "install NVIDIA driver 580 or newer; start a container with --gpus all"
+ON_GPU_NODE = "srun --gpus-per-node 1 mjax doctor"
+
+
+def check_python(facts: Facts) -> Finding:
+    """Check that mjax supports this Python."""
+    version, advice = platform.python_version(), "python3.13 -m venv .venv, then install"
+    return first(
+        (not _fits(">=3.11", version), RED, f"{version}, but mjax needs 3.11, 3.12 or 3.13", advice),
+        (not _fits("<3.14", version), YELLOW, f"{version}, newer than tested: 3.11, 3.12 and 3.13", advice),
+        (True, GREEN, f"{version}, {sys.executable}"),
+    )
+
+
+def _fits(specifier: str | SpecifierSet, version: str) -> bool:
+    return SpecifierSet(str(specifier)).contains(version, prereleases=True)
+
+
+def check_packages(facts: Facts) -> Finding:
+    """Check that every required package is installed, in a supported version: by requirements.txt in a source tree."""
+    file = Path(mjax.__file__).parents[1] / "requirements.txt"
+    lines = file.read_text().splitlines() if file.is_file() else metadata.requires("mjax") or []
+    requirements = [Requirement(line) for line in (line.split("#")[0].strip() for line in lines) if line]
+    wrong = _unmet(requirements)
+    lowest = {each: ",".join(str(part) for part in each.specifier if part.operator == ">=") for each in wrong}
+    old = [each for each, version in wrong.items() if version is None or not _fits(lowest[each], version)]
+    advice = "pip install " + " ".join(f'"{each.name}{each.specifier}"' for each in wrong)
+    return first(
+        (old, RED, _words(wrong), advice),
+        (wrong, YELLOW, f"newer than tested: {_words(wrong)}", advice),
+        (True, GREEN, f"all {len(requirements)} required packages"),
+    )
+
+
+def _unmet(requirements: Iterable[Requirement], extra: str = "") -> dict[Requirement, str | None]:
+    """The requirements that are not met, with the installed version; `extra` is that of an installation."""
+    installed = packages.installed()
+    needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]
+    versions = {each: installed.get(canonicalize_name(each.name)) for each in needed}
+    return {each: version for each, version in versions.items() if not (version and _fits(each.specifier, version))}
+
+
+def _words(wrong: Mapping[Requirement, str | None]) -> str:
+    return ", ".join(f"{each.name} {version or 'is missing'} ({each.specifier})" for each, version in wrong.items())
+
+
+def check_jax(facts: Facts) -> Finding | None:
+    """Check that jax, jaxlib and the CUDA plugin fit: each is a separate wheel, the plugin two."""
+    installed = packages.installed()
+    if "jax" not in installed:
+        return None
+    builds = sorted({match[1] for name in installed if (match := re.fullmatch(r"jax-(cuda\d+)-(plugin|pjrt)", name))})
+    version, build = installed["jax"], "".join(builds[:1])
+    plugin, pjrt, wheels = f"jax-{build}-plugin", f"jax-{build}-pjrt", f"jax[{build}]" if build else "jax"
+    parts = [each for each in map(Requirement, metadata.requires("jax") or []) if each.name.startswith("jax")]
+    parts += [
+        Requirement(str(each).replace(each.name, pjrt)) for each in parts if each.name == plugin
+    ]  # of one version
+    wrong = _unmet(parts, build)
+    two = f"two CUDA builds are installed, and JAX uses one: {', '.join(builds)}"
+    return first(
+        (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
+        (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
+        (True, GREEN, f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}"),
+    )
+
+
+# --- XLA_FLAGS --------------------------------------------------------------------------------------------------------
+
+
+def check_flags(facts: Facts) -> Finding | list[Finding]:
+    """Try to start XLA with the flags that are set, and remove from `facts.environment` those that end the process."""
+    environment, limit = facts.environment, facts.limit
+    given = environment.get("XLA_FLAGS", "").strip()
+    message = refusal(given, environment, limit) if given else None
+    if message is None:
+        return Finding(GREEN, f"XLA accepts XLA_FLAGS={given}" if given else "XLA_FLAGS is not set")
+    if refusal("", environment, limit) is not None:
+        return Finding(YELLOW, "not tried: JAX does not start without XLA_FLAGS either", "fix the line devices first")
+    messages = {flag: refusal(flag, environment, limit) for flag in shlex.split(given)}
+    wrong = {flag: text for flag, text in messages.items() if text} or dict.fromkeys(messages, message)
+    environment["XLA_FLAGS"] = " ".join(flag for flag in messages if flag not in wrong)
+    known, findings = re.findall(r"^\s+(--\w+)=", refusal(WRONG_VALUE, environment, limit) or "", re.MULTILINE), []
+    for flag, text in wrong.items():
+        text = re.sub(r"^[EF]\d{4} .*?\] ", "", text.splitlines()[0])
+        near = difflib.get_close_matches(flag.split("=")[0], known, n=1, cutoff=0.7) if "Unknown flag" in text else []
+        advice = f"remove {flag} from XLA_FLAGS" + "".join(f"; the nearest known flag is {name}" for name in near)
+        findings.append(Finding(RED, f"XLA aborts every process with {flag}: {text}", advice))
+    return findings
+
+
+def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
+    """The message of a process that these flags end; None if it starts.
+
+    Raises:
+      subprocess.TimeoutExpired: neither happens in `limit` seconds.
+    """
+    variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", READ_FLAGS]
+    child = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
+    return (child.stderr.strip() or f"it ended with {child.returncode}") if child.returncode else None
+
+
+# --- NVIDIA's driver --------------------------------------------------------------------------------------------------
+
+
+def read_driver(root: Path = Path("/"), ask: Sequence[str] = ASK_NVML) -> Driver:
+    """Examine this machine; `root` holds /proc and /sys, the command `ask` prints the answer of NVML."""
+    nvidia = [file for file in root.glob("sys/bus/pci/devices/*/vendor") if file.read_text().strip() == "0x10de"]
+    on_bus = sum(file.with_name("class").read_text().startswith("0x03") for file in nvidia)  # display controllers
+    driver = Driver(nvidia_driver(root), on_bus=on_bus)
+    child = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        answer, errors = child.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()  # without waiting: a process that hangs in the driver cannot be killed
+        return replace(driver, problem=f"the driver gave no answer in {ANSWER_SECONDS:.0f} s")
+    if not child.returncode:
+        version, *columns = json.loads(answer)
+        return Driver(version, *map(tuple, columns), on_bus=on_bus)
+    problem = (errors.strip() or f"exit code {child.returncode}").splitlines()[-1].split(": ")[-1]
+    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
+    gpus = tuple(name for text in texts for name in re.findall(r"Model:\s+(.+\S)", text))
+    return replace(driver, gpus=gpus) if problem in ABSENT else replace(driver, problem=problem)
+
+
+def ask_nvml() -> list:
+    """The driver's version, and for each GPU its name, its bytes and those in use: a column of each."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    gpus = []
+    for device in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(device)
+            gpus.append((nvml.nvmlDeviceGetName(device), memory.total, memory.used))
+        except nvml.NVMLError_NotSupported:  # host and GPU share memory
+            gpus.append((nvml.nvmlDeviceGetName(device), 0, 0))
+    return [nvml.nvmlSystemGetDriverVersion(), *zip(*gpus, strict=True)]
+
+
+def check_driver(facts: Facts) -> Finding:
+    """Check that driver and jax fit together.
+
+    NVML's problems come first: a driver that hangs would hang all later checks.
+    """
+    driver, cuda, bad = facts.driver, facts.cuda, facts.driver.problem
+    version, on_bus, oldest = driver.version, driver.on_bus, OLDEST_DRIVER.get(cuda or 13, 0)
+    branch = int((version or "0").split(".")[0])
+    without_gpu = not on_bus and (bad == NOT_LOADED or (version and not bad and not driver.gpus))
+    gpus = ", ".join(f"{count} × {name}" for name, count in Counter(driver.gpus).items())
+    used = ", ".join(f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS)
+    newer = f"install NVIDIA driver {oldest} or newer" + ", or jax[cuda12]" * (branch >= OLDEST_DRIVER[12])
+    text = f"driver {version}, {gpus or 'no GPU listed'}"
+    return first(
+        (without_gpu, YELLOW, "NVIDIA's driver or tools, but no NVIDIA GPU: perhaps a login node", ON_GPU_NODE),
+        ("mismatch" in bad, RED, bad, "reboot: the driver was updated while its old version was running"),
+        (bad, RED, bad, "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"),
+        (not version and on_bus, YELLOW if cuda is None else RED, f"{on_bus} × NVIDIA GPU, but no driver", INSTALL),
+        (not version and cuda, YELLOW, f"jax is the build for CUDA {cuda}, but there is no driver", INSTALL),
+        (not version, GREEN, "no NVIDIA GPU on this machine, and jax is the build for CPUs"),
+        (branch < oldest, RED, f"{text}: CUDA {cuda or 13} needs driver {oldest} or newer", newer),
+        (cuda is None, RED, f"{text}, but jax is the build for CPUs: it cannot use them", 'pip install "jax[cuda13]"'),
+        (used, YELLOW, f"{text}; other processes hold {used}", "nvidia-smi shows who; end them, or wait"),
+        (True, GREEN, text),
+    )
+
+
+def check_libraries(facts: Facts) -> Finding | None:
+    """Find another CUDA that LD_LIBRARY_PATH puts before that of jax's wheels; nothing if there is none."""
+    folders = facts.environment.get("LD_LIBRARY_PATH", "").split(":") if facts.cuda is not None else []
+    for folder in filter(None, folders):
+        if files := [file for name in ("cudnn", "cublas", "nccl") for file in Path(folder).glob(f"lib{name}.so*")]:
+            return Finding(YELLOW, f"LD_LIBRARY_PATH puts {files[0]} before jax's own", "unset LD_LIBRARY_PATH")
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps(ask_nvml()))
