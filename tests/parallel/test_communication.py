@@ -45,7 +45,7 @@ PACKAGES_BELOW = {
     "profiling": "cluster parallel planner run trace utils",
     "tasks": "checkpoint config data generation models parallel pictures step utils",
     "finetuning": "checkpoint cluster config data models parallel pictures run step tasks utils",
-    "doctor": "checkpoint cluster config models parallel step utils",
+    "doctor": "checkpoint cluster config models parallel utils",
     "commands": "checkpoint cluster config data doctor finetuning generation interop models parallel pictures planner "
     "profiling run step tasks trace utils",
 }
