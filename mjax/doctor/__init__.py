@@ -79,14 +79,14 @@ class Facts:
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
 
 
-def first(*rows: tuple[Any, str, str] | tuple[Any, str, str, str], **figures: float) -> Finding:
-    """The finding of the first row whose condition holds.
+def first(good: str, *rows: tuple[Any, ...], **figures: float) -> Finding:
+    """The finding of the first row whose condition holds; `good`, in green, if none does.
 
     Args:
-      rows: condition, status, result and, if it is not good, advice.
+      rows: condition, status, result and advice, if there is any.
       figures: of the finding.
     """
-    return next(Finding(*row[1:], figures=figures) for row in rows if row[0])
+    return next((Finding(*row, figures=figures) for holds, *row in rows if holds), Finding(GREEN, good, None, figures))
 
 
 def first_line(error: BaseException) -> str:

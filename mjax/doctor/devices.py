@@ -61,14 +61,14 @@ def check_devices(facts: Facts) -> Finding:
     on_cpu = "cpu" in [device.platform for device in devices]
     text = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     if on_cpu:
-        text = (
-            f"{len(devices)} simulated devices of the CPU" if len(devices) > 1 else f"the CPU, {os.cpu_count()} cores"
-        )
+        simulated = f"{len(devices)} simulated devices of the CPU"
+        text = simulated if len(devices) > 1 else f"the CPU, {os.cpu_count()} cores"
     by = "".join(f", by {name}={value}" for name, value in variables.items() if value is not None)
     hidden = f"{text}{by}; the driver shows {gpus} GPUs"
     chosen = variables["CUDA_VISIBLE_DEVICES"]
     expected = gpus if chosen is None else len(chosen.strip(",").split(","))  # an unknown number hides all after it
     return first(
+        text + by,
         (error and by, RED, f"JAX has no device{by} ({reason})", f"unset {' '.join(variables)}; see the line driver"),
         (error, RED, f"JAX has no device: {reason}", "fix the lines above first"),
         (on_cpu and not gpus, GREEN, text + by),
@@ -78,7 +78,6 @@ def check_devices(facts: Facts) -> Finding:
         (" MIG " in text, GREEN, f"{text}, a slice of a GPU"),  # the driver counts whole GPUs
         (len(devices) < expected, YELLOW, hidden, f"number them from 0 to {gpus - 1}; sudo dmesg | grep -i xid"),
         (len(kinds) > 1, YELLOW, f"{text}: a step waits for the slowest", "choose one kind by CUDA_VISIBLE_DEVICES"),
-        (True, GREEN, text + by),
     )
 
 
@@ -95,11 +94,11 @@ def check_device_memory(facts: Facts) -> Finding | None:
     by_piece = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
     variable = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])
     return first(
+        text,
         (by_driver, YELLOW, "the driver allocates each array, slowly", "unset XLA_PYTHON_CLIENT_ALLOCATOR"),
         (not limit or not total, FIGURE, f"{text}, where 0 is unknown"),
         (by_piece, YELLOW, f"{text}, piece by piece: it may fragment", "unset XLA_PYTHON_CLIENT_PREALLOCATE"),
         (limit < MIN_MEMORY * total, YELLOW, text, f"export {variable}={USABLE_FRACTION}"),
-        (True, GREEN, text),
         usable_gib=limit / 2**30,
         total_gib=total / 2**30,
     )
@@ -114,10 +113,10 @@ def judge(check: str, rate: float, peak: float, text: str) -> Finding:
     text, share = f"{rate / scale:,.3g} {unit} {text}", rate / (peak or np.inf)
     compared = f"{text}, {share:.0%} of the data sheet's {peak / scale:,.0f}"
     return first(
+        compared,
         (not peak, FIGURE, f"{text}; mjax has no data sheet of this device"),
         (share > 1.05, YELLOW, f"{compared}: impossible", "mjax/cluster/hardware.py is wrong: report it"),
         (share < ENOUGH[check], YELLOW, f"{compared}: slow", LINKS if check == "all-reduce" else THROTTLED),
-        (True, GREEN, compared),
         rate=rate,
         of_data_sheet=share,
     )

@@ -39,16 +39,10 @@ def check_processes(facts: Facts) -> Finding:
     """Name the processes that `train.py` would join; this command joins none and checks its own host only."""
     environment, launched = facts.environment, launch.launched_by(facts.environment)
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1") if "SLURM_JOB_ID" in environment else "1"
+    if launched is None and nodes != "1":
+        return Finding(YELLOW, f"a Slurm job of {nodes} nodes: mjax train would run alone", "srun mjax train …")
     if launched is None:
-        return first(
-            (
-                nodes != "1",
-                YELLOW,
-                f"a Slurm job of {nodes} nodes, and mjax train would run alone",
-                "srun mjax train …",
-            ),
-            (True, GREEN, "no launcher: mjax train runs as one process"),
-        )
+        return Finding(GREEN, "no launcher: mjax train runs as one process")
     try:
         rendezvous = launch.Distributed().under_launcher(environment)
     except UsageError as error:
@@ -76,8 +70,8 @@ def check_memory(facts: Facts) -> Finding:
         copy = state_bytes(facts.config) * min(8, devices) / devices  # replicas share the writing
         text += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
     return first(
+        text,
         (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),
-        (True, GREEN, text),
         total_gib=total / 2**30,
         available_gib=free / 2**30,
     )
@@ -119,8 +113,8 @@ def check_shared_memory(facts: Facts) -> Finding:
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     text, advice = f"{gibibytes(free)} free in {folder}", "docker run --shm-size=8g; in Kubernetes, an emptyDir there"
     return first(
+        text,
         (devices > 1 and free < MIN_SHARED, YELLOW, f"{text}; NCCL needs more between {devices} GPUs", advice),
-        (True, GREEN, text),
     )
 
 
@@ -129,8 +123,8 @@ def check_open_files(facts: Facts) -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
     return first(
+        f"a process may open {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}",
         (few, YELLOW, f"a process may open {soft:,}; a checkpoint of a large run needs more", "ulimit -n 65536"),
-        (True, GREEN, f"a process may open {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}"),
     )
 
 
@@ -164,9 +158,9 @@ def check_storage(facts: Facts) -> Finding:
         minutes = f"{size / write / 60:,.1f} min each from one host"
         text += f"; {more} checkpoints of {gibibytes(size)} are to be saved, {minutes}"
     return first(
+        text,
         (free < needed, shortage, f"{text}; {gibibytes(needed)} are needed", f"free some space there, or {other}"),
         (write < SLOW, YELLOW, f"{text}: slow", f"{other}: while a checkpoint is written, the next one waits"),
-        (True, GREEN, text),
         free_gib=free / 2**30,
         write_mb_per_s=write / 1e6,
         read_mb_per_s=read / 1e6,

@@ -47,9 +47,9 @@ def check_python(facts: Facts) -> Finding:
     """Check that mjax supports this Python."""
     version, advice = platform.python_version(), "python3.13 -m venv .venv, then install"
     return first(
+        f"{version}, {sys.executable}",
         (not _fits(">=3.11", version), RED, f"{version}, but mjax needs 3.11, 3.12 or 3.13", advice),
         (not _fits("<3.14", version), YELLOW, f"{version}, newer than tested: 3.11, 3.12 and 3.13", advice),
-        (True, GREEN, f"{version}, {sys.executable}"),
     )
 
 
@@ -67,9 +67,9 @@ def check_packages(facts: Facts) -> Finding:
     old = [each for each, version in wrong.items() if version is None or not _fits(lowest[each], version)]
     advice = "pip install " + " ".join(f'"{each.name}{each.specifier}"' for each in wrong)
     return first(
+        f"all {len(requirements)} required packages",
         (old, RED, _words(wrong), advice),
         (wrong, YELLOW, f"newer than tested: {_words(wrong)}", advice),
-        (True, GREEN, f"all {len(requirements)} required packages"),
     )
 
 
@@ -94,15 +94,14 @@ def check_jax(facts: Facts) -> Finding | None:
     version, build = installed["jax"], "".join(builds[:1])
     plugin, pjrt, wheels = f"jax-{build}-plugin", f"jax-{build}-pjrt", f"jax[{build}]" if build else "jax"
     parts = [each for each in map(Requirement, metadata.requires("jax") or []) if each.name.startswith("jax")]
-    parts += [
-        Requirement(str(each).replace(each.name, pjrt)) for each in parts if each.name == plugin
-    ]  # of one version
+    # The halves of the plugin have one version.
+    parts += [Requirement(str(each).replace(plugin, pjrt)) for each in parts if each.name == plugin]
     wrong = _unmet(parts, build)
     two = f"two CUDA builds are installed, and JAX uses one: {', '.join(builds)}"
     return first(
+        f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}",
         (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
         (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
-        (True, GREEN, f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}"),
     )
 
 
@@ -194,6 +193,7 @@ def check_driver(facts: Facts) -> Finding:
     newer = f"install NVIDIA driver {oldest} or newer" + ", or jax[cuda12]" * (branch >= OLDEST_DRIVER[12])
     text = f"driver {version}, {gpus or 'no GPU listed'}"
     return first(
+        text,
         (without_gpu, YELLOW, "NVIDIA's driver or tools, but no NVIDIA GPU: perhaps a login node", ON_GPU_NODE),
         ("mismatch" in bad, RED, bad, "reboot: the driver was updated while its old version was running"),
         (bad, RED, bad, "sudo dmesg | grep -iE 'xid|nvrm'; then reload the driver or reboot"),
@@ -203,7 +203,6 @@ def check_driver(facts: Facts) -> Finding:
         (branch < oldest, RED, f"{text}: CUDA {cuda or 13} needs driver {oldest} or newer", newer),
         (cuda is None, RED, f"{text}, but jax is the build for CPUs: it cannot use them", 'pip install "jax[cuda13]"'),
         (used, YELLOW, f"{text}; other processes hold {used}", "nvidia-smi shows who; end them, or wait"),
-        (True, GREEN, text),
     )
 
 

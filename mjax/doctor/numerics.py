@@ -154,9 +154,9 @@ def judge_kernel(option: str, asked: str, choose: Callable[..., tuple], make: Ca
     text += f": within {error:.1e} of float64, forward and backward"
     slower = obstacle if asked == "auto" and device.platform == "gpu" else None
     return first(
+        text,
         (not error < kernel.bound, RED, wrong, f"{other}, and report it with jax's version"),
         (slower, YELLOW, f"{text}; a slower kernel, because {slower}", "change that, if it can be"),
-        (True, GREEN, text),
         error_relative=error,
     )
 
