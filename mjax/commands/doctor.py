@@ -23,8 +23,6 @@ from mjax.config import load_config
 from mjax.config.bounds import Bounds, check_bounds
 from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding
 from mjax.doctor.checks import examine
-from mjax.doctor.installation import read_driver
-from mjax.utils import packages
 
 # A word and a sign for each color: not every terminal, log or reader sees colors.
 MARKS = {
@@ -65,9 +63,7 @@ def doctor(arguments: DoctorArguments) -> int:
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:
-        facts = Facts(
-            read_driver(), packages.cuda_build(), config, arguments.config or "", arguments.runs, arguments.limit
-        )
+        facts = Facts(config, arguments.config or "", arguments.runs, arguments.limit)
         for finding in examine(facts, lambda check: status.update(f"checking {check} …")):
             findings.append(finding)
             _show(console, finding)

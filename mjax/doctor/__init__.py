@@ -37,41 +37,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Driver:
-    """Facts about this machine's NVIDIA GPUs.
-
-    Attributes:
-      version: of the driver; None if no driver is accessible.
-      gpus: names of the GPUs that the driver shows.
-      memory: bytes of each GPU.
-      used: bytes in use of each GPU.
-      on_bus: NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host.
-      problem: error of NVML; empty if it works.
-    """
-
-    version: str | None = None
-    gpus: tuple[str, ...] = ()
-    memory: tuple[float, ...] = ()
-    used: tuple[float, ...] = ()
-    on_bus: int = 0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class Facts:
     """Input of all checks.
 
     Attributes:
-      driver: of this machine.
-      cuda: major version of CUDA of the installed jax; None for the build for CPUs.
       config: to check as well; `name` is its name or file.
       runs: folder of the run folders, or of one run.
       limit: seconds for each check.
       environment: variables of a training run.
     """
 
-    driver: Driver = Driver()
-    cuda: int | None = None
     config: Config | None = None
     name: str = ""
     runs: Path = Path("runs")

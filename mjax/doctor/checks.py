@@ -26,11 +26,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mjax.config import load_config
-from mjax.doctor import RED, YELLOW, Driver, Facts, Finding, first_line
+from mjax.doctor import RED, YELLOW, Facts, Finding, first_line
 
 CHECKS = (
-    (None, "installation", ("python", "packages", "jax", "driver", "libraries")),
-    (None, "installation", ("flags",)),  # later checks run without the flags that crash a process
+    (None, "installation", ("python", "packages", "jax")),
+    ("driver", "installation", ("driver",)),
+    (None, "installation", ("libraries", "flags")),  # later checks run without the flags that crash a process
     (None, "host", ("processes",)),
     ("devices", "devices", ("devices", "device memory")),
     ("devices", "numerics", ("attention", "experts", "numerics")),
@@ -103,7 +104,7 @@ def _run_child(names, facts, begin) -> Iterator[tuple[str, list[Finding]]]:
     errors: deque[bytes] = deque(maxlen=MAX_LINES)
     listener = threading.Thread(target=errors.extend, args=(child.stderr,), daemon=True)
     listener.start()
-    values = vars(facts) | {"driver": vars(facts.driver), "config": None, "runs": str(facts.runs)}
+    values = vars(facts) | {"config": None, "runs": str(facts.runs)}
     try:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(values).encode() + b"\n")
@@ -144,9 +145,9 @@ def main(names: Sequence[str]) -> None:
     values = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     config = load_config(values["name"]) if values["name"] else None
-    values |= {"driver": Driver(**values["driver"]), "config": config, "runs": Path(values["runs"])}
+    facts = Facts(**values | {"config": config, "runs": Path(values["runs"])})
     for name in names:
-        findings = run_check(name, Facts(**values))
+        findings = run_check(name, facts)
         print(json.dumps([asdict(finding) for finding in findings]), file=answers, flush=True)
 
 

@@ -20,9 +20,10 @@ from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
 from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding, first, first_line, gibibytes
-from mjax.doctor.installation import ON_GPU_NODE
+from mjax.doctor.installation import ON_GPU_NODE, read_driver
 from mjax.parallel import mappings
 from mjax.parallel.mesh import make_mesh
+from mjax.utils import packages
 
 MIN_MEMORY = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 REPEATS = 10
@@ -57,8 +58,8 @@ def check_devices(facts: Facts) -> Finding:
         devices, error = [], problem
     lines = [log.format(record).strip().splitlines()[-1] for record in log.buffer]  # of a stack trace, the exception
     reason = lines[-1] if lines else first_line(error) if error else "no message"
-    kinds, gpus = Counter(device.device_kind for device in devices), len(facts.driver.gpus)
-    on_cpu = "cpu" in [device.platform for device in devices]
+    kinds, gpus = Counter(device.device_kind for device in devices), len(read_driver().gpus)
+    cuda, on_cpu = packages.cuda_build(), "cpu" in [device.platform for device in devices]
     text = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
     if on_cpu:
         simulated = f"{len(devices)} simulated devices of the CPU"
@@ -73,8 +74,8 @@ def check_devices(facts: Facts) -> Finding:
         (error, RED, f"JAX has no device: {reason}", "fix the lines above first"),
         (on_cpu and not gpus, GREEN, text + by),
         (on_cpu and by, YELLOW, hidden, f"unset {' '.join(variables)}; under Slurm: {ON_GPU_NODE}"),
-        (on_cpu and facts.cuda is None, YELLOW, hidden, "fix the line driver"),
-        (on_cpu, RED, f"{hidden}: {reason}", f'pip install --force-reinstall "jax[cuda{facts.cuda}]"'),
+        (on_cpu and cuda is None, YELLOW, hidden, "fix the line driver"),
+        (on_cpu, RED, f"{hidden}: {reason}", f'pip install --force-reinstall "jax[cuda{cuda}]"'),
         (" MIG " in text, GREEN, f"{text}, a slice of a GPU"),  # the driver counts whole GPUs
         (len(devices) < expected, YELLOW, hidden, f"number them from 0 to {gpus - 1}; sudo dmesg | grep -i xid"),
         (len(kinds) > 1, YELLOW, f"{text}: a step waits for the slowest", "choose one kind by CUDA_VISIBLE_DEVICES"),
@@ -87,7 +88,8 @@ def check_device_memory(facts: Facts) -> Finding | None:
     if devices[0].platform == "cpu":
         return None
     limit = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in devices)
-    totals = dict(zip(facts.driver.gpus, facts.driver.memory, strict=False))  # without slices of a GPU
+    driver = read_driver()
+    totals = dict(zip(driver.gpus, driver.memory, strict=False))  # without slices of a GPU
     total = totals.get(devices[0].device_kind, 0)
     text = f"JAX may use {gibibytes(limit)} of {gibibytes(total)}"
     by_driver = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"

@@ -109,7 +109,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 def check_shared_memory(facts: Facts) -> Finding:
     """Check that /dev/shm has room for NCCL, which a single GPU does not need; a container has 64 MiB by default."""
-    folder, devices = ROOT / "dev/shm", len(facts.driver.gpus)
+    folder, devices = ROOT / "dev/shm", len(list(ROOT.glob("dev/nvidia[0-9]*")))
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     text, advice = f"{gibibytes(free)} free in {folder}", "docker run --shm-size=8g; in Kubernetes, an emptyDir there"
     return first(

@@ -1,21 +1,22 @@
 """The installation: Python, packages, XLA_FLAGS and NVIDIA's driver, without JAX, which may be what is broken.
 
-NVML, and XLA with the flags that are set, run in child processes with a time limit: a driver may hang, and an unknown
-flag ends the process without a Python error. Every version of XLA drops flags, and the usual cause is an old recipe.
+An unknown flag ends a process without a Python error, so child processes try XLA with the flags. Every version of XLA
+drops flags, and the usual cause is an old recipe.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
+import importlib.util
+import mmap
 import platform
 import re
 import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -25,19 +26,18 @@ from packaging.utils import canonicalize_name
 
 import mjax
 from mjax.cluster.launch import nvidia_driver
-from mjax.doctor import GREEN, RED, YELLOW, Driver, Facts, Finding, first, gibibytes
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, gibibytes
 from mjax.utils import packages
 
 # Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
 READ_FLAGS = "import jax; jax.devices()"
-WRONG_VALUE = "--xla_gpu_autotune_level=?"  # XLA answers with a list of all flags
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
 OLDEST_DRIVER = {12: 525, 13: 580}
-ASK_NVML = (sys.executable, "-m", "mjax.doctor.installation")
-ANSWER_SECONDS = 20.0
 NOT_LOADED = "Driver Not Loaded"  # in NVML's words; also on a machine without a GPU
-ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'")  # a container without the tools; `packages`
+# A container without the tools, a package that is missing, and a GPU without memory of its own.
+ABSENT = ("NVML Shared Library Not Found", "No module named 'pynvml'", "Not Supported")
+ROOT = Path("/")
 USED_BY_OTHERS = 2**30  # bytes; a desktop or a monitoring process takes less
 INSTALL = "install NVIDIA driver 580 or newer; start a container with --gpus all"
 ON_GPU_NODE = "srun --gpus-per-node 1 mjax doctor"
@@ -120,13 +120,26 @@ def check_flags(facts: Facts) -> Finding | list[Finding]:
     messages = {flag: refusal(flag, environment, limit) for flag in shlex.split(given)}
     wrong = {flag: text for flag, text in messages.items() if text} or dict.fromkeys(messages, message)
     environment["XLA_FLAGS"] = " ".join(flag for flag in messages if flag not in wrong)
-    known, findings = re.findall(r"^\s+(--\w+)=", refusal(WRONG_VALUE, environment, limit) or "", re.MULTILINE), []
+    findings = []
     for flag, text in wrong.items():
         text = re.sub(r"^[EF]\d{4} .*?\] ", "", text.splitlines()[0])
-        near = difflib.get_close_matches(flag.split("=")[0], known, n=1, cutoff=0.7) if "Unknown flag" in text else []
-        advice = f"remove {flag} from XLA_FLAGS" + "".join(f"; the nearest known flag is {name}" for name in near)
-        findings.append(Finding(RED, f"XLA aborts every process with {flag}: {text}", advice))
+        near = _nearest(flag.split("=")[0], environment, limit) if "Unknown flag" in text else ""
+        findings.append(
+            Finding(RED, f"XLA aborts every process with {flag}: {text}", f"remove it from XLA_FLAGS{near}")
+        )
     return findings
+
+
+def _nearest(flag: str, environment: Mapping[str, str], limit: float) -> str:
+    """Advice that names the nearest flag that XLA accepts, of the words in its library that look like one."""
+    names: set[bytes] = set()
+    for file in Path(importlib.util.find_spec("jaxlib").origin).parent.glob("*.so"):
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            names.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
+    for name in difflib.get_close_matches(flag.lstrip("-"), sorted(name.decode() for name in names), n=2, cutoff=0.7):
+        if "Unknown flag" not in (refusal(f"--{name}=true", environment, limit) or ""):
+            return f"; the nearest known flag is --{name}"
+    return ""
 
 
 def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
@@ -144,48 +157,50 @@ def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | N
 # --- NVIDIA's driver --------------------------------------------------------------------------------------------------
 
 
-def read_driver(root: Path = Path("/"), ask: Sequence[str] = ASK_NVML) -> Driver:
-    """Examine this machine; `root` holds /proc and /sys, the command `ask` prints the answer of NVML."""
-    nvidia = [file for file in root.glob("sys/bus/pci/devices/*/vendor") if file.read_text().strip() == "0x10de"]
+@dataclass(frozen=True)
+class Driver:
+    """Facts about this machine's NVIDIA GPUs.
+
+    Attributes:
+      version: of the driver; None if no driver is accessible.
+      gpus: names of the GPUs that the driver shows.
+      memory: bytes of each GPU.
+      used: bytes in use of each GPU.
+      on_bus: NVIDIA GPUs on the PCI bus, with or without a driver; a container sees those of its host.
+      problem: error of NVML; empty if it works.
+    """
+
+    version: str | None = None
+    gpus: tuple[str, ...] = ()
+    memory: tuple[float, ...] = ()
+    used: tuple[float, ...] = ()
+    on_bus: int = 0
+    problem: str = ""
+
+
+def read_driver() -> Driver:
+    """Examine this machine, with NVML; a driver that hangs hangs this too."""
+    nvidia = [file for file in ROOT.glob("sys/bus/pci/devices/*/vendor") if file.read_text().strip() == "0x10de"]
     on_bus = sum(file.with_name("class").read_text().startswith("0x03") for file in nvidia)  # display controllers
-    driver = Driver(nvidia_driver(root), on_bus=on_bus)
-    child = subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    texts = [file.read_text() for file in sorted(ROOT.glob("proc/driver/nvidia/gpus/*/information"))]
+    driver = Driver(nvidia_driver(ROOT), tuple(re.findall(r"Model:\s+(.+\S)", "\n".join(texts))), on_bus=on_bus)
     try:
-        answer, errors = child.communicate(timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()  # without waiting: a process that hangs in the driver cannot be killed
-        return replace(driver, problem=f"the driver gave no answer in {ANSWER_SECONDS:.0f} s")
-    if not child.returncode:
-        version, *columns = json.loads(answer)
-        return Driver(version, *map(tuple, columns), on_bus=on_bus)
-    problem = (errors.strip() or f"exit code {child.returncode}").splitlines()[-1].split(": ")[-1]
-    texts = [file.read_text() for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information"))]
-    gpus = tuple(name for text in texts for name in re.findall(r"Model:\s+(.+\S)", text))
-    return replace(driver, gpus=gpus) if problem in ABSENT else replace(driver, problem=problem)
+        import pynvml as nvml
 
-
-def ask_nvml() -> list:
-    """The driver's version, and for each GPU its name, its bytes and those in use: a column of each."""
-    import pynvml as nvml
-
-    nvml.nvmlInit()
-    gpus = []
-    for device in map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())):
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(device)
-            gpus.append((nvml.nvmlDeviceGetName(device), memory.total, memory.used))
-        except nvml.NVMLError_NotSupported:  # host and GPU share memory
-            gpus.append((nvml.nvmlDeviceGetName(device), 0, 0))
-    return [nvml.nvmlSystemGetDriverVersion(), *zip(*gpus, strict=True)]
+        nvml.nvmlInit()
+        devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = tuple(map(nvml.nvmlDeviceGetName, devices))
+        driver = replace(driver, version=nvml.nvmlSystemGetDriverVersion(), gpus=names)
+        memory = list(map(nvml.nvmlDeviceGetMemoryInfo, devices))
+        return replace(driver, memory=tuple(each.total for each in memory), used=tuple(each.used for each in memory))
+    except Exception as error:  # of NVML: there is no driver; host and GPU share memory; a broken installation
+        return driver if str(error) in ABSENT else replace(driver, problem=str(error))
 
 
 def check_driver(facts: Facts) -> Finding:
-    """Check that driver and jax fit together.
-
-    NVML's problems come first: a driver that hangs would hang all later checks.
-    """
-    driver, cuda, bad = facts.driver, facts.cuda, facts.driver.problem
-    version, on_bus, oldest = driver.version, driver.on_bus, OLDEST_DRIVER.get(cuda or 13, 0)
+    """Check that driver and jax fit together."""
+    driver, cuda = read_driver(), packages.cuda_build()
+    bad, version, on_bus, oldest = driver.problem, driver.version, driver.on_bus, OLDEST_DRIVER.get(cuda or 13, 0)
     branch = int((version or "0").split(".")[0])
     without_gpu = not on_bus and (bad == NOT_LOADED or (version and not bad and not driver.gpus))
     gpus = ", ".join(f"{count} × {name}" for name, count in Counter(driver.gpus).items())
@@ -208,12 +223,8 @@ def check_driver(facts: Facts) -> Finding:
 
 def check_libraries(facts: Facts) -> Finding | None:
     """Find another CUDA that LD_LIBRARY_PATH puts before that of jax's wheels; nothing if there is none."""
-    folders = facts.environment.get("LD_LIBRARY_PATH", "").split(":") if facts.cuda is not None else []
+    folders = facts.environment.get("LD_LIBRARY_PATH", "").split(":") if packages.cuda_build() is not None else []
     for folder in filter(None, folders):
         if files := [file for name in ("cudnn", "cublas", "nccl") for file in Path(folder).glob(f"lib{name}.so*")]:
             return Finding(YELLOW, f"LD_LIBRARY_PATH puts {files[0]} before jax's own", "unset LD_LIBRARY_PATH")
     return None
-
-
-if __name__ == "__main__":
-    print(json.dumps(ask_nvml()))

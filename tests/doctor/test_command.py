@@ -77,7 +77,8 @@ def test_later_checks_run_without_wrong_flags(monkeypatch):
     monkeypatch.setattr(installation, "check_flags", lambda facts: facts.environment.update(XLA_FLAGS="repaired"))
     monkeypatch.setattr(checks, "run_in_child", run_in_child)
     list(checks.examine(Facts(environment={"XLA_FLAGS": "--wrong"}), lambda name: None))
-    assert [call.args[1].environment["XLA_FLAGS"] for call in run_in_child.call_args_list] == ["repaired"] * 2
+    assert [call.args[0][0] for call in run_in_child.call_args_list] == ["driver", "devices", "storage"]
+    assert run_in_child.call_args.args[1].environment["XLA_FLAGS"] == "repaired"
 
 
 # A doctor whose one check sleeps in a child, which holds a pipe.

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Driver, Facts, devices
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, devices
 from mjax.doctor.devices import check_all_reduce, check_devices, check_matmul, judge
+from mjax.doctor.installation import Driver
 
 H100, T400, SLICE = "NVIDIA H100 80GB HBM3", "NVIDIA T400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 GIB = 2**30
@@ -32,7 +33,9 @@ EIGHT = Driver("580.65.06", (H100,) * 8, (80 * GIB,) * 8, (0.0,) * 8)
 def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, environment, status, words):
     local = [SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind) for kind in kinds]
     monkeypatch.setattr(devices.jax, "local_devices", lambda: local)
-    finding = check_devices(Facts(driver, cuda, environment=environment))
+    monkeypatch.setattr(devices, "read_driver", lambda: driver)
+    monkeypatch.setattr(devices.packages, "cuda_build", lambda: cuda)
+    finding = check_devices(Facts(environment=environment))
     assert finding.status == status
     assert words in finding.found
 
@@ -49,7 +52,8 @@ def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, envi
 def test_share_of_memory_is_judged(monkeypatch, limit, environment, status):
     device = SimpleNamespace(platform="gpu", device_kind=H100, memory_stats=lambda: {"bytes_limit": limit * GIB})
     monkeypatch.setattr(devices.jax, "local_devices", lambda: [device])
-    assert devices.check_device_memory(Facts(EIGHT, 13, environment=environment)).status == status
+    monkeypatch.setattr(devices, "read_driver", lambda: EIGHT)
+    assert devices.check_device_memory(Facts(environment=environment)).status == status
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Python, packages, flags and driver, with versions and machines that are made up."""
 
-import json
 import os
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pynvml
 import pytest
 
-from mjax.doctor import GREEN, RED, YELLOW, Driver, Facts, installation
-from mjax.doctor.installation import ask_nvml, check_driver, check_flags, check_jax, check_packages, read_driver
+from mjax.doctor import GREEN, RED, YELLOW, Facts, installation
+from mjax.doctor.installation import Driver, check_driver, check_flags, check_jax, check_packages, read_driver
 from mjax.utils import packages
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -79,14 +76,14 @@ UNKNOWN = "--xla_gpu_enable_latency_hiding_schedular=true"
 @pytest.mark.ci
 def test_wrong_flags_are_found_by_a_child():
     """The words are those of the installed XLA."""
-    flags = f"{UNKNOWN} --xla_gpu_autotune_level=3 --xla_gpu_graph_level=x"
+    flags = f"{UNKNOWN} --xla_gpu_autotune_level=x --xla_dump_max_hlo_modules=1"
     facts = Facts(environment={**os.environ, "XLA_FLAGS": flags})
     unknown, value = check_flags(facts)
     assert (unknown.status, value.status) == (RED, RED)
     assert f"aborts every process with {UNKNOWN}: Unknown flag" in unknown.found
-    assert "--xla_gpu_" in unknown.advice.split("the nearest known flag is ")[1]
+    assert unknown.advice.endswith("; the nearest known flag is --xla_gpu_enable_latency_hiding_scheduler")
     assert "Couldn't interpret value x" in value.found
-    assert facts.environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=3"
+    assert facts.environment["XLA_FLAGS"] == "--xla_dump_max_hlo_modules=1"
 
 
 def test_flags_are_not_blamed_if_jax_does_not_start(monkeypatch):
@@ -97,41 +94,50 @@ def test_flags_are_not_blamed_if_jax_does_not_start(monkeypatch):
 # --- The driver -------------------------------------------------------------------------------------------------------
 
 
-def machine(folder, driver=None, gpus=0):
-    """Files as Linux shows them for so many NVIDIA GPUs, with this version of the driver loaded."""
-    if driver:
-        file = folder / "proc/driver/nvidia/version"
-        file.parent.mkdir(parents=True)
-        file.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
-    nvswitch = (99, "0x068000")  # not a GPU
-    for index, kind in [*((gpu, "0x030200") for gpu in range(gpus)), nvswitch]:
-        device = folder / f"sys/bus/pci/devices/0000:{index:02}:00.0"
-        device.mkdir(parents=True)
-        (device / "vendor").write_text("0x10de\n")
-        (device / "class").write_text(f"{kind}\n")
-    return folder
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Make files as Linux shows them for so many NVIDIA GPUs, with this version of the driver, and NVML's answers."""
+
+    def machine(driver=None, gpus=0, **functions):
+        monkeypatch.setattr(installation, "ROOT", tmp_path)
+        if driver:
+            file = tmp_path / "proc/driver/nvidia/version"
+            file.parent.mkdir(parents=True)
+            file.write_text(f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release Build\n")
+        nvswitch = (99, "0x068000")  # not a GPU
+        for index, kind in [*((gpu, "0x030200") for gpu in range(gpus)), nvswitch]:
+            device = tmp_path / f"sys/bus/pci/devices/0000:{index:02}:00.0"
+            device.mkdir(parents=True)
+            (device / "vendor").write_text("0x10de\n")
+            (device / "class").write_text(f"{kind}\n")
+        answers = {"DeviceGetHandleByIndex": None, "SystemGetDriverVersion": "580.65.06", "DeviceGetName": H100}
+        for name, value in {"Init": None, **answers, **functions}.items():
+            function = Mock(side_effect=value) if isinstance(value, Exception | list) else Mock(return_value=value)
+            monkeypatch.setattr(pynvml, f"nvml{name}", function)
+        return read_driver()
+
+    return machine
 
 
-def nvml(monkeypatch, **functions):
-    """NVML's library, made up."""
-    names = {"Init": None, "DeviceGetHandleByIndex": None, "SystemGetDriverVersion": "580.65.06", "DeviceGetName": H100}
-    for name, value in {**names, **functions}.items():
-        function = Mock(side_effect=value) if isinstance(value, Exception | list) else Mock(return_value=value)
-        monkeypatch.setattr(pynvml, f"nvml{name}", function)
-    try:
-        return sys.executable, "-c", f"print({json.dumps(ask_nvml())!r})"
-    except pynvml.NVMLError as error:
-        return sys.executable, "-c", f"import pynvml; raise pynvml.NVMLError({error.value})"
+def judge(monkeypatch, driver, cuda):
+    monkeypatch.setattr(installation, "read_driver", lambda: driver)
+    monkeypatch.setattr(packages, "cuda_build", lambda: cuda)
+    return check_driver(Facts())
 
 
-def test_driver_is_read_from_nvml(tmp_path, monkeypatch):
+def test_driver_is_read_from_nvml(machine, monkeypatch):
     memory = [Mock(total=80 * 2**30, used=2**20), Mock(total=80 * 2**30, used=60 * 2**30)]
-    ask = nvml(monkeypatch, DeviceGetCount=2, DeviceGetMemoryInfo=memory)
-    driver = read_driver(machine(tmp_path, "580.65.06", 2), ask)
+    driver = machine("580.65.06", 2, DeviceGetCount=2, DeviceGetMemoryInfo=memory)
     assert driver == Driver("580.65.06", (H100,) * 2, (80 * 2**30,) * 2, (2**20, 60 * 2**30), on_bus=2)
-    finding = check_driver(Facts(driver, 13))
+    finding = judge(monkeypatch, driver, 13)
     assert finding.status == YELLOW
     assert "60.0 GiB of GPU 1" in finding.found
+
+
+def test_gpu_that_shares_memory_is_listed(machine):
+    error = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    driver = machine("580.65.06", 1, DeviceGetCount=1, DeviceGetMemoryInfo=error)
+    assert driver == Driver("580.65.06", (H100,), on_bus=1)
 
 
 @pytest.mark.parametrize(
@@ -143,21 +149,10 @@ def test_driver_is_read_from_nvml(tmp_path, monkeypatch):
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, 1, RED, "1 × NVIDIA GPU, but no driver"),
     ],
 )
-def test_error_of_nvml_is_reported(tmp_path, monkeypatch, error, gpus, status, words):
-    ask = nvml(monkeypatch, Init=pynvml.NVMLError(error))
-    finding = check_driver(Facts(read_driver(machine(tmp_path, None, gpus), ask), 13))
+def test_error_of_nvml_is_reported(machine, monkeypatch, error, gpus, status, words):
+    finding = judge(monkeypatch, machine(None, gpus, Init=pynvml.NVMLError(error)), 13)
     assert finding.status == status
     assert words in finding.found
-
-
-def test_hanging_driver_is_not_waited_for(tmp_path, monkeypatch):
-    """A process that hangs in the driver does not end when it is killed."""
-    process = Mock()
-    process.communicate.side_effect = subprocess.TimeoutExpired("python", 20)
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: process)
-    finding = check_driver(Facts(read_driver(machine(tmp_path, "580.1", 1)), 13))
-    assert (finding.status, finding.found) == (RED, "the driver gave no answer in 20 s")
-    assert (process.kill.called, process.wait.called) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +167,8 @@ def test_hanging_driver_is_not_waited_for(tmp_path, monkeypatch):
         (EIGHT, 13, GREEN, f"driver 580.65.06, 8 × {H100}"),
     ],
 )
-def test_driver_must_fit_build_of_jax(driver, cuda, status, words):
-    finding = check_driver(Facts(driver, cuda))
+def test_driver_must_fit_build_of_jax(monkeypatch, driver, cuda, status, words):
+    finding = judge(monkeypatch, driver, cuda)
     assert finding.status == status
     assert words in finding.found
     assert (finding.advice is None) == (status == GREEN)
