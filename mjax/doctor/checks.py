@@ -31,7 +31,7 @@ from mjax.doctor import RED, YELLOW, Facts, Finding, first_line
 CHECKS = (
     (None, "installation", ("python", "packages", "jax")),
     ("driver", "installation", ("driver",)),
-    (None, "installation", ("libraries", "flags")),  # later checks run without the flags that crash a process
+    (None, "installation", ("libraries",)),
     (None, "host", ("processes",)),
     ("devices", "devices", ("devices", "device memory")),
     ("devices", "numerics", ("attention", "experts", "numerics")),
@@ -128,10 +128,13 @@ def _run_child(names, facts, begin) -> Iterator[tuple[str, list[Finding]]]:
 def _lost(code: int, errors: str) -> Finding:
     """The finding of a check whose child has ended, with its last words."""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    # XLA's fatal message is a line that begins with F and the date; the stack trace after it does not help here.
-    words = re.findall(r"^F\d{4} .*", errors, re.MULTILINE) or errors.strip().splitlines() or ["no message"]
+    # XLA's messages begin with E or F and the date; the stack trace after them does not help here.
+    fatal = re.findall(r"^(?:E\d{4} .*for flag .*|F\d{4} .*)", errors, re.MULTILINE)[:1]
+    words = (fatal or errors.strip().splitlines() or ["no message"])[-1]
+    flags = re.search("XLA_FLAGS|for flag", words)
     memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
-    return Finding(RED, f"the process of this check {how}{memory}: {words[-1][:300]}", "report it with this line")
+    advice = "remove the flag from XLA_FLAGS, or correct it" if flags else "report it with this line"
+    return Finding(RED, f"the process of this check {how}{memory}: {words[:300]}", advice)
 
 
 def main(names: Sequence[str]) -> None:

@@ -1,18 +1,9 @@
-"""The installation: Python, packages, XLA_FLAGS and NVIDIA's driver, without JAX, which may be what is broken.
-
-An unknown flag ends a process without a Python error, so child processes try XLA with the flags. Every version of XLA
-drops flags, and the usual cause is an old recipe.
-"""
+"""The installation: Python, packages and NVIDIA's driver, without JAX, which may be what is broken."""
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import mmap
 import platform
 import re
-import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -29,8 +20,6 @@ from mjax.cluster.launch import nvidia_driver
 from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, gibibytes
 from mjax.utils import packages
 
-# Flags are read when the first backend starts; the CPU's starts soonest and reads all of them.
-READ_FLAGS = "import jax; jax.devices()"
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -103,55 +92,6 @@ def check_jax(facts: Facts) -> Finding | None:
         (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
         (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
     )
-
-
-# --- XLA_FLAGS --------------------------------------------------------------------------------------------------------
-
-
-def check_flags(facts: Facts) -> Finding | list[Finding]:
-    """Try to start XLA with the flags that are set, and remove from `facts.environment` those that end the process."""
-    environment, limit = facts.environment, facts.limit
-    given = environment.get("XLA_FLAGS", "").strip()
-    message = refusal(given, environment, limit) if given else None
-    if message is None:
-        return Finding(GREEN, f"XLA accepts XLA_FLAGS={given}" if given else "XLA_FLAGS is not set")
-    if refusal("", environment, limit) is not None:
-        return Finding(YELLOW, "not tried: JAX does not start without XLA_FLAGS either", "fix the line devices first")
-    messages = {flag: refusal(flag, environment, limit) for flag in shlex.split(given)}
-    wrong = {flag: text for flag, text in messages.items() if text} or dict.fromkeys(messages, message)
-    environment["XLA_FLAGS"] = " ".join(flag for flag in messages if flag not in wrong)
-    findings = []
-    for flag, text in wrong.items():
-        text = re.sub(r"^[EF]\d{4} .*?\] ", "", text.splitlines()[0])
-        near = _nearest(flag.split("=")[0], environment, limit) if "Unknown flag" in text else ""
-        findings.append(
-            Finding(RED, f"XLA aborts every process with {flag}: {text}", f"remove it from XLA_FLAGS{near}")
-        )
-    return findings
-
-
-def _nearest(flag: str, environment: Mapping[str, str], limit: float) -> str:
-    """Advice that names the nearest flag that XLA accepts, of the words in its library that look like one."""
-    names: set[bytes] = set()
-    for file in Path(importlib.util.find_spec("jaxlib").origin).parent.glob("*.so"):
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            names.update(re.findall(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", content))
-    for name in difflib.get_close_matches(flag.lstrip("-"), sorted(name.decode() for name in names), n=2, cutoff=0.7):
-        if "Unknown flag" not in (refusal(f"--{name}=true", environment, limit) or ""):
-            return f"; the nearest known flag is --{name}"
-    return ""
-
-
-def refusal(flags: str, environment: Mapping[str, str], limit: float) -> str | None:
-    """The message of a process that these flags end; None if it starts.
-
-    Raises:
-      subprocess.TimeoutExpired: neither happens in `limit` seconds.
-    """
-    variables = {**environment, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", READ_FLAGS]
-    child = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=limit)
-    return (child.stderr.strip() or f"it ended with {child.returncode}") if child.returncode else None
 
 
 # --- NVIDIA's driver --------------------------------------------------------------------------------------------------

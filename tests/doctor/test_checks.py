@@ -84,3 +84,21 @@ def test_check_that_raises_is_red(monkeypatch):
     (finding,) = checks.run_check("open files", Facts())
     assert (finding.check, finding.status) == ("open files", RED)
     assert finding.found == "could not be checked: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--xla_gpu_enable_latency_hiding_schedular=true", "Unknown flag in XLA_FLAGS: --xla_gpu_enable_latency_hid"),
+        ("--xla_gpu_autotune_level=x", "Couldn't interpret value x for flag xla_gpu_autotune_level"),
+        ("xla_gpu_autotune_level=1", 'Could not open file "xla_gpu_autotune_level=1"'),
+    ],
+)
+def test_wrong_flag_is_named(flags, words):
+    """The words are those of the installed XLA."""
+    facts = Facts(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
+    finding, rest = checks.run_in_child(["devices", "matmul"], facts, lambda name: None)
+    assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
+    assert words in finding.found
+    assert finding.advice == "remove the flag from XLA_FLAGS, or correct it"

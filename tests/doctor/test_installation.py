@@ -1,13 +1,12 @@
 """Python, packages, flags and driver, with versions and machines that are made up."""
 
-import os
 from unittest.mock import Mock
 
 import pynvml
 import pytest
 
 from mjax.doctor import GREEN, RED, YELLOW, Facts, installation
-from mjax.doctor.installation import Driver, check_driver, check_flags, check_jax, check_packages, read_driver
+from mjax.doctor.installation import Driver, check_driver, check_jax, check_packages, read_driver
 from mjax.utils import packages
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -66,29 +65,6 @@ JAXLIB = packages.installed()["jaxlib"]
 def test_jax_and_its_parts_must_fit(monkeypatch, versions, status):
     pretend(monkeypatch, **versions)
     assert check_jax(Facts()).status == status
-
-
-# --- XLA_FLAGS --------------------------------------------------------------------------------------------------------
-
-UNKNOWN = "--xla_gpu_enable_latency_hiding_schedular=true"
-
-
-@pytest.mark.ci
-def test_wrong_flags_are_found_by_a_child():
-    """The words are those of the installed XLA."""
-    flags = f"{UNKNOWN} --xla_gpu_autotune_level=x --xla_dump_max_hlo_modules=1"
-    facts = Facts(environment={**os.environ, "XLA_FLAGS": flags})
-    unknown, value = check_flags(facts)
-    assert (unknown.status, value.status) == (RED, RED)
-    assert f"aborts every process with {UNKNOWN}: Unknown flag" in unknown.found
-    assert unknown.advice.endswith("; the nearest known flag is --xla_gpu_enable_latency_hiding_scheduler")
-    assert "Couldn't interpret value x" in value.found
-    assert facts.environment["XLA_FLAGS"] == "--xla_dump_max_hlo_modules=1"
-
-
-def test_flags_are_not_blamed_if_jax_does_not_start(monkeypatch):
-    monkeypatch.setattr(installation, "refusal", lambda *_: "no module named jaxlib")
-    assert check_flags(Facts(environment={"XLA_FLAGS": "--xla_a=1"})).status == YELLOW
 
 
 # --- The driver -------------------------------------------------------------------------------------------------------
