@@ -27,6 +27,7 @@ from pathlib import Path
 
 from mjax.config import load_config
 from mjax.doctor import RED, YELLOW, Facts, Finding, first_line
+from mjax.errors import UsageError
 
 CHECKS = (
     (None, "installation", ("python", "packages", "jax")),
@@ -66,8 +67,8 @@ def run_check(name: str, facts: Facts) -> list[Finding]:
         module = importlib.import_module(f"mjax.doctor.{MODULES[name]}")
         result = getattr(module, "check_" + re.sub(r"\W", "_", name))(facts)
         findings = [result] if isinstance(result, Finding) else list(result or ())
-    except subprocess.TimeoutExpired:
-        findings = [Finding(RED, f"no answer in {facts.limit:g} s", SILENT)]
+    except UsageError as error:
+        findings = [Finding(RED, *str(error).rsplit("; ", 1))]
     except Exception as error:  # any error concerns this check alone
         line = traceback.extract_tb(error.__traceback__)[-1]
         text = f"could not be checked: {type(error).__name__}: {first_line(error)}"

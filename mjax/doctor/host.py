@@ -20,7 +20,6 @@ from mjax.checkpoint.folders import steps_in
 from mjax.cluster import launch
 from mjax.config import Config
 from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, gibibytes
-from mjax.errors import UsageError
 
 ROOT = Path("/")
 MIN_SHARED = 2**30  # bytes of /dev/shm, through which NCCL's processes on one host communicate
@@ -36,17 +35,18 @@ SIGNS = {"RAY_JOB_ID": "Ray", "JOB_COMPLETION_INDEX": "Kubernetes"}
 
 
 def check_processes(facts: Facts) -> Finding:
-    """Name the processes that `train.py` would join; this command joins none and checks its own host only."""
+    """Name the processes that `train.py` would join; this command joins none and checks its own host only.
+
+    Raises:
+      UsageError: `train.py` would not start.
+    """
     environment, launched = facts.environment, launch.launched_by(facts.environment)
     nodes = environment.get("SLURM_JOB_NUM_NODES", "1") if "SLURM_JOB_ID" in environment else "1"
     if launched is None and nodes != "1":
         return Finding(YELLOW, f"a Slurm job of {nodes} nodes: mjax train would run alone", "srun mjax train …")
     if launched is None:
         return Finding(GREEN, "no launcher: mjax train runs as one process")
-    try:
-        rendezvous = launch.Distributed().under_launcher(environment)
-    except UsageError as error:
-        return Finding(RED, *f"mjax train would not start: {error}".split("; ", 1))
+    rendezvous = launch.Distributed().under_launcher(environment)
     platforms = [platform for sign, platform in SIGNS.items() if sign in environment and launched[0] == launch.OF_JAX]
     processes = f"{launched[1]} processes" if launched[1] else "an indexed job"
     address = f" at {rendezvous.coordinator}" if rendezvous.coordinator else ""

@@ -8,6 +8,7 @@ import pytest
 
 from mjax.config import load_config
 from mjax.doctor import GREEN, RED, YELLOW, Facts, numerics
+from mjax.doctor.checks import run_check
 from mjax.doctor.numerics import OPERATIONS, Operation, check_attention, check_experts, check_numerics
 from mjax.models import attention_kernels
 from mjax.parallel import grouped
@@ -96,7 +97,7 @@ def test_kernel_that_does_not_run_is_red(monkeypatch):
 
 
 def test_kernel_that_cannot_be_used_is_red():
-    finding = check_attention(small("gpt_demo", attention="cudnn"))
+    (finding,) = run_check("attention", small("gpt_demo", attention="cudnn"))
     assert finding.status == RED
     assert finding.found.startswith("--model.attention cudnn cannot be used: it needs an NVIDIA GPU")
 
