@@ -2,8 +2,8 @@
 
 A check that touches a device or a disk runs in a child process, so that a driver that hangs or aborts costs only its
 own line of the report. The child, python -m mjax.doctor.checks CHECK …, reads the facts from stdin and writes one line
-of JSON for each check. If it is silent for too long or ends early, its current check is red, and another child
-continues with the next one.
+of JSON for each check, among what libraries write. If it is silent for too long or ends early, its current check is
+red, and another child continues with the next one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO
 
 from mjax.config import load_config
 from mjax.doctor import RED, YELLOW, Facts, Finding, first_line
@@ -47,7 +48,8 @@ FOUNDATION = "devices"  # the checks after it in its child need it
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 MEMORY_IN_USE = "nvidia-smi shows who holds a GPU's memory, another doctor perhaps: wait, or set CUDA_VISIBLE_DEVICES"
 COMMAND = (sys.executable, "-m", "mjax.doctor.checks")
-MAX_LINES = 2000  # of a child's stderr: XLA's stack traces are some hundred
+ANSWER = b"findings: "  # begins the lines of a child that are not a library's
+MAX_LINES = 2000  # of these: XLA's stack traces are some hundred
 
 
 def examine(facts: Facts, begin: Callable[[str], None]) -> Iterator[Finding]:
@@ -100,38 +102,47 @@ def run_in_child(names: Sequence[str], facts: Facts, begin: Callable[[str], None
 
 def _run_child(names, facts, begin) -> Iterator[tuple[str, list[Finding]]]:
     """Findings by check, until all are done or the child is lost; the last is then the check that lost it."""
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)  # a file needs a disk that works
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     child = subprocess.Popen([*COMMAND, *names], env=facts.environment, start_new_session=True, bufsize=0, **pipes)
-    errors: deque[bytes] = deque(maxlen=MAX_LINES)
-    listener = threading.Thread(target=errors.extend, args=(child.stderr,), daemon=True)
-    listener.start()
+    log: deque[bytes] = deque(maxlen=MAX_LINES)
     values = vars(facts) | {"config": None, "runs": str(facts.runs)}
     try:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(values).encode() + b"\n")
         for name in names:
             begin(name)
-            if not select.select([child.stdout], [], [], facts.limit)[0]:
-                yield name, [Finding(RED, f"no answer in {facts.limit:g} s", SILENT)]
+            answer = _answer(child.stdout, log, facts.limit)
+            if not answer:
+                silent = Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
+                yield name, [silent if answer is None else _lost(child, b"".join(log).split(ANSWER)[0])]
                 return
-            line = child.stdout.readline()
-            if not line.endswith(b"\n"):  # nothing, or half an answer: the child is lost
-                listener.join(timeout=5)  # a process that the child left behind may hold the pipe
-                yield name, [_lost(child.wait(timeout=5), b"".join(errors).decode(errors="replace"))]
-                return
-            yield name, [Finding(**finding) for finding in json.loads(line)]
+            yield name, [Finding(**finding) for finding in json.loads(answer.removeprefix(ANSWER))]
     finally:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(child.pid, signal.SIGKILL)
             child.wait(timeout=5)  # it may hang in the kernel, where no signal reaches it
 
 
-def _lost(code: int, errors: str) -> Finding:
+def _answer(stdout: IO[bytes], log: deque[bytes], limit: float) -> bytes | None:
+    """The next answer of a child, after adding other lines to `log`; empty at the end, None after `limit` seconds."""
+    while select.select([stdout], [], [], limit)[0]:
+        line = stdout.readline()
+        if not line or (line.startswith(ANSWER) and line.endswith(b"\n")):
+            return line
+        log.append(line)
+    return None
+
+
+def _lost(child: subprocess.Popen, log: bytes) -> Finding:
     """The finding of a check whose child has ended, with its last words."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
+    code = child.returncode or 0
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     # XLA's messages begin with E or F and the date; the stack trace after them does not help here.
-    fatal = re.findall(r"^(?:E\d{4} .*for flag .*|F\d{4} .*)", errors, re.MULTILINE)[:1]
-    words = (fatal or errors.strip().splitlines() or ["no message"])[-1]
+    text = log.decode(errors="replace").strip()
+    fatal = re.findall(r"^(?:E\d{4} .*for flag .*|F\d{4} .*)", text, re.MULTILINE)[:1]
+    words = (fatal or text.splitlines() or ["no message"])[-1]
     flags = re.search("XLA_FLAGS|for flag", words)
     memory = " (as the system does when memory is short)" if code == -signal.SIGKILL else ""
     advice = "remove the flag from XLA_FLAGS, or correct it" if flags else "report it with this line"
@@ -139,20 +150,14 @@ def _lost(code: int, errors: str) -> Finding:
 
 
 def main(names: Sequence[str]) -> None:
-    """In the child: run the named checks and write their findings.
-
-    All that a library prints goes to stderr, so that stdout holds only the lines of JSON. The child ends with its
-    parent, which closes stdin.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """In the child: run the named checks and write their findings. It ends with its parent, which closes stdin."""
     values = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     config = load_config(values["name"]) if values["name"] else None
     facts = Facts(**values | {"config": config, "runs": Path(values["runs"])})
     for name in names:
-        findings = run_check(name, facts)
-        print(json.dumps([asdict(finding) for finding in findings]), file=answers, flush=True)
+        findings = json.dumps([asdict(finding) for finding in run_check(name, facts)])
+        print(f"\n{ANSWER.decode()}{findings}", flush=True)
 
 
 if __name__ == "__main__":

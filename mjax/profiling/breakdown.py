@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from mjax.profiling.trace import COLLECTIVES, COPIES, KINDS, Kernel
 from mjax.utils.figures import table
@@ -19,21 +18,6 @@ IDLE, UNKNOWN = "idle", "elsewhere"
 RANKS = {COPIES: 1, COLLECTIVES: 2}  # others: 0
 SHOWN = 3  # kernels of each kind
 WIDTH = 64  # columns of a name
-
-
-class Row(NamedTuple):
-    """A row of the table, of a step on one device.
-
-    Attributes:
-      milliseconds: that count for it.
-      hidden: milliseconds in which it ran beside what counts before it, or beside its like.
-      kernels: launched.
-    """
-
-    name: str
-    milliseconds: float
-    hidden: float
-    kernels: float
 
 
 class Breakdown:
@@ -59,44 +43,42 @@ class Breakdown:
         self.devices, self._unit = len(by_device), len(by_device) * steps
         self.milliseconds = sum(end - begin for begin, end in spans) / steps / 1e6
 
-    def rows(self, name_of: Callable[[tuple[str, str, str]], str | None]) -> list[Row]:
-        """Rows of the kernels with the same name, from (kind, part, label); those with the name None are left out."""
+    def rows(self, name_of: Callable[[tuple[str, str, str]], str | None]) -> list[tuple[str, float, float, float]]:
+        """Rows of the kernels with the same name, from (kind, part, label); those with the name None are left out.
+
+        Returns:
+          Of a step on one device: the name; the milliseconds that count for it; the milliseconds in which it ran beside
+          what counts before it, or beside its like; and the number of kernels.
+        """
         totals = defaultdict(Counter)
         for key, ran in self._ran.items():
-            totals[name_of(key)].update(counted=self._counted[key], ran=ran, launches=self._launches[key])
+            if (name := name_of(key)) is not None:
+                totals[name].update(counted=self._counted[key], ran=ran, launches=self._launches[key])
         scale = 1 / self._unit / 1e6
         rows = [
-            Row(name, of["counted"] * scale, (of["ran"] - of["counted"]) * scale, of["launches"] / self._unit)
+            (name, of["counted"] * scale, (of["ran"] - of["counted"]) * scale, of["launches"] / self._unit)
             for name, of in totals.items()
-            if name is not None
         ]
-        return sorted(rows, key=lambda row: -row.milliseconds)
+        return sorted(rows, key=lambda row: -row[1])
 
     def lines(self) -> list[str]:
         """Two tables: kinds of kernels with the longest kernels of each, and parts of the model."""
-        kinds = []
-        for kind in sorted(self.rows(lambda key: key[0]), key=lambda row: KINDS.index(row.name)):
-            name = "collectives, exposed" if kind.name == COLLECTIVES else kind.name
-            longest = self.rows(lambda key, kind=kind.name: _kernel_name(key) if key[0] == kind else None)
-            kinds += [
-                kind._replace(name=name),
-                *(row._replace(name=f"  {row.name}"[:WIDTH]) for row in longest[:SHOWN]),
-            ]
+        rows = []
+        for kind, *numbers in sorted(self.rows(lambda key: key[0]), key=lambda row: KINDS.index(row[0])):
+            rows.append(("collectives, exposed" if kind == COLLECTIVES else kind, *numbers))
+            longest = self.rows(lambda key, kind=kind: key[2] if key[0] == kind else None)
+            rows += [(f"  {name}"[:WIDTH], *numbers) for name, *numbers in longest[:SHOWN]]
         parts = self.rows(lambda key: key[1])
-        return [*self._table("kind of kernel, and the longest", kinds), "", *self._table("part of the model", parts)]
+        return [*self._table("kind of kernel, and the longest", rows), "", *self._table("part of the model", parts)]
 
-    def _table(self, title: str, rows: Sequence[Row]) -> list[str]:
-        (total,) = self.rows(lambda key: "a step")
-        idle = Row(IDLE, self.milliseconds - total.milliseconds, 0.0, 0.0)
+    def _table(self, title: str, rows: Sequence[tuple]) -> list[str]:
+        ((_, busy, hidden, kernels),) = self.rows(lambda key: "")
+        rows = [*rows, (IDLE, self.milliseconds - busy, 0.0, 0.0), ("a step", self.milliseconds, hidden, kernels)]
         cells = [
             (name, f"{ms:,.2f}", f"{ms / self.milliseconds:.1%}", f"{hidden:,.2f}", f"{kernels:,.0f}")
-            for name, ms, hidden, kernels in (*rows, idle, total._replace(milliseconds=self.milliseconds))
+            for name, ms, hidden, kernels in rows
         ]
         return table((title, "ms", "share", "hidden ms", "kernels"), cells)
-
-
-def _kernel_name(key: tuple[str, str, str]) -> str:
-    return key[2] if key[1] == UNKNOWN else f"{key[1]}: {key[2]}"
 
 
 def share_out(events: Sequence[tuple]) -> Counter:

@@ -52,7 +52,8 @@ class Kernel(NamedTuple):
       begin, end: ns since the profiler was started.
       kind: one of KINDS.
       part: of the model with the pass, such as `layer backward`; empty if unknown.
-      label: the operation of the traced program, and the instruction without its number: `dot_general (ynn_fusion)`.
+      label: the part, the operation of the traced program, and the instruction without its number, such as `layer
+        backward: dot_general (ynn_fusion)`.
     """
 
     device: str
@@ -114,11 +115,13 @@ def _kernels(events: Iterable[tuple], program: str) -> Iterator[Kernel]:
         if WITHOUT_KERNEL.fullmatch(opcode):
             continue
         stem, operation = re.sub(r"[._]?\d+$", "", name)[:48], re.split(r"[/:()]+", source.rstrip("):/"))[-1]
-        label = f"{operation} ({stem})" if operation and operation != stem else stem
-        kind = kind_of(f"{event.name} {name} {opcode}", source)
+        part, label = " ".join(filter(None, source_of(source))), stem
+        if operation and operation != stem:
+            label = f"{operation} ({stem})"
+        kind, label = kind_of(f"{event.name} {name} {opcode}", source), f"{part}: {label}" if part else label
         if module != train_step:
             kind, label = ELSEWHERE, f"{module}: {name}"
-        yield Kernel(device, event.start_ns, event.end_ns, kind, " ".join(filter(None, source_of(source))), label)
+        yield Kernel(device, event.start_ns, event.end_ns, kind, part, label)
 
 
 @cache

@@ -21,10 +21,11 @@ for name in sys.argv[1:]:
         os.abort()
     if name == "half":
         print("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", file=sys.stderr)
-        print('[{"status": "gr', end="", flush=True)
+        print('findings: [{"status": "gr', end="", flush=True)
         os._exit(4)
     colors = dict(nothing=[], mixed=["red", "green"], red=["red"]).get(name, ["green"])
-    print(json.dumps([dict(status=color, found="done") for color in colors]), flush=True)
+    answer = json.dumps([dict(status=color, found="done") for color in colors])
+    print("a library's words\\nfindings:", answer, flush=True)
 """
 
 

@@ -91,7 +91,7 @@ def trace_of(*gpus, threads=THREADS):
 
 
 def by_kind(step):
-    return {row.name: (row.milliseconds, row.hidden) for row in step.rows(lambda key: key[0])}
+    return {name: (milliseconds, hidden) for name, milliseconds, hidden, _ in step.rows(lambda key: key[0])}
 
 
 def test_step_is_shared_by_computing_copying_and_communicating():
@@ -105,7 +105,7 @@ def test_step_is_shared_by_computing_copying_and_communicating():
         "collectives": (pytest.approx(0.018), pytest.approx(0.012)),
     }
     assert (step.devices, step.milliseconds) == (1, pytest.approx(0.100))
-    parts = {row.name: row.milliseconds for row in step.rows(lambda key: key[1])}
+    parts = {name: milliseconds for name, milliseconds, *_ in step.rows(lambda key: key[1])}
     assert parts["layer backward"] == pytest.approx(0.058)
     assert parts["layer forward"] == pytest.approx(0.015)
     lines = [line.split() for line in step.lines()]
