@@ -33,7 +33,6 @@ from mjax.errors import UsageError
 CHECKS = (
     (None, "installation", ("python", "packages", "jax")),
     ("driver", "installation", ("driver",)),
-    (None, "installation", ("libraries",)),
     (None, "host", ("processes",)),
     ("devices", "devices", ("devices", "device memory")),
     ("devices", "numerics", ("attention", "experts", "numerics")),

@@ -86,11 +86,15 @@ def check_jax(facts: Facts) -> Finding | None:
     # The halves of the plugin have one version.
     parts += [Requirement(str(each).replace(plugin, pjrt)) for each in parts if each.name == plugin]
     wrong = _unmet(parts, build)
+    folders = filter(None, facts.environment.get("LD_LIBRARY_PATH", "").split(":") if build else ())
+    files = (file for folder in folders for file in Path(folder).glob("lib*.so*"))
+    other = next((file for file in files if re.match("lib(cudnn|cublas|nccl)", file.name)), None)
     two = f"two CUDA builds are installed, and JAX uses one: {', '.join(builds)}"
     return first(
         f"jax {version}, jaxlib {installed.get('jaxlib')}: the build for {build or 'CPUs'}",
         (len(builds) > 1, YELLOW, two, f"pip uninstall {plugin} {pjrt}"),
         (wrong, RED, f"jax {version} does not fit {_words(wrong)}", f'pip install --upgrade "{wheels}=={version}"'),
+        (other, YELLOW, f"LD_LIBRARY_PATH puts {other} before jax's own", "unset LD_LIBRARY_PATH"),
     )
 
 
@@ -159,12 +163,3 @@ def check_driver(facts: Facts) -> Finding:
         (cuda is None, RED, f"{text}, but jax is the build for CPUs: it cannot use them", 'pip install "jax[cuda13]"'),
         (used, YELLOW, f"{text}; other processes hold {used}", "nvidia-smi shows who; end them, or wait"),
     )
-
-
-def check_libraries(facts: Facts) -> Finding | None:
-    """Find another CUDA that LD_LIBRARY_PATH puts before that of jax's wheels; nothing if there is none."""
-    folders = facts.environment.get("LD_LIBRARY_PATH", "").split(":") if packages.cuda_build() is not None else []
-    for folder in filter(None, folders):
-        if files := [file for name in ("cudnn", "cublas", "nccl") for file in Path(folder).glob(f"lib{name}.so*")]:
-            return Finding(YELLOW, f"LD_LIBRARY_PATH puts {files[0]} before jax's own", "unset LD_LIBRARY_PATH")
-    return None

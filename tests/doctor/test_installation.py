@@ -67,6 +67,14 @@ def test_jax_and_its_parts_must_fit(monkeypatch, versions, status):
     assert check_jax(Facts()).status == status
 
 
+def test_other_libraries_are_yellow(monkeypatch, tmp_path):
+    pretend(monkeypatch, **{f"jax_cuda13_{half}": JAXLIB for half in ("plugin", "pjrt")})
+    (tmp_path / "libcudnn.so.9").touch()
+    finding = check_jax(Facts(environment={"LD_LIBRARY_PATH": f":{tmp_path}"}))
+    assert (finding.status, finding.advice) == (YELLOW, "unset LD_LIBRARY_PATH")
+    assert "libcudnn.so.9" in finding.found
+
+
 # --- The driver -------------------------------------------------------------------------------------------------------
 
 
