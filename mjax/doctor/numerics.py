@@ -6,7 +6,8 @@ only outside `jit` (jax issue 40633). So operations run both inside and outside 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +18,7 @@ from jax import Array
 
 from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
 from mjax.config.model import GPTConfig, ModelConfig
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, first_line
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first_line
 from mjax.doctor.devices import devices_to_check, name_of
 from mjax.models import attention_kernels
 from mjax.models.positions import alibi_slopes
@@ -83,82 +84,85 @@ SHAPES = ((256, 512), (512, 256))
 OPERATIONS = [
     Operation("bf16 product", PRODUCT, PRODUCT, SHAPES, jnp.bfloat16, 2**-7),
     Operation("fp32 product", PRODUCT, PRODUCT, SHAPES, jnp.float32, 1e-5),
+    Operation("fp32 product by default", jnp.matmul, jnp.matmul, SHAPES, jnp.float32, 1e-2),  # TF32: 1e-4 and more
     Operation("cross entropy", _cross_entropy, _cross_entropy, ((64, 1000),), jnp.float32, 1e-5),
     Operation("LayerNorm", NORM, NORM, ((64, 512),), jnp.float32, 1e-5),
 ]
-# TF32 rounds inputs to 11 bits, with errors of 1e-4 and more.
-DEFAULT = Operation("fp32 product by default", jnp.matmul, jnp.matmul, SHAPES, jnp.float32, 1e-5)
 
 
-def check_numerics(facts: Facts) -> Finding | list[Finding]:
-    """Check each operation on each device; one finding for all, or one for each that is wrong."""
-    devices, worst, wrong = devices_to_check(), {}, []
-    for device in devices:
-        # A compiler's fault shows on any GPU, a chip's with `jit` or without: with it is enough on the others.
-        for operation in OPERATIONS:
-            for jit in (True, False) if device is devices[0] else (True,):
+def check_numerics(facts: Facts) -> list[Finding]:
+    """Check small operations on each device.
+
+    A compiler's fault shows on any GPU, a chip's with `jit` or without: with it is enough on all but the first.
+    """
+    return judge(OPERATIONS, devices_to_check(), WRONG, (True, False))
+
+
+def judge(operations: Sequence[Operation], devices: Sequence[jax.Device], advice: str, modes=(True,)) -> list[Finding]:
+    """Run operations; one finding for all, or one for each that is wrong, with this advice.
+
+    Args:
+      modes: with and without `jit`, on the first device.
+    """
+    worst, wrong = {}, []
+    for device, operation in itertools.product(devices, operations):
+        for jit in modes if device is devices[0] else (True,):
+            text = f"{operation.name} on {name_of(device)}{'' if jit else ' outside jit'}"
+            try:
                 with jax.default_device(device):
                     error = operation.error(jit)
-                worst[operation.name] = float(np.maximum(error, worst.get(operation.name, 0.0)))
-                if not error < operation.bound:
-                    text = f"{operation.name} is wrong on {name_of(device)}{'' if jit else ' outside jit'}"
-                    text += f": error {error:.1e}, {operation.bound:.0e} is allowed"
-                    wrong.append(Finding(RED, text, WRONG, {"error_relative": error}))
-    default = DEFAULT.error()
-    errors = ", ".join(f"{name} {error:.0e}" for name, error in worst.items())
-    text = f"errors {errors}, on {len(devices)} devices; float32 products are "
-    text += "full by default" if default < DEFAULT.bound else f"TF32 or less by default ({default:.0e})"
+            except Exception as problem:  # whatever the library reports is about this operation
+                wrong.append(Finding(RED, f"{text} does not run ({first_line(problem)})", advice))
+                continue
+            worst[operation.name] = float(np.maximum(error, worst.get(operation.name, 0.0)))
+            if not error < operation.bound:
+                text += f" is wrong: error {error:.1e}, {operation.bound:.0e} is allowed"
+                wrong.append(Finding(RED, text, advice, {"error_relative": error}))
+    errors = ", ".join(f"{error:.0e} of {name}" for name, error in worst.items())
+    text = f"errors on {', '.join(map(name_of, devices))}: {errors}"
     figures = {f"{name.replace(' ', '_')}_relative": error for name, error in worst.items()}
-    return wrong or Finding(GREEN, text, None, {"fp32_default_relative": default, **figures})
+    return wrong or [Finding(GREEN, text, None, figures)]
 
 
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
 
 
-def check_attention(facts: Facts) -> Finding:
-    """Check the kernel that `auto`, or the config, selects here; without a config: bf16, head size 64, no dropout."""
-    config = facts.config
-    model = GPTConfig(attention_dropout=0.0) if config is None else config.model
-    compute = "bf16" if config is None else config.precision.compute
-    documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
-    choose = partial(choose_kernel, model, compute, documents=documents, chunks=chunks)
-    return judge_kernel(
-        "attention", model.attention, choose, lambda kernel: attention(kernel, model, compute, documents)
-    )
-
-
-def check_experts(facts: Facts) -> Finding | None:
-    """Check the kernel of the products of experts that the config selects here; nothing without experts."""
-    config = facts.config
-    if config is None or not config.model.grouped_kernel:
-        return None
-    make = partial(expert_products, compute=config.precision.compute)
-    return judge_kernel("grouped", config.model.grouped, partial(choose_grouped, config), make)
-
-
-def judge_kernel(option: str, asked: str, choose: Callable[..., tuple], make: Callable[[str], Operation]) -> Finding:
-    """Run the kernel that `--model.OPTION asked` selects on the first device and judge its error.
+def check_attention(facts: Facts) -> list[Finding]:
+    """Check the kernel that `auto`, or the config, selects here; without a config: bf16, head size 64, no dropout.
 
     Raises:
       UsageError: it does not support the config.
     """
-    device, other = jax.local_devices()[0], f"--model.{option} xla"
-    name, obstacle = choose(platform=device.platform, capability=capability_of(device))
-    kernel = make(name)
-    text = f"{kernel.name}, {kernel.dtype.__name__}, on {name_of(device)}"
-    try:
-        error = kernel.error()
-    except Exception as problem:  # whatever the library reports is about this kernel
-        return Finding(RED, f"{text} does not run ({first_line(problem)})", other)
-    wrong = f"{text} is wrong: error {error:.1e}, {kernel.bound:.0e} is allowed"
-    text += f": within {error:.1e} of float64, forward and backward"
-    slower = obstacle if asked == "auto" and device.platform == "gpu" else None
-    return first(
-        text,
-        (not error < kernel.bound, RED, wrong, f"{other}, and report it with jax's version"),
-        (slower, YELLOW, f"{text}; a slower kernel, because {slower}", "change that, if it can be"),
-        error_relative=error,
+    config, device = facts.config, jax.local_devices()[0]
+    model = GPTConfig(attention_dropout=0.0) if config is None else config.model
+    compute = "bf16" if config is None else config.precision.compute
+    documents, chunks = (False, 1) if config is None else ("documents" in config.batch_arrays(), config.sequence_chunks)
+    kernel, obstacle = choose_kernel(model, compute, device.platform, documents, capability_of(device), chunks)
+    findings = judge([attention(kernel, model, compute, documents)], [device], "--model.attention xla, and report it")
+    return findings + _slower(model.attention, device, obstacle)
+
+
+def check_experts(facts: Facts) -> list[Finding]:
+    """Check the kernel of the products of experts that the config selects here; nothing without experts.
+
+    Raises:
+      UsageError: it does not support the config.
+    """
+    config, device = facts.config, jax.local_devices()[0]
+    if config is None or not config.model.grouped_kernel:
+        return []
+    kernel, obstacle = choose_grouped(config, device.platform, capability_of(device))
+    findings = judge(
+        [expert_products(kernel, config.precision.compute)], [device], "--model.grouped xla, and report it"
     )
+    return findings + _slower(config.model.grouped, device, obstacle)
+
+
+def _slower(asked: str, device: jax.Device, obstacle: str | None) -> list[Finding]:
+    """A finding if `auto` has to use a slower kernel on a GPU."""
+    if asked != "auto" or device.platform != "gpu" or not obstacle:
+        return []
+    return [Finding(YELLOW, f"a slower kernel is used, because {obstacle}", "change that, if it can be")]
 
 
 def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) -> Operation:
@@ -186,7 +190,7 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
         return attention_kernels.attend(q, k, v, kernel, **options)
 
     q, k = (2, s, 2, model.head_size), (2, s, groups, model.head_size)
-    name = f"{kernel}, head size {model.head_size}"
+    name = f"{kernel} in {compute} with head size {model.head_size}"
     return Operation(name, run, formula, (q, k, k), *DTYPES.get(compute, FLOAT32))
 
 
@@ -202,4 +206,4 @@ def expert_products(kernel: str, compute: str) -> Operation:
     def formula(x, kernels):
         return jnp.einsum("re,ri,eio->ro", np.eye(3)[experts], x, kernels)
 
-    return Operation(kernel, run, formula, ((167, 64), (3, 64, 96)), *DTYPES.get(compute, FLOAT32))
+    return Operation(f"{kernel} in {compute}", run, formula, ((167, 64), (3, 64, 96)), *DTYPES.get(compute, FLOAT32))

@@ -1,6 +1,8 @@
 """Wrong numbers are found, with or without jit, and named by the operation that gives them."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from mjax.parallel import grouped
 
 
 def test_this_device_is_right():
-    assert check_numerics(Facts()).status == GREEN
+    (finding,) = check_numerics(Facts())
+    assert finding.status == GREEN
+    assert 0 < finding.figures["LayerNorm_relative"] < 1e-5
 
 
 @pytest.mark.parametrize(("operation", "factor"), [*((each, 2.0) for each in OPERATIONS), (OPERATIONS[0], jnp.nan)])
@@ -31,7 +35,7 @@ def test_wrong_element_is_red_and_named(monkeypatch, operation, factor):
     monkeypatch.setattr(numerics, "OPERATIONS", [replace(operation, run=run)])
     finding, *_ = check_numerics(Facts())
     assert finding.status == RED
-    assert finding.found.startswith(f"{operation.name} is wrong on {jax.default_backend().upper()} 0")
+    assert finding.found.startswith(f"{operation.name} on {jax.default_backend().upper()} 0 is wrong")
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -43,7 +47,7 @@ def test_wrong_device_is_named(monkeypatch):
     monkeypatch.setattr(numerics, "devices_to_check", lambda: [first, second])
     monkeypatch.setattr(numerics, "OPERATIONS", [Operation("one", run, lambda x: x, ((3,),), jnp.float32, 1e-3)])
     (finding,) = check_numerics(Facts())
-    assert (finding.status, f"one is wrong on {numerics.name_of(second)}:" in finding.found) == (RED, True)
+    assert (finding.status, f"one on {numerics.name_of(second)} is wrong:" in finding.found) == (RED, True)
 
 
 # --- The kernels of a run ---------------------------------------------------------------------------------------------
@@ -56,10 +60,9 @@ def small(name, **changes):
 
 
 def test_attention_without_config_is_right():
-    finding = check_attention(Facts())
+    (finding,) = check_attention(Facts())
     assert finding.status == GREEN
-    assert finding.found.startswith("cudnn" if jax.default_backend() == "gpu" else "xla_blocks")
-    assert 0 < finding.figures["error_relative"] < 3e-2
+    assert ("cudnn" if jax.default_backend() == "gpu" else "xla_blocks") in finding.found
 
 
 @pytest.mark.parametrize(
@@ -76,13 +79,13 @@ def test_attention_without_config_is_right():
 def test_wrong_kernel_is_red(monkeypatch, name, change, model):
     """The attention of the config itself is checked: its mask, documents, slopes, window and groups."""
     facts, right = small(name, **model), attention_kernels.attend
-    assert check_attention(facts).status == GREEN
+    assert check_attention(facts)[0].status == GREEN
 
     def attend(q, k, v, kernel, **options):
         return right(q, k, v, kernel, **{**options, **change})
 
     monkeypatch.setattr(attention_kernels, "attend", attend)
-    finding = check_attention(facts)
+    (finding,) = check_attention(facts)
     assert (finding.status, " is wrong: " in finding.found) == (RED, True)
 
 
@@ -91,8 +94,8 @@ def test_kernel_that_does_not_run_is_red(monkeypatch):
         raise RuntimeError("cuDNN has no engine for this\nand a stack trace")
 
     monkeypatch.setattr(attention_kernels, "attend", attend)
-    finding = check_attention(Facts())
-    assert (finding.status, finding.advice) == (RED, "--model.attention xla")
+    (finding,) = check_attention(Facts())
+    assert (finding.status, finding.advice) == (RED, "--model.attention xla, and report it")
     assert finding.found.endswith("does not run (cuDNN has no engine for this)")
 
 
@@ -103,16 +106,18 @@ def test_kernel_that_cannot_be_used_is_red():
 
 
 def test_slower_kernel_of_gpu_is_yellow(monkeypatch):
-    gpu = type("Gpu", (), {"platform": "gpu", "id": 0, "compute_capability": "7.0"})
+    gpu = SimpleNamespace(platform="gpu", id=0, compute_capability="7.0")
+    monkeypatch.setattr(Operation, "error", lambda *_: 0.0)
+    monkeypatch.setattr(numerics.jax, "default_device", contextlib.nullcontext)
     monkeypatch.setattr(numerics.jax, "local_devices", lambda: [gpu])
-    finding = check_attention(Facts())
+    _, finding = check_attention(Facts())
     assert finding.status == YELLOW
     assert "it needs compute capability 8.0 or more" in finding.found
 
 
 def test_experts_are_checked_if_there_are_any(monkeypatch):
-    assert check_experts(Facts(config=load_config("gpt_demo"))) is None
+    assert check_experts(Facts(config=load_config("gpt_demo"))) == []
     facts, right = small("moe_demo"), grouped.grouped_product
-    assert check_experts(facts).status == GREEN
+    assert check_experts(facts)[0].status == GREEN
     monkeypatch.setattr(grouped, "grouped_product", lambda x, kernels, *rest: right(x, kernels[::-1], *rest))
-    assert check_experts(facts).status == RED
+    assert check_experts(facts)[0].status == RED
