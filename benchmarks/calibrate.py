@@ -32,6 +32,7 @@ from benchmarks.command import check_counts, check_output, in_one_sentence
 from benchmarks.fitting import SETTLES, Measurement, calibrate
 from mjax.cluster.hardware import Gpu, gpu_named, gpu_of
 from mjax.config import GPTConfig
+from mjax.config.kernels import capability_of, choose_kernel
 from mjax.errors import UsageError
 from mjax.planner.calibration import Calibration, Rates, write_calibration
 from mjax.utils.figures import table
@@ -184,14 +185,12 @@ def _flash_runs(compute: str) -> bool:
     """Whether a model's attention would be cuDNN's on this device; if not, prints the reason."""
     import jax
 
-    from mjax.step.kernel_trial import resolve_attention
-
     if jax.default_backend() != "gpu":
         return False
     _, s, n, d = ATTENTIONS[0]
     model = GPTConfig(hidden=n * d, heads=n, sequence=s, attention_dropout=0.0)
     try:
-        return resolve_attention(model, compute, "gpu") == "cudnn"
+        return choose_kernel(model, compute, "gpu", capability=capability_of(jax.local_devices()[0]))[0] == "cudnn"
     except UsageError as error:
         print(f"attention is not measured: {error}")
         return False

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from mjax.cluster import launch
-from mjax.doctor import RED
-from mjax.doctor.host import check_processes
+from mjax.doctor import RED, Facts
+from mjax.doctor.checks import run_check
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home
 
@@ -106,7 +106,7 @@ def test_flags_precede_launcher(environment):
 def test_wrong_variable_is_named(environment, words):
     with pytest.raises(UsageError, match=re.escape(words)):
         launch.Distributed().under_launcher(environment)
-    [finding] = check_processes(environment)
+    (finding,) = run_check("processes", Facts(environment=environment))
     assert (finding.status, "; " in finding.found) == (RED, False)
     assert finding.advice.startswith("correct it, or unset")
 

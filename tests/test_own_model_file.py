@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +15,8 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
-from mjax.doctor import RED
-from mjax.doctor.child import run_in_child
-from mjax.doctor.driver import Driver
+from mjax.doctor import RED, Facts
+from mjax.doctor.checks import run_in_child
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.search_flags import write_config
@@ -230,6 +229,6 @@ def test_written_config_imports_own_class(place, monkeypatch):
 
 @pytest.mark.ci
 def test_doctor_knows_own_model_in_its_child(place):
-    settings = {"driver": asdict(Driver()), "cuda": None, "config": FILE, "runs": "runs", "name": "palm"}
-    (found, *_) = run_in_child(("storage",), settings, os.environ | {"PYTHONPATH": str(ROOT)}, 60.0)
+    facts = Facts(name=FILE, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    (found, *_) = run_in_child(("storage",), facts, lambda name: None)
     assert found.status != RED, found.found

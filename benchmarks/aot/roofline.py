@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.aot.kernels import FREE, MOVES, Kernels
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.calibration import Rates, default_calibration
-from mjax.profiling.kernels import FREE, MOVES, Kernels
 from mjax.trace.collectives import source_of
 from mjax.trace.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mjax.profiling.kernels import Kernels
+from benchmarks.aot.kernels import Kernels
 from mjax.trace.hlo import HloError, Line, ScheduledCollective
 
 

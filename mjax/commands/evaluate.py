@@ -99,7 +99,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     from mjax.cluster import processes
     from mjax.generation.inference import inference_config, run_tokenizer
     from mjax.parallel.mesh import make_mesh
-    from mjax.step.kernel_trial import with_kernel
+    from mjax.step.kernels import with_kernel
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def choose_kernel(
     capability: tuple[int, ...] = HOPPER,
     chunks: int = 1,
 ) -> tuple[str, str | None]:
-    """The kernel chosen by the rule, before any trial, and what rules out cuDNN's.
+    """The kernel chosen by the rule, and what rules out cuDNN's.
 
     Args:
       model: `model.attention` is the requested kernel; `auto` leaves the choice to the rule.
@@ -136,7 +136,7 @@ def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
 
 
 def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
-    """The kernel of the products of experts chosen by the rule, before any trial, and what rules out `pallas`.
+    """The kernel of the products of experts chosen by the rule, and what rules out `pallas`.
 
     Args:
       config: of a mixture of experts; `model.grouped` is the requested kernel.

@@ -76,7 +76,7 @@ class MixtureConfig(LlamaConfig):
 
     @property
     def grouped_kernel(self) -> str:
-        """The kernel of the products of experts, of `auto` the one that runs everywhere (`kernel_trial.py` chooses)."""
+        """The kernel of the products of experts, of `auto` the one that runs everywhere (`step/kernels.py` chooses)."""
         return "xla" if self.grouped == "auto" else self.grouped
 
     def with_grouped(self, kernel: str) -> Self:

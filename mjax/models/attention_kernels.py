@@ -10,7 +10,7 @@
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. `xla` and `flash` also take the queries of
 some positions with the keys of all (`across.py`). The kernel of a run is resolved once, at the start, by rule
-(`kernels.py`) and by running it (`kernel_trial.py`); nothing falls back later.
+(`config/kernels.py`); nothing falls back later. `mjax doctor` runs it.
 
 If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
 other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the

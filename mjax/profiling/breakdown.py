@@ -9,142 +9,92 @@ instant in which nothing runs is idle. With several devices each row is their me
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 
-from mjax.profiling.kernels import COLLECTIVES, COPIES, KINDS, Trace
+from mjax.profiling.trace import COLLECTIVES, COPIES, KINDS, Kernel
 from mjax.utils.figures import table
 
 IDLE, UNKNOWN = "idle", "elsewhere"
 RANKS = {COPIES: 1, COLLECTIVES: 2}  # others: 0
 SHOWN = 3  # kernels of each kind
 WIDTH = 64  # columns of a name
-Key = tuple[str, str, str]  # kind, part, label
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the table.
-
-    Attributes:
-      name: of the kind, of the part of the model, or of a kernel.
-      milliseconds: of a step that count for it.
-      hidden: milliseconds of a step in which it ran beside what counts before it, or beside its like.
-      kernels: on a device in a step.
-    """
-
-    name: str
-    milliseconds: float
-    hidden: float
-    kernels: float
-
-
-@dataclass(frozen=True)
 class Breakdown:
-    """The time of the profiled steps by kind and by part.
+    """The time of profiled steps.
 
     Attributes:
-      devices: names of the devices of this process.
+      devices: number of devices of this process.
       milliseconds: of a step.
-      kinds: adds up to `milliseconds`, with a row IDLE.
-      parts: of the model, by pass; adds up to `milliseconds` too.
-      top: by kind, its kernels, the longest first.
     """
 
-    devices: tuple[str, ...]
-    milliseconds: float
-    kinds: tuple[Row, ...]
-    parts: tuple[Row, ...]
-    top: Mapping[str, tuple[Row, ...]]
+    def __init__(self, spans: Sequence[tuple[float, float]], kernels: Iterable[Kernel], steps: int):
+        """Count the `kernels` within the `spans` of so many steps."""
+        self._ran, self._launches, by_device = Counter(), Counter(), defaultdict(list)
+        for kernel in kernels:
+            for start, stop in spans:
+                begin, end = max(kernel.begin, start), min(kernel.end, stop)
+                if begin < end:
+                    key = kernel.kind, kernel.part or UNKNOWN, kernel.label
+                    by_device[kernel.device].append((begin, end, RANKS.get(kernel.kind, 0), key))
+                    self._ran[key] += end - begin
+                    self._launches[key] += 1
+        self._counted = sum((share_out(events) for events in by_device.values()), Counter())
+        self.devices, self._unit = len(by_device), len(by_device) * steps
+        self.milliseconds = sum(end - begin for begin, end in spans) / steps / 1e6
 
+    def rows(self, name_of: Callable[[tuple[str, str, str]], str | None]) -> list[tuple[str, float, float, float]]:
+        """Rows of the kernels with the same name, from (kind, part, label); those with the name None are left out.
 
-def break_down(trace: Trace, steps: int) -> Breakdown:
-    """The table of a trace of so many steps."""
-    devices = sorted({kernel.device for kernel in trace.kernels})
-    total = sum(end - begin for begin, end in trace.spans)
-    counted, ran, launches = Counter(), Counter(), Counter()
-    unit = len(devices) * steps
-    for device in devices:
-        spans = []
-        for kernel in trace.kernels:
-            if kernel.device == device:
-                for span in trace.spans:
-                    begin, end = max(kernel.begin, span[0]), min(kernel.end, span[1])
-                    if begin < end:
-                        key = kernel.kind, kernel.part or UNKNOWN, kernel.label
-                        spans.append((begin, end, RANKS.get(kernel.kind, 0), key))
-                        ran[key] += end - begin
-                        launches[key] += 1
-        counted.update(share_out(spans))
-
-    def rows(name_of: Callable[[Key], str], keys: Iterable[Key] = ran) -> list[Row]:
+        Returns:
+          Of a step on one device: the name; the milliseconds that count for it; the milliseconds in which it ran beside
+          what counts before it, or beside its like; and the number of kernels.
+        """
         totals = defaultdict(Counter)
-        for key in keys:
-            totals[name_of(key)].update(counted=counted[key], ran=ran[key], launches=launches[key])
+        for key, ran in self._ran.items():
+            if (name := name_of(key)) is not None:
+                totals[name].update(counted=self._counted[key], ran=ran, launches=self._launches[key])
+        scale = 1 / self._unit / 1e6
         rows = [
-            Row(name, of["counted"] / unit / 1e6, (of["ran"] - of["counted"]) / unit / 1e6, of["launches"] / unit)
+            (name, of["counted"] * scale, (of["ran"] - of["counted"]) * scale, of["launches"] / self._unit)
             for name, of in totals.items()
         ]
-        return sorted(rows, key=lambda row: -row.milliseconds)
+        return sorted(rows, key=lambda row: -row[1])
 
-    kinds = sorted(rows(lambda key: key[0]), key=lambda row: KINDS.index(row.name))
-    top = {kind.name: tuple(rows(_kernel_name, [key for key in ran if key[0] == kind.name])) for kind in kinds}
-    idle = Row(IDLE, (len(devices) * total - counted.total()) / unit / 1e6, 0.0, 0.0)
-    parts = rows(lambda key: key[1])
-    return Breakdown(tuple(devices), total / steps / 1e6, (*kinds, idle), (*parts, idle), top)
+    def lines(self) -> list[str]:
+        """Two tables: kinds of kernels with the longest kernels of each, and parts of the model."""
+        rows = []
+        for kind, *numbers in sorted(self.rows(lambda key: key[0]), key=lambda row: KINDS.index(row[0])):
+            rows.append(("collectives, exposed" if kind == COLLECTIVES else kind, *numbers))
+            longest = self.rows(lambda key, kind=kind: key[2] if key[0] == kind else None)
+            rows += [(f"  {name}"[:WIDTH], *numbers) for name, *numbers in longest[:SHOWN]]
+        parts = self.rows(lambda key: key[1])
+        return [*self._table("kind of kernel, and the longest", rows), "", *self._table("part of the model", parts)]
+
+    def _table(self, title: str, rows: Sequence[tuple]) -> list[str]:
+        ((_, busy, hidden, kernels),) = self.rows(lambda key: "")
+        rows = [*rows, (IDLE, self.milliseconds - busy, 0.0, 0.0), ("a step", self.milliseconds, hidden, kernels)]
+        cells = [
+            (name, f"{ms:,.2f}", f"{ms / self.milliseconds:.1%}", f"{hidden:,.2f}", f"{kernels:,.0f}")
+            for name, ms, hidden, kernels in rows
+        ]
+        return table((title, "ms", "share", "hidden ms", "kernels"), cells)
 
 
-def share_out(spans: Iterable[tuple[float, float, int, Key]]) -> Counter:
+def share_out(events: Sequence[tuple]) -> Counter:
     """For each key, the time that counts for it.
 
     Args:
-      spans: (begin, end, rank, key); of all spans at an instant those of the lowest rank share it equally.
+      events: (begin, end, rank, key); of all events at an instant those of the lowest rank share it equally.
     """
-    spans, counted = list(spans), Counter()
-    edges = sorted(
-        [(span[0], 1, i) for i, span in enumerate(spans)] + [(span[1], -1, i) for i, span in enumerate(spans)]
-    )
-    running: dict[int, Counter] = defaultdict(Counter)
-    before = edges[0][0] if edges else 0.0
-    for now, change, i in edges:
-        first = min((rank for rank, keys in running.items() if keys), default=None)
-        if now > before and first is not None:
-            together = running[first].total()
-            for key, number in running[first].items():
-                counted[key] += (now - before) * number / together
-        _, _, rank, key = spans[i]
+    counted, running, before = Counter(), defaultdict(Counter), 0.0
+    edges = [(event[0], 1, event) for event in events] + [(event[1], -1, event) for event in events]
+    for now, change, (_, _, rank, key) in sorted(edges, key=lambda edge: edge[:2]):
+        lowest = min((rank for rank, keys in running.items() if keys), default=0)
+        for each, number in running[lowest].items():
+            counted[each] += (now - before) * number / running[lowest].total()
         running[rank][key] += change
         if not running[rank][key]:
             del running[rank][key]
         before = now
     return counted
-
-
-def _kernel_name(key: Key) -> str:
-    return key[2] if key[1] == UNKNOWN else f"{key[1]}: {key[2]}"
-
-
-def kinds_table(step: Breakdown) -> list[str]:
-    """Kinds of kernels with the longest kernels of each, in lines that add up to the step."""
-    rows = []
-    for kind in step.kinds:
-        rows.append(replace(kind, name="collectives, exposed") if kind.name == COLLECTIVES else kind)
-        rows += [replace(row, name=f"  {row.name}"[:WIDTH]) for row in step.top.get(kind.name, ())[:SHOWN]]
-    return _table("kind of kernel, and the longest", rows, step)
-
-
-def parts_table(step: Breakdown) -> list[str]:
-    """Parts of the model, in lines that add up to the step."""
-    return _table("part of the model", step.parts, step)
-
-
-def _table(title: str, rows: Iterable[Row], step: Breakdown) -> list[str]:
-    hidden, kernels = (sum(getattr(row, field) for row in step.kinds) for field in ("hidden", "kernels"))
-    cells = [
-        (
-            row.name, f"{row.milliseconds:,.2f}", f"{row.milliseconds / step.milliseconds:.1%}", f"{row.hidden:,.2f}",
-            f"{row.kernels:,.0f}",
-        )
-        for row in (*rows, Row("a step", step.milliseconds, hidden, kernels))
-    ]  # fmt: skip
-    return table((title, "ms", "share", "hidden ms", "kernels"), cells)

@@ -39,7 +39,7 @@ from mjax.run.health import Guard, broken_state, check_start, continue_from, not
 from mjax.run.metrics import TRACKERS, MetricsLog, Record, finite_or_none
 from mjax.run.options import PREEMPTED, Options, Result, StopSignal
 from mjax.run.start import first_state, own_state, restore_state, write_folder, write_origin
-from mjax.step.kernel_trial import with_kernel
+from mjax.step.kernels import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState

@@ -1,34 +1,101 @@
-"""Devices that JAX sees, compared with the driver's."""
+"""Devices that JAX sees, compared with the driver's, and their rates with data sheets."""
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from mjax.doctor import GREEN, RED, YELLOW, devices
-from mjax.doctor.devices import check_devices
-from mjax.doctor.driver import Driver
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, devices
+from mjax.doctor.devices import check_all_reduce, check_devices, check_matmul, judge
+from mjax.doctor.installation import Driver
 
 H100, T400, SLICE = "NVIDIA H100 80GB HBM3", "NVIDIA T400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 GIB = 2**30
 EIGHT = Driver("580.65.06", (H100,) * 8, (80 * GIB,) * 8, (0.0,) * 8)
-TWO = Driver("580", (H100, T400))
 
 
 @pytest.mark.parametrize(
     ("kinds", "driver", "cuda", "environment", "status", "words"),
     [
         (["cpu"] * 16, Driver(), None, {}, GREEN, "16 simulated devices of the CPU"),
-        (["cpu"], EIGHT, 13, {}, RED, "although 8 GPUs are here: Unable to load cuPTI"),
-        (["cpu"], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": ""}, GREEN, "the CPU"),
-        (["cpu"], EIGHT, None, {}, YELLOW, "the GPU cannot be used"),
+        (["cpu"], EIGHT, 13, {}, RED, "the driver shows 8 GPUs"),
+        (["cpu"], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, YELLOW, "by CUDA_VISIBLE_DEVICES=NoDevFiles"),
+        (["cpu"], EIGHT, 13, {"JAX_PLATFORMS": "cpu"}, YELLOW, "by JAX_PLATFORMS=cpu; the driver shows 8 GPUs"),
+        (["cpu"], EIGHT, None, {}, YELLOW, "the driver shows 8 GPUs"),
+        ([H100] * 8, EIGHT, 13, {}, GREEN, f"8 × {H100}"),
         ([H100] * 7, EIGHT, 13, {}, YELLOW, f"7 × {H100}; the driver shows 8"),
-        ([H100, T400], TWO, 13, {}, YELLOW, "of different kinds"),
+        ([H100] * 2, EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,1"}, GREEN, "by CUDA_VISIBLE_DEVICES=0,1"),
+        ([H100], EIGHT, 13, {"CUDA_VISIBLE_DEVICES": "0,9,1"}, YELLOW, "by CUDA_VISIBLE_DEVICES=0,9,1"),
+        ([H100, T400], Driver("580", (H100, T400)), 13, {}, YELLOW, "waits for the slowest"),
         ([SLICE], EIGHT, 13, {}, GREEN, "a slice of a GPU"),
     ],
 )
 def test_devices_are_compared_with_driver(monkeypatch, kinds, driver, cuda, environment, status, words):
-    found = [SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind) for kind in kinds]
-    monkeypatch.setattr(devices.jax, "local_devices", lambda: found)
-    (finding,) = check_devices(driver, cuda, ["Unable to load cuPTI"], environment)
+    local = [SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind) for kind in kinds]
+    monkeypatch.setattr(devices.jax, "local_devices", lambda: local)
+    monkeypatch.setattr(devices, "read_driver", lambda: driver)
+    monkeypatch.setattr(devices.packages, "cuda_build", lambda: cuda)
+    finding = check_devices(Facts(environment=environment))
     assert finding.status == status
     assert words in finding.found
+
+
+@pytest.mark.parametrize(
+    ("limit", "environment", "status"),
+    [
+        (72, {}, GREEN),
+        (60, {}, YELLOW),
+        (72, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, YELLOW),
+        (0, {}, FIGURE),
+    ],
+)
+def test_share_of_memory_is_judged(monkeypatch, limit, environment, status):
+    device = SimpleNamespace(platform="gpu", device_kind=H100, memory_stats=lambda: {"bytes_limit": limit * GIB})
+    monkeypatch.setattr(devices.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(devices, "read_driver", lambda: EIGHT)
+    assert devices.check_device_memory(Facts(environment=environment)).status == status
+
+
+@pytest.mark.parametrize(
+    ("check", "rate", "peak", "status", "words"),
+    [
+        ("matmul", 720e12, 989e12, GREEN, "73% of the data sheet's 989"),
+        ("matmul", 300e12, 989e12, YELLOW, "slow"),
+        ("matmul", 1200e12, 989e12, YELLOW, "impossible"),
+        ("matmul", 300e12, 0.0, FIGURE, "no data sheet"),
+        ("copy", 1500e9, 3352e9, YELLOW, "45% of the data sheet's 3,352"),
+        ("all-reduce", 360e9, 450e9, GREEN, "360 GB/s"),
+        ("all-reduce", 20e9, 450e9, YELLOW, "slow"),
+    ],
+)
+def test_rate_is_judged_by_data_sheet(check, rate, peak, status, words):
+    finding = judge(check, rate, peak, "here")
+    assert finding.status == status
+    assert words in finding.found
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_slowest_device_is_judged(monkeypatch):
+    first, second, *_ = jax.local_devices()
+    seconds = {first.id: 1e-3, second.id: 2e-3}
+    monkeypatch.setattr(devices, "devices_to_check", lambda: [first, second])
+    monkeypatch.setattr(devices, "seconds_of", lambda step, x: seconds[x.device.id])
+    finding = check_matmul(Facts())
+    assert f"on {devices.name_of(second)};" in finding.found
+    assert finding.figures["rate"] == 2 * 1024**3 / 2e-3
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_wrong_sum_is_red(monkeypatch):
+    monkeypatch.setattr(devices, "REPEATS", 1)
+    monkeypatch.setattr(devices, "SIMULATED_COUNT", 2**10)
+    finding = check_all_reduce(Facts())
+    assert finding.status == FIGURE
+    assert ("simulated" in finding.found) == (jax.default_backend() == "cpu")
+    right, total = devices.mappings.leave, jax.device_count() * (jax.device_count() + 1) // 2
+    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x) + 1)
+    finding = check_all_reduce(Facts())
+    assert finding.status == RED
+    assert f"is {total + 1} to {total + 1}, not {total}" in finding.found
+    monkeypatch.setattr(devices.mappings, "leave", lambda x: right(x).at[0].add(1))  # in a few elements only
+    assert check_all_reduce(Facts()).status == RED

@@ -1,56 +1,123 @@
 """Wrong numbers are found, with or without jit, and named by the operation that gives them."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from mjax.doctor import GREEN, RED, numerics
-from mjax.doctor.numerics import check_numerics, standard_operations
+from mjax.config import load_config
+from mjax.doctor import GREEN, RED, YELLOW, Facts, numerics
+from mjax.doctor.checks import run_check
+from mjax.doctor.numerics import OPERATIONS, Operation, check_attention, check_experts, check_numerics
+from mjax.models import attention_kernels
+from mjax.parallel import grouped
 
 
-@pytest.fixture(scope="module")
-def operations():
-    return standard_operations(jax.local_devices()[0])
-
-
-def test_this_device_is_right(operations):
-    (finding,) = check_numerics(lambda device: operations)
+def test_this_device_is_right():
+    (finding,) = check_numerics(Facts())
     assert finding.status == GREEN
+    assert 0 < finding.figures["LayerNorm_relative"] < 1e-5
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_wrong_operation_is_red_and_named(operations, index):
-    right = operations[index]
-
+@pytest.mark.parametrize(("operation", "factor"), [*((each, 2.0) for each in OPERATIONS), (OPERATIONS[0], jnp.nan)])
+def test_wrong_element_is_red_and_named(monkeypatch, operation, factor):
     def run(*inputs):
-        first, *others = right.run(*inputs)
-        return [first.at[0].add(2 * right.bound * jnp.abs(first).max()), *others]
+        output = operation.run(*inputs)
+        return (
+            output.at[0, 0].add(factor * operation.bound * jnp.abs(output).max())
+            if output.ndim > 1
+            else output * factor
+        )
 
-    (finding,) = check_numerics(lambda device: [replace(right, run=run, modes=("jit",))])
+    monkeypatch.setattr(numerics, "OPERATIONS", [replace(operation, run=run)])
+    finding, *_ = check_numerics(Facts())
     assert finding.status == RED
-    assert finding.found.startswith(f"{right.name} is wrong on {jax.default_backend().upper()} 0 (jit)")
+    assert finding.found.startswith(f"{operation.name} on {jax.default_backend().upper()} 0 is wrong")
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-def test_wrong_device_is_named():
-    def operations(device, off=1.0):
-        run = lambda x: [x + device.id * off]  # noqa: E731
-        return [numerics.Operation("one", run, (jnp.ones(3),), [np.ones(3)], 1e-3, ("jit",))]
+def test_wrong_device_is_named(monkeypatch):
+    def run(x):
+        return x if jax.config.jax_default_device is first else x + 1
 
-    (finding,) = check_numerics(operations, jax.local_devices()[:2])
+    first, second = jax.local_devices()[:2]
+    monkeypatch.setattr(numerics, "devices_to_check", lambda: [first, second])
+    monkeypatch.setattr(numerics, "OPERATIONS", [Operation("one", run, lambda x: x, ((3,),), jnp.float32, 1e-3)])
+    (finding,) = check_numerics(Facts())
+    assert (finding.status, f"one on {numerics.name_of(second)} is wrong:" in finding.found) == (RED, True)
+
+
+# --- The kernels of a run ---------------------------------------------------------------------------------------------
+
+
+def small(name, **changes):
+    config = load_config(name)
+    precision = replace(config.precision, compute="fp32")
+    return Facts(config=replace(config, model=replace(config.model, sequence=32, **changes), precision=precision))
+
+
+def test_attention_without_config_is_right():
+    (finding,) = check_attention(Facts())
+    assert finding.status == GREEN
+    assert ("cudnn" if jax.default_backend() == "gpu" else "xla_blocks") in finding.found
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "model"),
+    [
+        ("gpt_demo", {"causal": False}, {}),
+        ("bert_demo", {"documents": None}, {}),
+        ("bloom_560m", {"slopes": None}, {}),
+        ("gpt_demo", {"window": None}, {"window": 4}),
+        ("gpt_demo", {"window": None}, {"window": 100}),
+        ("llama_demo", {"causal": False}, {}),
+    ],
+)
+def test_wrong_kernel_is_red(monkeypatch, name, change, model):
+    """The attention of the config itself is checked: its mask, documents, slopes, window and groups."""
+    facts, right = small(name, **model), attention_kernels.attend
+    assert check_attention(facts)[0].status == GREEN
+
+    def attend(q, k, v, kernel, **options):
+        return right(q, k, v, kernel, **{**options, **change})
+
+    monkeypatch.setattr(attention_kernels, "attend", attend)
+    (finding,) = check_attention(facts)
+    assert (finding.status, " is wrong: " in finding.found) == (RED, True)
+
+
+def test_kernel_that_does_not_run_is_red(monkeypatch):
+    def attend(*_, **__):
+        raise RuntimeError("cuDNN has no engine for this\nand a stack trace")
+
+    monkeypatch.setattr(attention_kernels, "attend", attend)
+    (finding,) = check_attention(Facts())
+    assert (finding.status, finding.advice) == (RED, "--model.attention xla, and report it")
+    assert finding.found.endswith("does not run (cuDNN has no engine for this)")
+
+
+def test_kernel_that_cannot_be_used_is_red():
+    (finding,) = run_check("attention", small("gpt_demo", attention="cudnn"))
     assert finding.status == RED
-    assert finding.found.startswith(f"one is wrong on {jax.default_backend().upper()} 1 (jit)")
-    assert check_numerics(operations, jax.local_devices()[:1])[0].status == GREEN
-    # The worst is shown, in whichever order.
-    (finding,) = check_numerics(lambda device: operations(device, 1e-4), jax.local_devices()[1::-1])
-    assert "on the worst of 2 devices" in finding.found
-    assert finding.figures["one_relative"] == pytest.approx(1e-4, rel=0.01)
+    assert finding.found.startswith("--model.attention cudnn cannot be used: it needs an NVIDIA GPU")
 
 
-def test_nan_is_red():
-    half = [jnp.ones(3), jnp.full(3, jnp.nan)]  # what is right before it must not hide it
-    nothing = numerics.Operation("nothing", lambda: half, (), [np.ones(3)] * 2, 1e-3, ("no jit",))
-    assert check_numerics(lambda device: [nothing])[0].status == RED
+def test_slower_kernel_of_gpu_is_yellow(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", id=0, compute_capability="7.0")
+    monkeypatch.setattr(Operation, "error", lambda *_: 0.0)
+    monkeypatch.setattr(numerics.jax, "default_device", contextlib.nullcontext)
+    monkeypatch.setattr(numerics.jax, "local_devices", lambda: [gpu])
+    _, finding = check_attention(Facts())
+    assert finding.status == YELLOW
+    assert "it needs compute capability 8.0 or more" in finding.found
+
+
+def test_experts_are_checked_if_there_are_any(monkeypatch):
+    assert check_experts(Facts(config=load_config("gpt_demo"))) == []
+    facts, right = small("moe_demo"), grouped.grouped_product
+    assert check_experts(facts)[0].status == GREEN
+    monkeypatch.setattr(grouped, "grouped_product", lambda x, kernels, *rest: right(x, kernels[::-1], *rest))
+    assert check_experts(facts)[0].status == RED

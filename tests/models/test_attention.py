@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.config import GPTConfig
+from mjax.config import GPTConfig, load_config
 from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
-from mjax.models import attention_kernels
 from mjax.models.attention_kernels import attend
 from mjax.models.context import Context
 from mjax.models.rotary import Rotary
 from mjax.parallel.tokens import Tokens
-from mjax.step import kernel_trial
-from mjax.step.kernel_trial import resolve_attention
+from mjax.step.kernels import with_kernel
 from tests.small import small_config
 from tests.traced import equations
 
@@ -119,15 +117,16 @@ def test_cudnn_gets_window_as_jax_counts_it(monkeypatch):
     ],
 )
 def test_auto_announces_why_it_avoids_cudnn(monkeypatch, changes, compute, capability, expected, why):
-    said, tried = [], []
+    said, config = [], load_config("gpt_demo")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
-    monkeypatch.setattr(kernel_trial, "_self_test", lambda kernel, *_: tried.append(kernel))
-    assert resolve_attention(replace(MODEL, **changes), compute, "gpu", said.append) == expected
-    assert tried == [expected]
+    precision = replace(config.precision, compute=compute)
+    config = replace(config, model=replace(MODEL, **changes), precision=precision)
+    assert with_kernel(config, said.append).model.attention == expected
     assert bool(said) == (why is not None)
     assert why is None or (why in said[0] and "slower kernel xla is used" in said[0])
     if expected == "cudnn":
-        resolve_attention(replace(MODEL, **changes), compute, "gpu", said.append, documents=True)
+        with_kernel(replace(config, data=replace(config.data, reset_attention=True)), said.append)
         assert "cuDNN gets the documents as a bias" in said[0]
 
 
@@ -164,65 +163,3 @@ def test_heads_of_rank_are_divided_among_context():
     """Four heads of a rank cannot be divided over eight."""
     for model, context, ways in ((1, 8, ["heads", "gather"]), (2, 8, ["gather"]), (2, 4, ["heads", "gather"])):
         assert ways_across(small_config(model=model, mesh={"context": context})) == ways
-
-
-# --- The trial --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "documents", "refused"),
-    [
-        ({}, True, "document masks"),
-        (ALIBI, False, "ALiBi"),
-        (ALIBI, True, "document masks and ALiBi"),
-        (WINDOW, False, "a window"),
-    ],
-)
-def test_auto_takes_xla_when_cudnn_fails(changes, documents, refused):
-    """There is no cuDNN here, whatever the platform is called."""
-    said = []
-    assert resolve_attention(replace(MODEL, **changes), "bf16", "gpu", said.append, documents) == "xla"
-    (line,) = said
-    assert f"the slower kernel xla is used, because cuDNN flash refuses {refused} (" in line
-
-
-@pytest.mark.parametrize(("attention", "documents"), [("auto", False), ("cudnn", True)])
-def test_kernel_that_does_not_run_is_refused(attention, documents):
-    with pytest.raises(UsageError, match="cudnn does not run here"):
-        resolve_attention(replace(MODEL, attention=attention), "bf16", "gpu", documents=documents)
-
-
-def put_for_cudnn(monkeypatch, factor=1.0, left_out=None):
-    """Compute `xla_blocks` for cuDNN's kernel, times `factor` and without an option."""
-    right = attention_kernels.attend
-
-    def attend(q, k, v, kernel, **options):
-        if kernel == "cudnn":
-            return factor * right(q, k, v, "xla_blocks", **{**options, **({left_out: None} if left_out else {})})
-        return right(q, k, v, kernel, **options)
-
-    monkeypatch.setattr(kernel_trial, "attend", attend)
-
-
-@pytest.mark.parametrize(
-    ("changes", "documents", "left_out", "factor"),
-    [
-        ({}, False, None, 1.5),
-        ({}, False, None, float("nan")),
-        ({}, True, "documents", 1.0),
-        (ALIBI, False, "slopes", 1.0),
-        ({"window": 5}, False, "window", 1.0),
-        ({"window": 100}, False, "window", 1.0),
-    ],
-)
-def test_trial_finds_kernel_with_wrong_numbers(monkeypatch, changes, documents, left_out, factor):
-    put_for_cudnn(monkeypatch, factor, left_out)
-    with pytest.raises(UsageError, match="gives wrong results here"):
-        resolve_attention(replace(MODEL, **changes), "bf16", "gpu", documents=documents)
-
-
-def test_trial_accepts_right_kernel(monkeypatch):
-    put_for_cudnn(monkeypatch)
-    model, said = replace(MODEL, **ALIBI, **WINDOW), []
-    assert resolve_attention(model, "bf16", "gpu", said.append, documents=True) == "cudnn"
-    assert "slower" not in "".join(said)

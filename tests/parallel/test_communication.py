@@ -42,10 +42,10 @@ PACKAGES_BELOW = {
     "generation": "checkpoint config data models parallel run step utils",
     "interop": "checkpoint config data lora models parallel step utils",
     "planner": "cluster config models parallel pictures step trace utils",
-    "profiling": "cluster parallel planner run trace utils",
+    "profiling": "parallel run trace utils",
     "tasks": "checkpoint config data generation models parallel pictures step utils",
     "finetuning": "checkpoint cluster config data models parallel pictures run step tasks utils",
-    "doctor": "checkpoint cluster config models parallel step utils",
+    "doctor": "checkpoint cluster config models parallel utils",
     "commands": "checkpoint cluster config data doctor finetuning generation interop models parallel pictures planner "
     "profiling run step tasks trace utils",
 }

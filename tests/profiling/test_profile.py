@@ -20,17 +20,9 @@ from tests.test_train_command import CONFIG, losses, run_here
 pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("10", "--profile 10 is not START:END; type --profile 10:13 for steps 10, 11 and 12"),
-        ("0:3", "starts at step 0, and steps count from 1; type --profile 1:4"),
-        ("5:5", "names no steps, because END is not included; type --profile 5:8 for steps 5 to 7"),
-        ("11:14", "ends with step 13, and the run with step 12; use an END of at most 13"),
-        ("1:1000", "names 999 steps, and a trace grows by megabytes a step; use at most 100"),
-    ],
-)
-def test_profile_range_is_checked(text, message):
+@pytest.mark.parametrize("text", ["10", "0:3", "5:5", "11:14", "1:1000"])
+def test_profile_range_is_checked(text):
+    message = f"--profile {text} is not START:END from 1 to 13 with at most 100 steps; type --profile 10:13"
     with pytest.raises(UsageError, match=message):
         profiled_steps(text, 12)
     assert list(profiled_steps("10:13", 12)) == [10, 11, 12]
@@ -43,7 +35,7 @@ def unprofiled(tmp_path_factory, quick_runs):
     return folder
 
 
-FILES = {"table.txt", "perfetto.json.gz", "memory.pprof", "plugins"}
+FILES = {"table.txt", "memory.pprof", "plugins"}
 
 
 def check_table(text):
@@ -65,8 +57,8 @@ def test_profile_changes_no_number_and_its_table_adds_up(tmp_path, unprofiled, c
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "12")
     run_here(tmp_path, "--profile", "8:11")
     output, folder = capsys.readouterr().out, tmp_path / "run" / "profile" / "steps_9_to_10"
-    assert "note: --profile 8:11 profiles steps 9 to 10 only: the run continues after step 8" in output
-    assert "profile     steps 9 to 10 on 1 device: " in output
+    assert "note: the run continues after step 8, and --profile records later steps only" in output
+    assert "profile     steps 9 to 10 on 1 device of process 0: " in output
     assert {file.name for file in folder.iterdir()} == FILES
     table = (folder / "table.txt").read_text()
     assert table in output
@@ -82,14 +74,9 @@ def test_profile_of_four_devices_is_a_trace_of_each(tmp_path, capsys):
     run_here(tmp_path, "--profile", "4:7", "--mesh.data", "2", "--mesh.model", "2")
     folder = tmp_path / "run" / "profile" / "steps_4_to_6"
     assert "collectives, exposed" in check_table((folder / "table.txt").read_text())
-    events = json.loads(gzip.decompress((folder / "perfetto.json.gz").read_bytes()))["traceEvents"]
-    names = {event["name"] for event in events}
-    assert {"train", "profiled steps", "between steps"} <= names
-    assert any(name.startswith("layer backward: ") for name in names)
-    assert any(name.startswith("jit_eval_step: ") for name in names)
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
-        "host", "CPU:0", "CPU:1", "CPU:2", "CPU:3",
-    }  # fmt: skip
+    (file,) = folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert {"train", "profiled steps", "between steps"} <= {event.get("name") for event in events}
     # The profiler's own, for TensorBoard: the steps have their numbers.
     (file,) = folder.glob("plugins/profile/*/*.xplane.pb")
     lines = [line for plane in ProfileData.from_file(str(file)).planes for line in plane.lines]
@@ -114,7 +101,7 @@ def test_error_within_profiled_steps_stops_the_profiler(tmp_path, unprofiled, ca
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("breaks", ["jax.profiler.start_trace", "jax.profiler.stop_trace", "write_perfetto"])
+@pytest.mark.parametrize("breaks", ["jax.profiler.start_trace", "jax.profiler.stop_trace", "write_whole"])
 def test_profile_that_fails_is_one_line(breaks, tmp_path, unprofiled, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -1,0 +1,105 @@
+"""A check that hangs or dies takes its own line with it and no other."""
+
+import os
+import sys
+
+import pytest
+
+from mjax.doctor import GREEN, RED, YELLOW, Facts, checks
+
+# A child like the one of doctor/checks.py, whose checks do what their names say.
+CHILD = """
+import json, os, signal, sys, time
+for name in sys.argv[1:]:
+    if name == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open(os.environ["HUNG"], "w").write(str(os.getpid()))
+        time.sleep(600)
+    if name == "abort":
+        print("F1122 10:00:00.0 1 cuda.cc:1] Check failed: the chip is gone\\n*** a stack ***", file=sys.stderr)
+        sys.stderr.flush()
+        os.abort()
+    if name == "half":
+        print("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes", file=sys.stderr)
+        print('findings: [{"status": "gr', end="", flush=True)
+        os._exit(4)
+    colors = dict(nothing=[], mixed=["red", "green"], red=["red"]).get(name, ["green"])
+    answer = json.dumps([dict(status=color, found="done") for color in colors])
+    print("a library's words\\nfindings:", answer, flush=True)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch):
+    def run(*names, limit=20.0, foundation="devices", begin=lambda name: None):
+        monkeypatch.setattr(checks, "COMMAND", (sys.executable, "-c", CHILD))
+        monkeypatch.setattr(checks, "FOUNDATION", foundation)
+        return list(checks.run_in_child(names, Facts(limit=limit), begin))
+
+    return run
+
+
+def statuses(findings):
+    return [(finding.check, finding.status) for finding in findings]
+
+
+def test_checks_are_answered_in_order(run):
+    begun = []
+    assert statuses(run("a", "nothing", "b", begin=begun.append)) == [("a", GREEN), ("b", GREEN)]
+    assert begun == ["a", "nothing", "b"]
+
+
+def test_hanging_check_is_killed(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HUNG", str(tmp_path / "number"))
+    findings = run("a", "hang", "b", limit=5.0)  # in which an interpreter starts on a busy machine too
+    assert statuses(findings) == [("a", GREEN), ("hang", RED), ("b", GREEN)]
+    assert findings[1].found == "no answer in 5 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "number").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "last"),
+    [
+        ("abort", "was ended by SIGABRT", "the chip is gone"),
+        ("half", "ended with exit code 4: RESOURCE_EXHAUSTED", "allocate 8 bytes"),  # of an answer
+    ],
+)
+def test_lost_check_is_red_with_last_words(run, lost, how, last):
+    findings = run("a", lost, "b")
+    assert statuses(findings) == [("a", GREEN), (lost, RED), ("b", GREEN)]
+    assert how in findings[1].found
+    assert findings[1].found.endswith(last)
+    assert findings[1].advice.startswith("nvidia-smi shows who holds") == (lost == "half")
+
+
+@pytest.mark.parametrize("name", ["red", "mixed", "half"])
+def test_checks_stop_at_red_foundation(run, name):
+    findings = run(name, "a", "b", foundation=name)
+    assert findings[0].status == RED
+    assert (findings[-1].check, findings[-1].status, findings[-1].found) == ("not checked", YELLOW, "a, b")
+
+
+def test_check_that_raises_is_red(monkeypatch):
+    monkeypatch.setattr("mjax.doctor.host.check_open_files", lambda facts: 1 / 0)
+    (finding,) = checks.run_check("open files", Facts())
+    assert (finding.check, finding.status) == ("open files", RED)
+    assert finding.found == "could not be checked: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--xla_gpu_enable_latency_hiding_schedular=true", "Unknown flag in XLA_FLAGS: --xla_gpu_enable_latency_hid"),
+        ("--xla_gpu_autotune_level=x", "Couldn't interpret value x for flag xla_gpu_autotune_level"),
+        ("xla_gpu_autotune_level=1", 'Could not open file "xla_gpu_autotune_level=1"'),
+    ],
+)
+def test_wrong_flag_is_named(flags, words):
+    """The words are those of the installed XLA."""
+    facts = Facts(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
+    finding, rest = checks.run_in_child(["devices", "matmul"], facts, lambda name: None)
+    assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
+    assert words in finding.found
+    assert finding.advice == "remove the flag from XLA_FLAGS, or correct it"
