@@ -194,7 +194,7 @@ def test_each_input_of_packing_has_an_entry(tmp_path):
     plain = {"indexed": indexed, "documents": range(6), "samples": 9, "sequence": 16, "seed": 1}
     changes = [{}, {"indexed": other}, {"documents": range(1, 6)}, {"documents": range(5)}, {"sequence": 20}]
     changes += [{"pack": False}, {"pack": False, "documents": range(5)}]
-    drawn = [{"seed": 2}, {"samples": 20}, {"once": True}]
+    drawn = [{"seed": 2}, {"samples": 20}]
     names, build = ("_order", "_members", "_begins"), lambda **change: ConversationDataset(**plain | change)
     assert leaves_entries(build, names, tmp_path / "c", [*changes, *drawn]) == len(changes)
 

@@ -91,7 +91,8 @@ def test_wrong_flag_or_file_changes_nothing(what, place, capsys):
 def test_run_of_another_task_is_rejected(place, tmp_path, capsys, head, answers, task, words):
     run = shutil.copytree(place / "bert", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["model"] |= {"head": head, "answers": answers}
+    config["model"] |= {"kind": "bert_task", "head": head, "answers": answers}
+    del config["model"]["mlm_activation"]
     (run / "config.json").write_text(json.dumps(config))
     data = place / ("race/dev" if task == "race" else "mnli/dev_matched.tsv")
     assert cli.main(["evaluate", "--checkpoint", str(run), "--task", task, "--data", str(data)]) == 2
