@@ -402,7 +402,8 @@ class LayerTime:
             forward, backward = map(self.run.seconds_of, self.traced[:2])
             return forward + self.rates.traffic(sum(cut), len(cut)), backward
         stream = written.stream * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
-        mlp = written.mlp * self.samples * kernel_bytes.activations(self.of)
+        down = self.layer.branches[-1][-1]
+        mlp = written.mlp * self.samples * down.m * down.k
         forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
         return forward, (written.backward + (self.config.train.recompute != "none")) * forward
 

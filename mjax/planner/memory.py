@@ -9,9 +9,9 @@
     logits                 [b s, v / p] of one micro-batch
     work                   temporaries of one layer's backward pass at its peak
 
-A layer's saved activations, and the temporaries of its backward pass, are read from the traced layer
-(`trace/layers.py`, `regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in
-a step, and the largest of them determines the step:
+A layer's saved activations are read from the traced layer (`trace/layers.py`) and multiplied by layers, micro-batches
+and stages; the temporaries of its backward pass are so many times the largest array that one of its kernels writes
+(`LARGEST`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,13 +43,16 @@ from mjax.planner.calibration import WIDTHS
 from mjax.planner.weights import DeviceWeights, all_and_trained, muon_width, muon_workspace, of_layers
 from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
-from mjax.trace.regions import backward_work
+from mjax.trace.program import STAND_IN, Program
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
 # Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
 # stream after attention, sliced from what is kept; the incoming gradient, and those of the branches.
 STREAMS_IN_HAND = 6
+# Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
+# scores of attention. Fitted to every second row of `compiled_memory.json`.
+LARGEST, LARGEST_SCORES = 3.5, 2.5
 # Kinds of memory, in display order.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -262,7 +265,7 @@ class _Sample(NamedTuple):
 @lru_cache(maxsize=1024)
 def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
-    width, work = WIDTHS[of.compute], backward_work(backward, of.scores)
+    width, (temporaries, biases) = WIDTHS[of.compute], _temporaries(of, layer, backward.program)
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
     besides = [size for elements, size in head.kept if elements != head.logits]
     return _Sample(
@@ -271,8 +274,8 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         offloaded=backward.offloaded,
         kept_unrolled=backward.kept_unrolled,
         factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_trained),
-        work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
-        biases=2 * work.biases,
+        work=STREAMS_IN_HAND * backward.stream + temporaries,
+        biases=2 * biases,
         scores=max(scores, default=0),
         logits=width * head.logits,
         heads=sum(besides) + max(besides, default=0),
@@ -303,6 +306,22 @@ def _of_micro_batch(
 def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     """Lower bounds of `_of_sample`."""
     return _Sample(*(size / (of.ranks * of.context) for size in _of_sample(of.of_sample(), kernel, recompute)))
+
+
+def _temporaries(of: trace.Traced, layer: trace.Layer, program: Program) -> tuple[float, float]:
+    """Bytes of the temporaries of a layer's backward pass; and of the largest written-out bias of its attention."""
+    kernels = [operation for operation in program.operations if operation.is_kernel]
+    written = [value for operation in kernels for value in operation.outputs]
+    scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
+
+    def largest(values: Iterable[int | None]) -> int:
+        return max((program.bytes(value) for value in values if value is not None), default=0)
+
+    collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
+    gathered = largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part))
+    dense = max(LARGEST * largest(set(written) - scores), LARGEST_SCORES * largest(scores.intersection(written)))
+    biases = largest(scores.intersection(v for op in kernels if op.name == STAND_IN for v in op.inputs))
+    return (_of_experts(of, layer) or dense) + 2 * gathered, biases
 
 
 def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:

@@ -23,10 +23,10 @@ VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",
 }  # fmt: skip
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
-KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
+STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention_kernels.py`)
+KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These give all of their input, where that has no more and no fewer elements: a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
 # With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
@@ -47,13 +47,12 @@ class Value(NamedTuple):
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, the dims that it reduces, and its product, if it is one."""
+    names, and its product, if it is one."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     axes: tuple[str, ...] = ()
-    dims: tuple[int, ...] = ()
     product: Product | None = None
 
     @property
@@ -139,6 +138,10 @@ class Program:
         """Shape of a value."""
         return self.values[value].shape
 
+    def ends_with(self, value: int, dims: tuple[int, int]) -> bool:
+        """Whether a value has these last dims, after others, as the scores of attention have."""
+        return len(self.shape(value)) > 2 and self.shape(value)[-2:] == dims
+
     def _new(self, variable) -> int:
         self.values.append(Value(variable.aval.shape, variable.aval.dtype))
         return len(self.values) - 1
@@ -173,9 +176,8 @@ class Program:
                 self._views[outputs[0]] = inputs[0]
                 continue
             product = product_of(equation) if name == "dot_general" else None
-            dims = tuple(equation.params["axes"]) if name in REDUCTIONS else ()
             inputs = tuple(map(self._viewed, inputs))
-            operations.append(Operation(name, inputs, outputs, axes_of(equation), dims, product))
+            operations.append(Operation(name, inputs, outputs, axes_of(equation), product))
         return [number(variable) for variable in jaxpr.outvars]
 
     def _is_whole(self, name: str, inputs: Sequence[int | None], outputs: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Parts
 
 CACHES = (
     layers._layer_forward, layers._layer_backward, layers._head_of, layers.layer_program, layers.layer_collectives,
-    kernel_bytes.kernels_of, kernel_bytes.activations,
+    kernel_bytes.kernels_of,
     memory._of_sample, memory._part_of_sample, memory._of_micro_batch, bounds_on, predictions,
 )  # fmt: skip
 
@@ -49,9 +49,8 @@ def sizes_of(of, kernel="cudnn", recompute="selective"):
         [value for name, value in vars(forward).items() if name != "program"],
         [value for name, value in vars(backward).items() if name != "program"],
         [value for name, value in vars(head).items() if name != "program"],
-        memory.backward_work(backward, of.scores),
+        memory._of_sample(of, kernel, recompute),
         kernel_bytes.kernels_of(of, kernel, recompute),
-        kernel_bytes.activations(of),
         [layers.layer_collectives(of, axis) for axis in ("expert", "context", "model")],
     )
 
