@@ -202,7 +202,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if gpu is not None:
         sections["time"] = _time(config, gpu, calibration)
     if arguments.longest is not None:
-        from mjax.planner.longest import run_longest
+        from mjax.planner.search_command import run_longest
 
         Rates(gpu, calibration, config.precision.compute)
         sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration, arguments.longest_figure)

@@ -26,14 +26,24 @@ from mjax.config.resolve import shorter_warmup
 from mjax.errors import UsageError, either
 from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration
-from mjax.planner.search import SEARCHED, Candidate, SearchResult, candidates, rank, search, value_of, with_values
-from mjax.planner.search_command import check_searchable, find_all, predictions, with_batch
+from mjax.planner.search import (
+    SEARCHED,
+    Candidate,
+    SearchResult,
+    candidates,
+    find,
+    largest,
+    predictions,
+    search,
+    value_of,
+    with_values,
+)
+from mjax.planner.search_command import check_searchable, with_batch
 from mjax.planner.search_flags import SearchArguments
 from mjax.planner.section import Section, good_to
 from mjax.trace.flops import model_flops
 from mjax.utils.figures import GIB, table
 
-STRAIGHT = 5  # trials after which halves are taken
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
 Search = Callable[[Config], SearchResult]
 
@@ -155,39 +165,35 @@ def run_budget(
     possible = [rung for rung in rungs if _is_possible(rung.config, devices, keep)]
     check_searchable((possible or rungs)[-1].config, devices, gpu.gpus_per_node, keep)
 
-    best, tried = largest(possible, arguments, gpu, _RepeatedSearch(arguments, gpu, calibration), say)
+    best, tried = largest_model(possible, arguments, gpu, _in_known_ways(arguments, gpu, calibration), say)
     base = base if arguments.family is None else load_config(best.rung.base)
     title = f"{best.rung.base} at {in_units(best.parameters)} parameters"
     return title, best.config, budget_section(best, tried, base, arguments, gpu)
 
 
-class _RepeatedSearch:
+def _in_known_ways(arguments: SearchArguments, gpu: Gpu, calibration: Calibration) -> Search:
     """A search for one rung after the other, among the settings that were the fastest for the first."""
+    fastest: list[dict[str, Any]] = []
+    machine = *predictions(gpu, calibration), gpu.usable_bytes
 
-    def __init__(self, arguments: SearchArguments, gpu: Gpu, calibration: Calibration):
-        self.devices, self.keep, self.top = arguments.devices, arguments.keep, max(arguments.top, 10)
-        self.gpu, self.calibration = gpu, calibration
-        self.fastest: list[dict[str, Any]] = []
-
-    def __call__(self, config: Config) -> SearchResult:
-        """At least the fastest way to run `config`, if any fits."""
-        machine = *predictions(self.gpu, self.calibration), self.gpu.usable_bytes
-        roomy = []
-        for values in self.fastest:
-            known = with_values(config, values)
-            roomy += search(known, self.devices, *machine, SEARCHED, host=self.gpu.host_bytes).roomy
-        if roomy:
-            return SearchResult(self.devices, self.gpu.usable_bytes, sorted(roomy, key=rank), [], [])
-        gpu = self.gpu, self.calibration
-        result, _ = find_all(config, self.devices, *gpu, self.keep, self.top)  # as the plan of it does
-        self.fastest = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+    def ways(config: Config) -> SearchResult:
+        known = [
+            way for values in fastest for way in candidates(with_values(config, values), arguments.devices, SEARCHED)
+        ]
+        result = search(config, arguments.devices, *machine, SEARCHED, host=gpu.host_bytes, among=known)
+        if not result.roomy:
+            top = max(arguments.top, 10)  # as the plan of it does
+            result = find(config, arguments.devices, gpu, calibration, arguments.keep, top)
+            fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result
+
+    return ways
 
 
 # --- The largest ------------------------------------------------------------------------------------------------------
 
 
-def largest(
+def largest_model(
     rungs: list[Rung], arguments: SearchArguments, gpu: Gpu, search: Search, say: Callable[[str], None]
 ) -> tuple[Trial, list[Trial]]:
     """The largest rung that is trained within the days, and all that were tried, smallest first.
@@ -204,29 +210,25 @@ def largest(
     """
     tried: dict[int, Trial] = {}
 
-    def within(index: int) -> bool:
-        tried[index] = trial = attempt(rungs[index], arguments, gpu, search)
+    def order(number: int) -> float:
+        """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
+        tried[number] = trial = attempt(rungs[number - 1], arguments, gpu, search)
         say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
-        return trial.days <= arguments.days
+        return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * arguments.days))
 
     seconds, peak = arguments.days * 86_400, gpu.peak_tflops.get(rungs[0].config.precision.compute, math.inf) * 1e12
     # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
     fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
-    low, high = -1, len(rungs)  # the largest known to be within, and the smallest known not to be
-    while high - low > 1:
-        nearest = bisect_right(rungs, fitting, key=lambda rung: rung.parameters) - 1
-        middle = (low + high) // 2 if len(tried) > STRAIGHT else min(max(nearest, low + 1), high - 1)
-        low, high = (middle, high) if within(middle) else (low, middle)
-        days = tried[middle].days if tried[middle].best is not None else 2 * tried[middle].days_at_peak
-        fitting = tried[middle].parameters * math.sqrt(arguments.days / days)
-    if low < 0:
-        smallest = tried[0]
+    first = bisect_right(rungs, fitting, key=lambda rung: rung.parameters)
+    best = largest(order, math.log(arguments.days), min(max(first, 1), len(rungs)), len(rungs))
+    if not best:
+        smallest = tried[1]
         raise UsageError(
             f"{arguments.devices} × {gpu.name} in {arguments.days:g} days train no model of this ladder: the smallest, "
             f"{in_units(smallest.parameters)} parameters on {in_units(smallest.tokens)} tokens, takes "
             f"{duration(smallest, arguments)}; give more --days or --devices, or fewer --tokens-per-parameter"
         )
-    return tried[low], [tried[index] for index in sorted(tried)]
+    return tried[best], [tried[number] for number in sorted(tried)]
 
 
 def duration(trial: Trial, arguments: SearchArguments) -> str:
@@ -266,7 +268,7 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
     """The section `budget` of a plan: the model, those tried beside it, and the command to train it.
 
     Args:
-      best, tried: as returned by `largest`.
+      best, tried: as returned by `largest_model`.
       base: the config that `best.rung.base` names.
       arguments: with devices and days.
       gpu: each of the devices.

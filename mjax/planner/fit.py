@@ -1,30 +1,12 @@
-"""Check whether a config fits into the memory of a GPU, and propose changes that make it fit, cheapest first.
+"""Check whether a config fits into the memory of a GPU, before anything is compiled; the section of a plan on it.
 
-Every combination of the changes below is evaluated; one that is valid (`validate`) and leaves HEADROOM of the memory
-free is proposed, unless a part of it is enough. Prices only order the proposals: they are ranks, not times. Changes
-that cost nothing come first, then those that cost a little, then those that repeat a whole forward pass, and other GPUs
-last.
-
-    sequence parallelism    the same bytes sent, fewer kept (arXiv 2205.05198, section 4.2.2)
-    ZeRO-1                  weights and moments sharded over `data`: a gather instead of half an all-reduce
-    the loss in chunks      the logits twice, if they are the peak
-    selective recomputation attention, LayerNorm and GELU again, but no matrix product with weights
-    a loop over the layers  copies into and out of stacks
-    a smaller micro-batch   the same work in smaller, slower products; shorter bubbles in a pipeline
-    full recomputation      the forward pass a second time: a third more work
-    offload                 the same, and copies of the layers' inputs to host memory and back
-    ZeRO-3                  weights gathered in every layer, forward and backward
-    more `model` or `pipe`  the same GPUs, less data parallelism: more communication, bubbles
-    more GPUs
+What does not fit is refused with the cheapest changes that make it fit (`search.changes_that_fit`).
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,77 +14,18 @@ from mjax.cluster.hardware import USABLE_FRACTION, Gpu
 from mjax.cluster.launch import MEMORY_FRACTIONS, host_memory
 from mjax.config import Config
 from mjax.config.axes import PIPE, in_words
-from mjax.config.checks import can_run_layers, validate
+from mjax.config.checks import can_run_layers
 from mjax.config.kernels import HOPPER, capability_of, resolved_on_gpu
 from mjax.errors import UsageError
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
-from mjax.planner.search import LEAST_POSITIONS, value_of, with_loss_chunks, with_values
+from mjax.planner.memory import HEADROOM, fits_host, free_share, predict_memory, usable_memory
+from mjax.planner.search import RECOMPUTE, changes_that_fit, with_values
 from mjax.planner.section import Section, layers_in_words
 from mjax.step.precision import in_float8
 from mjax.step.unrolling import is_unrolled, repeats_in_stack
 from mjax.trace.layers import kinds_of, layer_forward
 from mjax.utils.figures import GIB, named_rows
 
-# Ranks of the cost of a change; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
-    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
-)  # fmt: skip
-MORE_GPUS = 128
-RECOMPUTE = {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD}
-ZERO = {0: 0, 1: ZERO_1, 3: ZERO_3}
-
 DEFAULT_FRACTION = 0.75  # of a GPU's memory, JAX's default
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a config that makes it fit.
-
-    Attributes:
-      flags: what to type, such as '--mesh.sequence-parallel --train.micro-batch 2'.
-      config: the changed config.
-      memory: its memory.
-      price: the rank of its cost.
-    """
-
-    flags: str
-    config: Config
-    memory: Memory
-    price: int
-
-    def needs(self, config: Config) -> str:
-        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`; and
-        host memory, if it needs some."""
-        devices = self.config.mesh.devices
-        more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
-        host = f" and {self.memory.host / GIB:.1f} GiB of host memory" if self.memory.host else ""
-        return f"{self.memory.total / GIB:.1f} GiB{host}{more}"
-
-
-def changes_that_fit(config: Config, usable: float, count: int = 3, host: float | None = None) -> list[Change]:
-    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free and needs at most `host` bytes of
-    host memory for each device (None if these are not known), cheapest first.
-
-    No proposal contains another. The global batch, the model and its numbers do not change.
-    """
-    proposed: list[tuple[dict[str, Any], Change]] = []
-    for price, values in sorted(_candidates(config), key=lambda candidate: candidate[0]):
-        if any(values.items() <= other.items() or _includes(values, other) for other, _ in proposed):
-            continue
-        changed = with_values(config, values)
-        try:
-            validate(with_values(changed, {"data.mock": True}))
-        except UsageError:
-            continue
-        memory = predict_memory(changed)
-        if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
-            flags = (
-                f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in values.items()
-            )
-            proposed.append((values, Change(" ".join(flags), changed, memory, price)))
-            if len(proposed) == count:
-                break
-    return [change for _, change in proposed]
 
 
 ADA = (8, 9)
@@ -221,78 +144,6 @@ def check_memory(config: Config, usable: float, gpu: str, name: str = "this conf
         f"{name} needs {memory.total / GIB:.1f} GiB on each GPU ({kinds}) and {usable / GIB:.1f} GiB of {gpu} are "
         f"usable{_larger_fraction(memory.total, usable)}; {advice}"
     )
-
-
-# --- The combinations -------------------------------------------------------------------------------------------------
-
-
-def _candidates(config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every combination of changes: its price, and the changed fields by dotted name."""
-    mesh, train = config.mesh, config.train
-    losses = [config.train.loss_chunks for config in (config, *with_loss_chunks(config, predict_memory(config)))]
-    unrolled = is_unrolled(config, on_gpu=True)
-    powers = (1 << k for k in range(train.micro_batch.bit_length()))
-    halves = [train.micro_batch // power for power in powers if train.micro_batch % power == 0]
-    recomputes = [mode for mode in RECOMPUTE if RECOMPUTE[mode] >= RECOMPUTE[train.recompute]]
-    for sizes, recompute in itertools.product(_meshes(config), recomputes):
-        devices = math.prod(sizes.values())
-        moved = OTHER_MESH * any(size != getattr(mesh, axis) for axis, size in sizes.items())
-        moved += MORE_GPUS * (devices > mesh.devices) * devices // mesh.devices
-        splits = {mesh.sequence_parallel, True} if sizes["model"] > 1 else {mesh.sequence_parallel}
-        replicas = sizes["data"] * sizes["context"]
-        zeros = [stage for stage in ZERO if stage >= mesh.zero and (replicas > 1 or stage == mesh.zero)]
-        share = train.global_batch // sizes["data"]
-        micro_batches = [size for size in halves if size <= share and share % size == 0]
-        unrolls = ["off", train.unroll] if unrolled and sizes["pipe"] == 1 else [train.unroll]
-        for micro_batch, split, zero, chunks, unroll in itertools.product(
-            micro_batches, splits, zeros, losses, unrolls
-        ):
-            every = {
-                **{f"mesh.{axis}": size for axis, size in sizes.items()},
-                "mesh.sequence_parallel": split,
-                "mesh.zero": zero,
-                "train.recompute": recompute,
-                "train.micro_batch": micro_batch,
-                "train.loss_chunks": chunks,
-                "train.unroll": unroll,
-            }
-            values = {name: value for name, value in every.items() if value != value_of(config, name)}
-            price = moved + RECOMPUTE[recompute] - RECOMPUTE[train.recompute]
-            price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
-            price += ZERO[zero] * ("mesh.zero" in values)
-            price += LOSS_CHUNKS * ("train.loss_chunks" in values) + LOOP * ("train.unroll" in values)
-            price += SMALLER_MICRO_BATCH * ((train.micro_batch // micro_batch).bit_length() - 1)
-            if values:
-                yield price, values
-
-
-def _meshes(config: Config) -> list[dict[str, int]]:
-    """Sizes by axis: of the config's mesh; of meshes with `data` given to another axis; with 2 to 64 times the GPUs."""
-    mesh, positions = config.mesh, config.model.sequence
-    sizes = {"pipe": mesh.pipe, "data": mesh.data, "context": mesh.context, "model": mesh.model}
-    meshes = [sizes]
-    for factor in (2, 4, 8):
-        if mesh.data % factor == 0:
-            less = sizes | {"data": mesh.data // factor}
-            meshes += [less | {axis: sizes[axis] * factor} for axis in ("model", "pipe", "context")]
-    for factor in (2, 4, 8, 16, 32, 64):
-        meshes += [sizes | {axis: sizes[axis] * factor} for axis in ("model", "pipe", "data", "context")]
-
-    def is_sensible(context: int, model: int) -> bool:
-        # Devices of `model` communicate in every layer, so they should share a server: at most eight, unless it has
-        # more. Sequences are split if they are long.
-        return model <= max(8, mesh.model) and (context == mesh.context or positions // context >= LEAST_POSITIONS)
-
-    return [sizes for sizes in meshes if is_sensible(sizes["context"], sizes["model"])]
-
-
-def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
-    """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
-
-    def strength(name: str, value: Any) -> int:
-        return -value if name == "train.micro_batch" else RECOMPUTE.get(value, 1 if value == "off" else value)
-
-    return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
 
 
 def _larger_fraction(needed: float, usable: float) -> str:

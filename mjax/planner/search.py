@@ -22,8 +22,7 @@ Candidates are taken in the order of what they take at least, in bytes and secon
 their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
 predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do
 not fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small
-batches count too. No rule says what goes where: that `model` stays within a server and
-pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.
+batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
 candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
@@ -37,20 +36,25 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import product
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
+from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig, axes
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
 from mjax.models.build import scores_in_chunks
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
-from mjax.planner.time import StepTime
+from mjax.planner.calibration import Calibration
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, least_memory, predict_memory
+from mjax.planner.time import LeastTime, StepTime, TimePredictor
+from mjax.step.unrolling import is_unrolled
+from mjax.utils.figures import GIB
+from mjax.utils.progress import progress
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
@@ -70,7 +74,7 @@ WITHIN = 1.1
 """Candidates that take longer than so many times the fastest are counted, not ranked."""
 
 SERVER = 8
-"""Ranks of `expert` and `model` together, at most: they communicate in every layer."""
+"""Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
 
 LEAST_POSITIONS = 2048
 """Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
@@ -157,11 +161,12 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
     """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
-    this `context`, or with those that leave a rank `LEAST_POSITIONS`."""
-    model, unit = config.model, batch_unit(config)
+    this `context`, or with those that leave a rank `LEAST_POSITIONS`; with at most `SERVER` ranks of `model`, or as
+    many as the config has."""
+    model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
     parts = [n for n in divisors(model.sequence) if n == 1 or model.sequence // n >= LEAST_POSITIONS]
-    for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
+    for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)
             for part in parts if context is None else [context]:
@@ -260,14 +265,13 @@ def search(
     time_of: TimeOf,
     capacity: float,
     keep: Collection[str] = (),
-    progress: Progress = lambda total: nullcontext(lambda done: None),
+    report: Progress = lambda total: nullcontext(lambda done: None),
     host: float | None = None,
     bounds: Bounds | None = None,
     top: int = 10,
-    within: float = WITHIN,
     among: Collection[Config] | None = None,
 ) -> SearchResult:
-    """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `within` times the
+    """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `WITHIN` times the
     fastest.
 
     Args:
@@ -277,10 +281,10 @@ def search(
       time_of: seconds of its step, and their mean over the run; called only for candidates that fit.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
-      progress: opened with the number of candidates; what it yields is called with how many were done since.
+      report: opened with the number of candidates; what it yields is called with how many were done since.
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
       bounds: by default nothing is known before, and every candidate is predicted.
-      top, within: see above.
+      top: see above.
       among: of candidates; by default all.
     """
     roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
@@ -309,9 +313,9 @@ def search(
 
     def limit() -> float:
         """Seconds above which nothing is ranked."""
-        return max(within * fastest[0], 1.001 * fastest[top - 1]) if len(fastest) >= top else math.inf
+        return max(WITHIN * fastest[0], 1.001 * fastest[top - 1]) if len(fastest) >= top else math.inf
 
-    with progress(len(every)) as advance:
+    with report(len(every)) as advance:
         waiting = [(0.0, 0, True, every)] if bounds is None else _groups(every, bounds)
         while waiting:
             least, number, traced, group = heappop(waiting)
@@ -345,6 +349,29 @@ def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool,
     return waiting
 
 
+@lru_cache(maxsize=2)
+def find(
+    config: Config,
+    devices: int,
+    gpu: Gpu,
+    calibration: Calibration | None = None,
+    keep: tuple[str, ...] = (),
+    top: int = 10,
+    among: tuple[Config, ...] | None = None,
+) -> SearchResult:
+    """`search` on this many GPUs with the planner's predictions, and a progress bar on a terminal."""
+    bar, capability = partial(progress, "searching", transient=True), gpu.compute_capability
+    bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=capability))
+    machine = *predictions(gpu, calibration), gpu.usable_bytes
+    return search(config, devices, *machine, keep, bar, gpu.host_bytes, bounds, top, among)
+
+
+@lru_cache(maxsize=4)
+def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
+    """The functions that predict the memory and the time of a config on a GPU."""
+    return partial(predict_memory, capability=gpu.compute_capability), TimePredictor(gpu, calibration)
+
+
 def rank(candidate: Candidate) -> tuple:
     """The sort key of candidates: seconds of the run to four digits, then the simplest first."""
     mesh, train = candidate.config.mesh, candidate.config.train
@@ -361,63 +388,19 @@ def rank(candidate: Candidate) -> tuple:
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """The fastest candidate with a value of one field other than the best candidate's.
+def alternatives(result: SearchResult) -> dict[str, Candidate]:
+    """For each field in which the ranked candidates differ, the fastest with another value than the best.
 
-    Attributes:
-      field: dotted name, one of `SEARCHED`.
-      best: its value in the best candidate.
-      value: its value here.
-      candidate: the candidate, or None if everything with another value is too big, or leaves too little free.
-      least: bytes of the smallest of those, if there is no candidate.
+    `data` is left out, since it is what the other axes leave.
     """
-
-    field: str
-    best: Any
-    value: Any
-    candidate: Candidate | None
-    least: float | None
-
-    def others(self, best: Config) -> list[str]:
-        """Other fields in which the candidate differs from the best: ['model 4', 'micro-batch 2']."""
-        if self.candidate is None:
-            return []
-        pairs = [(name, value_of(self.candidate.config, name)) for name in SEARCHED if name != self.field]
-        differ = [(name.split(".")[1], word(value)) for name, value in pairs if value != value_of(best, name)]
-        return [f"{name.replace('_', '-')} {value}" for name, value in differ]
-
-
-def compared_fields(best: Config) -> list[str]:
-    """Fields for which the report says what a choice is worth, without fields that follow from others.
-
-    `data` is what `pipe` and `model` leave. Without a pipeline there are no schedule and no chunks, and without
-    `context` no attention over it.
-    """
-    follow = {"mesh.data"} if best.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
-    if best.mesh.context == 1:
-        follow.add("mesh.context_attention")
-    return [name for name in SEARCHED if name not in follow]
-
-
-def alternatives(result: SearchResult) -> list[Alternative]:
-    """For each compared field, the fastest candidate with another value of it.
-
-    Fields with the same value in every candidate are left out.
-    """
-    best, listed = result.ranked[0], []
-    for name in compared_fields(best.config):
+    best, *others = result.ranked
+    found = {}
+    for name in SEARCHED:
         value = value_of(best.config, name)
-        other = next((ranked for ranked in result.ranked if value_of(ranked.config, name) != value), None)
-        if other is not None:
-            listed.append(Alternative(name, value, value_of(other.config, name), other, None))
-            continue
-        unranked = [(tight.config, tight.memory.total) for tight in result.tight if result.roomy] + result.too_big
-        sizes = [(size, value_of(config, name)) for config, size in unranked if value_of(config, name) != value]
-        if sizes:
-            least, instead = min(sizes, key=lambda pair: pair[0])
-            listed.append(Alternative(name, value, instead, None, least))
-    return listed
+        other = next((other for other in others if value_of(other.config, name) != value), None)
+        if other is not None and name != "mesh.data":
+            found[name] = other
+    return found
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -431,6 +414,211 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
         section, field = name.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     return config
+
+
+# --- The cheapest change that fits ------------------------------------------------------------------------------------
+
+# Ranks of the cost of a change, not times; a combination costs their sum.
+SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
+    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
+)  # fmt: skip
+MORE_GPUS = 128
+PRICES = {
+    "mesh.zero": {0: 0, 1: ZERO_1, 3: ZERO_3},
+    "train.recompute": {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD},
+}
+FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a config that makes it fit.
+
+    Attributes:
+      values: the changed fields, by dotted name.
+      config: the changed config.
+      memory: its memory.
+      price: the rank of its cost.
+    """
+
+    values: dict[str, Any]
+    config: Config
+    memory: Memory
+    price: int
+
+    @property
+    def flags(self) -> str:
+        """What to type, such as '--mesh.sequence-parallel --train.micro-batch 2'."""
+        return " ".join(
+            f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in self.values.items()
+        )
+
+    def needs(self, config: Config) -> str:
+        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`; and
+        host memory, if it needs some."""
+        devices = self.config.mesh.devices
+        more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
+        host = f" and {self.memory.host / GIB:.1f} GiB of host memory" if self.memory.host else ""
+        return f"{self.memory.total / GIB:.1f} GiB{host}{more}"
+
+
+def changes_that_fit(config: Config, usable: float, count: int = 3, host: float | None = None) -> list[Change]:
+    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free and needs at most `host` bytes of
+    host memory for each device (None if these are not known), cheapest first.
+
+    No proposal contains another. The global batch, the model and its numbers do not change.
+    """
+    proposed: list[Change] = []
+    for factor in FACTORS:
+        for (price, _), values in sorted(_changes(config, factor), key=itemgetter(0)):
+            if any(_includes(values, change.values) for change in proposed):
+                continue
+            changed = with_values(config, values)
+            memory = predict_memory(changed)
+            if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
+                proposed.append(Change(values, changed, memory, price))
+                if len(proposed) == count:
+                    return proposed
+    return proposed
+
+
+def _changes(config: Config, factor: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """The changed fields of candidates that take less memory, on `factor` times as many GPUs, with their prices, and
+    for those of one price the GPUs of a replica: one axis has more ranks at most, besides `data`."""
+    mesh, train = config.mesh, config.train
+    keep = "mesh.expert", "mesh.context_attention", "mesh.schedule", "mesh.chunks", "mesh.replica", "train.loss_chunks"
+    losses = [train.loss_chunks, *(c.train.loss_chunks for c in with_loss_chunks(config, predict_memory(config)))]
+    for candidate in candidates(config, factor * mesh.devices, keep):
+        new = candidate.mesh
+        ranks = [(getattr(new, axis), getattr(mesh, axis)) for axis in ("pipe", "context", "model")]
+        steps = {
+            name: prices[value_of(candidate, name)] - prices[value_of(config, name)] for name, prices in PRICES.items()
+        }
+        without = {"mesh.sequence_parallel": new.model == 1, "mesh.zero": new.data * new.context == 1}
+        if (
+            sum(more != now for more, now in ranks) > 1
+            or any(more % now for more, now in ranks)
+            or train.micro_batch % candidate.train.micro_batch
+            or any(step < 0 and not without.get(name) for name, step in steps.items())
+            or (mesh.splits_tokens and new.model > 1 and not new.sequence_parallel)
+        ):
+            continue
+        same = [name for name in SEARCHED if value_of(candidate, name) == value_of(config, name)]
+        values = {name: value_of(candidate, name) for name in SEARCHED if name not in same and not without.get(name)}
+        price = sum(step for name, step in steps.items() if name in values)
+        price += OTHER_MESH * (new.devices // new.data != mesh.devices // mesh.data) + MORE_GPUS * factor * (factor > 1)
+        price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
+        price += SMALLER_MICRO_BATCH * ((train.micro_batch // candidate.train.micro_batch).bit_length() - 1)
+        in_loop = [{}, {"train.unroll": "off"}] if is_unrolled(config, on_gpu=True) and new.pipe == 1 else [{}]
+        for chunks, loop in product(losses, in_loop):
+            chunked = {"train.loss_chunks": chunks} if chunks != train.loss_chunks else {}
+            if changed := values | chunked | loop:
+                price_of_all = price + LOSS_CHUNKS * bool(chunked) + LOOP * bool(loop)
+                yield (price_of_all, new.devices // new.data), changed
+
+
+def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
+    """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
+
+    def strength(name: str, value: Any) -> int:
+        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value == "off" or value)
+
+    return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
+
+
+# --- The longest sequence ---------------------------------------------------------------------------------------------
+
+STEP, FIRST = 1024, 16
+"""Positions of a GPU, where all share a sequence, come in multiples of this; multiples to try first."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to make room for long sequences: a name, whether GPUs share a sequence over `context`, and
+    `train.recompute`."""
+
+    name: str
+    over_context: bool
+    recompute: str = "full"
+
+
+WAYS = (Way("over context, offloaded", True, "offload"), Way("over context", True), Way("without context", False))
+
+
+def longest(
+    config: Config,
+    devices: int,
+    way: Way,
+    gpus_per_node: int,
+    memory_of: MemoryOf,
+    time_of: TimeOf,
+    capacity: float,
+    host: float | None = None,
+) -> Candidate | None:
+    """The fastest way to run the longest sequence that fits on this many GPUs; None: not even `STEP` positions a GPU
+    fit.
+
+    Weights and optimizer are sharded over all ranks (ZeRO-3), layers are recomputed, the loss is in chunks. Memory
+    grows with the length almost in proportion, so a few predictions along straight lines find it.
+
+    Args:
+      config: its model and training; length, mesh, micro-batch and recomputation are replaced.
+      devices: number of GPUs.
+      way: how they share a sequence.
+      gpus_per_node: `model` stays within them.
+      memory_of, time_of, capacity, host: as in `search`.
+    """
+    train = replace(
+        config.train,
+        micro_batch=1,
+        global_batch=math.lcm(config.train.global_batch, devices),
+        batch_rampup=None,
+        batch_schedule=None,
+        taken=(),
+        recompute=way.recompute,
+        unroll="off" if way.recompute == "offload" else config.train.unroll,
+        loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
+    )
+    fixed = replace(config, mesh=MeshConfig(zero=3), train=train)
+    keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context" if way.over_context else "mesh.data"}
+    unit = STEP * devices if way.over_context else STEP
+
+    def ways_at(steps: int) -> list[Config]:
+        longer = replace(fixed, model=replace(config.model, sequence=steps * unit))
+        in_server = (way for way in candidates(longer, devices, keep) if way.mesh.model <= gpus_per_node)
+        return [way for way in in_server if way.mesh.sequence_parallel == (way.mesh.model > 1)]
+
+    def memory_share(steps: int) -> float:
+        """The smallest share of the memory of device and host that a way needs."""
+        memories = [memory_of(way) for way in ways_at(steps)]
+        shares = [max(m.total / ((1 - HEADROOM) * capacity), m.host / host if host else 0.0) for m in memories]
+        return min(shares, default=math.inf)
+
+    steps = largest(memory_share, 1.0)
+    if not steps:
+        return None
+    among = ways_at(steps)
+    return search(fixed, devices, memory_of, time_of, capacity, SEARCHED, host=host, among=among).roomy[0]
+
+
+def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most: int | None = None) -> int:
+    """The largest number, of `most`, whose size is at most `limit`; 0 if there is none.
+
+    Sizes grow with the number, best in proportion: each guess, but for the `first`, is read off a line through the two
+    last.
+    """
+    low, high, guess, points = 0, None if most is None else most + 1, first, []
+    while high is None or high - low > 1:
+        points.append((guess, size(guess)))
+        low, high = (guess, high) if points[-1][1] <= limit else (low, guess)
+        guess = 2 * guess if high is None else (low + high) // 2
+        if len(points) > 1:
+            (first, small), (second, large) = sorted(points[-2:])
+            if large > small:
+                guess = int(first + (limit - small) * (second - first) / (large - small))
+        guess = max(guess, low + 1)
+        guess = min(guess, 8 * max(low, FIRST) if high is None else max(high - 1, 1))
+    return low
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from mjax.config.model import as_kind
 from mjax.errors import UsageError
 from mjax.planner.memory import Memory
 from mjax.planner.search import CHUNKS, alternatives, candidates, search
-from mjax.planner.search_command import check_searchable, enough_devices, excluded_by_rampup, refuse_too_big, with_batch
+from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.planner.time import StepTime
 from tests.planner.configs import changed
 
@@ -132,7 +132,7 @@ def test_search_tries_loss_in_chunks():
     trains = [each.config.train for each in found.roomy if each.config.train.loss_chunks > 1]
     assert {(each.micro_batch, each.recompute, each.loss_chunks) for each in trains} == {(8, "full", CHUNKS)}
     assert found.ranked[0].config.train.loss_chunks == 1
-    assert "train.loss_chunks" in {other.field for other in alternatives(found)}
+    assert "train.loss_chunks" in alternatives(found)
     kept = search(SMALL, 4, logits, seconds, 100, ["train.loss_chunks"])
     assert {each.config.train.loss_chunks for each in kept.roomy + kept.tight} == {1}
     own = changed(SMALL, train={"loss_chunks": 2})
@@ -151,7 +151,7 @@ def test_tight_candidates_are_ranked_only_alone():
     found = search(SMALL, 4, tight, faster_on_one, 100)
     assert found.ranked[0].config.mesh.model == 2
     assert found.tight[0].config.mesh.model == 1
-    assert {other.field: (other.value, other.least) for other in alternatives(found)}["mesh.model"] == (4, None)
+    assert alternatives(found)["mesh.model"].config.mesh.model == 4
     found = search(SMALL, 4, tight, faster_on_one, 100, ["mesh.model"])
     assert found.ranked == found.tight
 
@@ -167,7 +167,7 @@ def test_candidates_beyond_host_memory_are_left_out():
     kept = changed(SMALL, train={"recompute": "offload"})
     found = search(kept, 4, memory, time_of, 2, ["train.recompute"], host=0.5)
     with pytest.raises(UsageError, match=r"all .* ways to run small on 4 × h100 need more host memory than there is"):
-        refuse_too_big(found, kept, "small", "h100", memory, 8, ["train.recompute"])
+        refuse_too_big(found, kept, "small", "h100", memory, ["train.recompute"])
 
 
 def test_simplest_of_equal_times_comes_first():
@@ -186,19 +186,14 @@ def test_alternative_is_fastest_with_another_value():
         return seconds_of(1 + config.mesh.pipe + 0.25 * (config.train.recompute in ("full", "offload")))
 
     found = search(SMALL, 4, kept, seconds, 6.5)
-    others = {other.field: other for other in alternatives(found)}
-    best = found.ranked[0].config
+    others, best = alternatives(found), found.ranked[0].config
     assert (best.mesh, best.train.recompute, best.train.micro_batch) == (MeshConfig(data=4), "selective", 1)
-    assert (others["mesh.pipe"].value, others["mesh.pipe"].candidate.time.total) == (2, 3)
-    assert (others["train.recompute"].value, others["train.recompute"].candidate.time.total) == ("full", 2.25)
-    assert others["mesh.zero"].value == 1  # as fast, and less simple
-
+    assert (others["mesh.pipe"].config.mesh.pipe, others["mesh.pipe"].time.total) == (2, 3)
+    slower = others["train.recompute"]
+    assert (slower.config.train.recompute, slower.time.total) == ("full", 2.25)
+    assert others["mesh.zero"].config.mesh.zero == 1  # as fast, and less simple
     own = changed(SMALL, train={"recompute": "selective"})
-    found = search(own, 4, kept, seconds, 6.5, ["train.recompute"])
-    others = {other.field: other for other in alternatives(found)}
-    assert "train.recompute" not in others
-    too_big = others["train.micro_batch"]
-    assert (too_big.candidate, too_big.value, too_big.least) == (None, 2, 7)
+    assert "train.recompute" not in alternatives(search(own, 4, kept, seconds, 6.5, ["train.recompute"]))
 
 
 def test_another_batch_keeps_samples_of_run():
@@ -217,19 +212,6 @@ def test_another_batch_keeps_samples_of_run():
         with_batch(bloom, 2050)
 
 
-def test_ramp_up_tells_what_it_leaves_out():
-    config = changed(SMALL, train={"batch_rampup": (4, 2, 20)})
-
-    def seconds(config):
-        return seconds_of(1 / (config.mesh.data * config.train.micro_batch))
-
-    found = search(config, 4, lambda _: bytes_of(1), seconds, 2)
-    assert found.ranked[0].time.total == 1 / 2
-    excluded, text = excluded_by_rampup(found, config, lambda _: bytes_of(1), seconds)
-    assert (excluded["unit"], excluded["seconds"], excluded["needs"]) == (2, 1 / 8, 8)
-    assert "at the whole batch, -75.0%" in text
-
-
 @pytest.mark.parametrize(
     ("devices", "instead"), [(12, "use 8 or 16, or --devices-per-node 6"), (7, "use --devices 4 or 8"), (1024, "128$")]
 )
@@ -245,8 +227,8 @@ def test_refusal_names_smallest_and_enough_gpus():
 
     found = search(SMALL, 8, shared, time_of, 30 * 2**30)
     with pytest.raises(UsageError) as refused:
-        refuse_too_big(found, SMALL, "small", "h100", shared, 8, [])
-    assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in str(refused.value)
-    assert enough_devices(SMALL, 8, shared, 27.5 * 2**30, 8) == 32
-    assert enough_devices(SMALL, 8, shared, 27 * 2**30, 8) == 64  # 32 would leave less than 5% free
-    assert enough_devices(SMALL, 8, shared, 2**30, 8) is None
+        refuse_too_big(found, SMALL, "small", "h100", shared, [])
+    assert "takes at least 101.0 GiB of 30.0; use --devices 32, where it fits" in str(refused.value)
+    assert enough_devices(SMALL, 8, shared, 27.5 * 2**30) == 32
+    assert enough_devices(SMALL, 8, shared, 27 * 2**30) == 64  # 32 would leave less than 5% free
+    assert enough_devices(SMALL, 8, shared, 2**30) is None

@@ -11,8 +11,7 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.axes import NAMES
 from mjax.planner.memory import least_memory, predict_memory
-from mjax.planner.search import search
-from mjax.planner.search_command import find, predictions
+from mjax.planner.search import find, predictions, search
 from mjax.planner.time import LeastTime, predict_time
 from tests.conftest import ROOT
 from tests.planner.configs import changed
@@ -45,7 +44,7 @@ def test_bounds_leave_the_fastest(name):
     keep = ["mesh.schedule"]
     if name == "olmoe_1b_7b":
         keep += ["mesh.context", "train.recompute"]
-    bounded = find(config, 4, gpu, None, keep)
+    bounded = find(config, 4, gpu, None, tuple(keep))
     every = search(config, 4, memory_of, time_of, gpu.usable_bytes, keep)
     within = [each for each in every.ranked if each.time.mean <= 1.1 * every.ranked[0].time.mean]
     shown = max(10, len(within))

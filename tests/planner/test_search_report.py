@@ -39,7 +39,7 @@ def found():
 
 
 def question(**changes):
-    return replace(Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3, time_of), **changes)
+    return Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3)._replace(**changes)
 
 
 def test_report_shows_fastest_cost_and_plain_values(found):
