@@ -6,6 +6,7 @@ pipeline) or if it was not requested.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Sequence
@@ -103,8 +104,11 @@ def plan(argv: Sequence[str]) -> int:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
     for line in taken:
         print(line, file=sys.stderr)
-    arguments = replace(arguments, settings=settings)
-    return run_plan(arguments)
+    gc.disable()  # a search makes millions of objects and no cycles to speak of: a sixth of its time
+    try:
+        return run_plan(replace(arguments, settings=settings))
+    finally:
+        gc.enable()
 
 
 def _with_default(argv: Sequence[str]) -> Sequence[str]:

@@ -299,6 +299,9 @@ def search(
 
     def predict(candidate: Config) -> None:
         nonlocal without_host
+        if bounds is not None and time_of(candidate).mean > limit():
+            slower.append(candidate)
+            return
         for variant, memory in with_chunks(candidate, memory_of):
             if memory.total > capacity:
                 too_big.append((variant, memory.total))
@@ -391,9 +394,12 @@ def rank(candidate: Candidate) -> tuple:
 def alternatives(result: SearchResult) -> dict[str, Candidate]:
     """For each field in which the ranked candidates differ, the fastest with another value than the best.
 
-    `data` is left out, since it is what the other axes leave.
+    `data` is left out, since it is what the other axes leave; and where some are not predicted, those that take `WITHIN`
+    times as long as the best, among which that may be another.
     """
     best, *others = result.ranked
+    if result.slower:
+        others = [other for other in others if other.time.mean <= WITHIN * best.time.mean]
     found = {}
     for name in SEARCHED:
         value = value_of(best.config, name)
