@@ -275,10 +275,22 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
     """
     flags = (as_flag(name, new) for name, (_, new) in differences(base, best.best.config).items())
     command = f"mjax train --config {best.rung.base} {' '.join(flags)} --data.path PREFIX"
-    model, name = best.config.model, best.rung.base + ", scaled" * (best.config.model != base.model)
     header = ["parameters", "layers", "hidden", "tokens", "FLOPs", "mesh", "s/step", "MFU", "GiB", "days", "GPU-hours"]
+    time, limit, hours = best.best.time, f"{arguments.days:g} days", 24 * best.days * arguments.devices
+    remarks = [
+        f"* fits into {limit}" + ("" if time.error is None else f", by a prediction good to {good_to(time.error)}"),
+        *time.caveats,
+    ]
+    if arguments.price is not None:
+        remarks.append(f"{hours * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
+    if best.config.model != base.model:
+        remarks.append(
+            f"batch and learning rate are those of {best.rung.base}: a larger model usually takes a lower rate"
+        )
+    if best is tried[-1]:
+        remarks.append("it is the largest of the ladder, so the budget would train a larger one too")
     return Section(
-        f"Budget: {arguments.devices:,} × {gpu.name} for {arguments.days:g} days",
+        f"Budget: {arguments.devices:,} × {gpu.name} for {limit}",
         {
             "devices": arguments.devices,
             "days": arguments.days,
@@ -288,12 +300,11 @@ def budget_section(best: Trial, tried: list[Trial], base: Config, arguments: Sea
             "command": command,
         },
         [
-            f"the largest within the budget, at {arguments.tokens_per_parameter:g} tokens a parameter: {name}",
-            f"{best.parameters:,} parameters: {model.layers} layers of width {model.hidden}, {model.heads} heads",
+            f"the largest within the budget, at {arguments.tokens_per_parameter:g} tokens a parameter:",
             "",
             *table(header, [_row(trial, arguments, trial is best) for trial in tried]),
             "",
-            *_remarks(best, tried, base, arguments),
+            *remarks,
             "to train it:",
             f"  {command}",
         ],
@@ -306,35 +317,15 @@ def _row(trial: Trial, arguments: SearchArguments, is_best: bool) -> list[Any]:
     row += [in_units(trial.tokens), f"{trial.flops:.3g}"]
     if best is None:
         return [*row, *[""] * 4, duration(trial, arguments), ""]
-    mesh, mfu = best.config.mesh, best.time.mfu
+    mesh = best.config.mesh
     sizes = [mesh.pipe, mesh.data, *([mesh.context] if mesh.context > 1 else []), mesh.model]
-    row += [" × ".join(map(str, sizes)), f"{best.time.mean:.3g}", "-" if mfu is None else f"{mfu:.1%}"]
-    return [*row, f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{_gpu_hours(trial, arguments):,.0f}"]
-
-
-def _gpu_hours(trial: Trial, arguments: SearchArguments) -> float:
-    return 24 * trial.days * arguments.devices
-
-
-def _remarks(best: Trial, tried: list[Trial], base: Config, arguments: SearchArguments) -> list[str]:
-    time = best.best.time
-    between = time.between(best.days)
-    good = "has no error bar" if time.error is None else f"is good to {good_to(time.error)}"
-    days = "" if between is None else f": between {between[0]:.3g} and {between[1]:.3g} days"
-    remarks = [f"* fits into {arguments.days:g} days by the prediction, which {good}{days}", *time.caveats]
-    if arguments.price is not None:
-        remarks.append(f"{_gpu_hours(best, arguments) * arguments.price:,.0f} at {arguments.price:g} a GPU-hour")
-    if best.config.model != base.model:
-        remarks.append(
-            f"batch and learning rate are those of {best.rung.base}: a larger model usually takes a lower rate"
-        )
-    if best is tried[-1]:
-        remarks.append("it is the largest of the ladder, so the budget would train a larger one too")
-    return remarks
+    row += [" × ".join(map(str, sizes)), f"{best.time.mean:.3g}", f"{best.time.mfu:.1%}"]
+    return [*row, f"{best.memory.total / GIB:.1f}", f"{trial.days:.3g}", f"{24 * trial.days * arguments.devices:,.0f}"]
 
 
 def _values(trial: Trial) -> dict[str, Any]:
     best, model = trial.best, trial.config.model
+    found = best and {"seconds": best.time.mean, "mfu": best.time.mfu, "bytes": best.memory.total, "days": trial.days}
     return {
         "config": trial.rung.base,
         "model": {"layers": model.layers, "hidden": model.hidden, "heads": model.heads},
@@ -342,9 +333,6 @@ def _values(trial: Trial) -> dict[str, Any]:
         "tokens": trial.tokens,
         "steps": trial.config.train.steps,
         "flops": trial.flops,
-        "seconds": None if best is None else best.time.mean,
-        "mfu": None if best is None else best.time.mfu,
-        "bytes": None if best is None else best.memory.total,
-        "days": None if best is None else trial.days,
         "days_at_peak": trial.days_at_peak,
+        **(found or dict.fromkeys(("seconds", "mfu", "bytes", "days"))),
     }

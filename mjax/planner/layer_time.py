@@ -156,12 +156,10 @@ class Common:
       kernel: of attention; `flash`: whether it writes no scores.
       kinds: of layers, as in `trace.kinds_of`.
       stream: elements of a micro-batch's stream on all ranks of `model`.
-      exact: whether memory-bound kernels are those of each mesh; else what they move at least counts.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software, exact: bool = True):
+    def __init__(self, config: Config, rates: Rates, software: Software):
         self.config, self.rates, self.software = config, rates, software
-        self.exact = exact
         model, mesh = config.model, config.mesh
         self.overlap = software.overlap_of(config)
         self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
@@ -389,8 +387,8 @@ class LayerTime:
     @cached_property
     def traced(self) -> Kernels:
         """Bytes that the traced kernels move for a micro-batch."""
-        bytes_of = kernel_bytes.of_micro_batch if self.run.exact else kernel_bytes.at_least
-        return bytes_of(self.of, self._traced_kernel, self.config.train.recompute, self.samples)
+        recompute = self.config.train.recompute
+        return kernel_bytes.of_micro_batch(self.of, self._traced_kernel, recompute, self.samples)
 
     @cached_property
     def _kernels(self) -> tuple[float, float]:

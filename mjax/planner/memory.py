@@ -117,17 +117,7 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
     Raises:
       UsageError: `model.attention` is cudnn, which does not support the config.
     """
-    return _peak(config, attention_on_gpu(config, capability), _of_sample)
-
-
-def least_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """The memory of a step at least: no part is more than `predict_memory` says. It comes from the trace of a whole
-    sample, of which ranks of `model` and `context` have a part."""
-    return _peak(config, attention_on_gpu(config, capability), _part_of_sample)
-
-
-def _peak(config: Config, kernel: str, of_sample: SampleOf) -> Memory:
-    sizes = _Sizes(config, kernel, of_sample)
+    sizes = _Sizes(config, attention_on_gpu(config, capability))
     points = [_head(sizes), _backward(sizes), _reduction(sizes)]
     if config.optimizer.name == "muon":
         points.append(_update(sizes))
@@ -160,7 +150,7 @@ class _Sizes:
       masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
-    def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
+    def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
         self.weights, self.trained = own = all_and_trained(model, mesh)
@@ -168,7 +158,7 @@ class _Sizes:
         self.master = max(4, self.width)
         alone = of_layers(mesh)
         of_run = model, config.data, config.precision.compute
-        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch, of_sample)
+        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
         for count, kind, sample in kinds:
             of_kind = own if kind is None else all_and_trained(model, mesh, kind)
@@ -282,30 +272,21 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     )
 
 
-SampleOf = Callable[[trace.Traced, str, str], _Sample]
-
-
 @lru_cache(maxsize=4096)
 def _of_micro_batch(
     model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-    kernel: str, recompute: str, samples: int, of_sample: SampleOf,
+    kernel: str, recompute: str, samples: int,
 ) -> tuple[list[tuple[int, trace.Kind | None, _Sample]], int, bool]:  # fmt: skip
     """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
     sample in a batch; and whether all samples share the bias of attention."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
     kinds = [
-        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute))))
+        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute))))
         for count, of in trace.kinds_of(config)
     ]
     arrays = config.batch_arrays()
     bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
     return kinds, bytes_of_sample, "documents" not in arrays
-
-
-@lru_cache(maxsize=1024)
-def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
-    """Lower bounds of `_of_sample`."""
-    return _Sample(*(size / (of.ranks * of.context) for size in _of_sample(of.of_sample(), kernel, recompute)))
 
 
 def _temporaries(of: trace.Traced, layer: trace.Layer, program: Program) -> tuple[float, float]:
@@ -342,7 +323,7 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
     where layers differ."""
-    sizes = _Sizes(config, attention_on_gpu(config), _of_sample)
+    sizes = _Sizes(config, attention_on_gpu(config))
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 

@@ -15,14 +15,13 @@ With a ramp-up or a schedule of the batch, each of these holds for each of its s
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups
-of replicas without FSDP. The schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
+sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
+FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
+schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
 
-Candidates are taken in the order of what they take at least, in bytes and seconds (`Bounds`), which is known before
-their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
-predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do
-not fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small
-batches count too.
+The time of all candidates is predicted, and in this order their memory, until the rest is slower than what is ranked;
+one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do not fit are
+dropped. The time is that of the whole run: with a batch ramp-up, its small batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
 candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
@@ -32,15 +31,13 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from heapq import heapify, heappop, heappush
 from itertools import product
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, TrainConfig, axes
@@ -50,8 +47,8 @@ from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
 from mjax.models.build import scores_in_chunks
 from mjax.planner.calibration import Calibration
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, least_memory, predict_memory
-from mjax.planner.time import LeastTime, StepTime, TimePredictor
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
+from mjax.planner.time import StepTime, TimePredictor
 from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
@@ -71,7 +68,7 @@ TimeOf = Callable[[Config], StepTime]
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 WITHIN = 1.1
-"""Candidates that take longer than so many times the fastest are counted, not ranked."""
+"""Candidates that take longer than so many times the fastest that fits are counted, not ranked."""
 
 SERVER = 8
 """Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
@@ -138,7 +135,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.expert": expert_ranks(data, model),
                 "mesh.context": [context],
                 "mesh.context_attention": context_attention(model, context),
-                "mesh.sequence_parallel": [False, True] if splits else [False],
+                "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [splits]) if splits else [False],
                 "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
                 "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
@@ -213,10 +210,10 @@ class SearchResult:
       capacity: bytes of a device for the program.
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit, with bytes that they take at least.
+      too_big: those that do not fit, with their bytes.
       without_host: number of those that fit but need more host memory than there is.
-      slower: those that were not predicted, since they take longer than `WITHIN` times the fastest; in the order of
-        what they take at least.
+      slower: those whose memory was not predicted, since they take longer than `WITHIN` times the fastest; in the
+        order of their time.
     """
 
     devices: int
@@ -242,22 +239,6 @@ class SearchResult:
         return free_share(candidate.memory.total, self.capacity)
 
 
-class Bounds(NamedTuple):
-    """Lower bounds of a config, without a trace for each mesh.
-
-    Attributes:
-      seconds: as mean over the run, the same for candidates that differ in `UNBOUND` alone; nearer to the truth, after
-        a trace of the layer on its mesh, if the second argument is true.
-      memory: on the fullest device.
-    """
-
-    seconds: Callable[[Config, bool], float]
-    memory: MemoryOf
-
-
-UNBOUND = ("mesh.schedule", "mesh.chunks", "mesh.zero", "mesh.replica", "train.loss_chunks")
-
-
 def search(
     config: Config,
     devices: int,
@@ -267,89 +248,59 @@ def search(
     keep: Collection[str] = (),
     report: Progress = lambda total: nullcontext(lambda done: None),
     host: float | None = None,
-    bounds: Bounds | None = None,
     top: int = 10,
     among: Collection[Config] | None = None,
+    mean_of: Callable[[Config], float] | None = None,
 ) -> SearchResult:
-    """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `WITHIN` times the
-    fastest.
+    """Rank the candidates that fit: at least the `top` fastest, and all within `WITHIN` times the fastest.
 
     Args:
       config: valid except for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
       devices: number of devices.
-      memory_of: bytes of a config on its fullest device.
-      time_of: seconds of its step, and their mean over the run; called only for candidates that fit.
+      memory_of: bytes of a config on its fullest device; called in the order of their time.
+      time_of: seconds of its step, and their mean over the run.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
       report: opened with the number of candidates; what it yields is called with how many were done since.
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
-      bounds: by default nothing is known before, and every candidate is predicted.
       top: see above.
       among: of candidates; by default all.
+      mean_of: the mean of `time_of` alone, which is called for all candidates.
     """
-    roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
+    roomy, tight, too_big, without_host, fastest = [], [], [], 0, []
     every = list(candidates(config, devices, keep) if among is None else among)
-
-    def with_chunks(candidate: Config, memory_of: MemoryOf) -> list[tuple[Config, Memory]]:
-        """The candidate, and if it lacks memory the same with the loss in chunks; each with its memory."""
-        memory = memory_of(candidate)
-        lacks = free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep
-        chunked = with_loss_chunks(candidate, memory) if lacks else []
-        return [(candidate, memory), *((other, memory_of(other)) for other in chunked)]
-
-    def predict(candidate: Config) -> None:
-        nonlocal without_host
-        if bounds is not None and time_of(candidate).mean > limit():
-            slower.append(candidate)
-            return
-        for variant, memory in with_chunks(candidate, memory_of):
-            if memory.total > capacity:
-                too_big.append((variant, memory.total))
-                continue
-            if not fits_host(memory, host):
-                without_host += 1
-                continue
-            fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
-            fitting.append(Candidate(variant, memory, time_of(variant)))
-            if fitting is roomy:
-                insort(fastest, roomy[-1].time.mean)
-
-    def limit() -> float:
-        """Seconds above which nothing is ranked."""
-        return max(WITHIN * fastest[0], 1.001 * fastest[top - 1]) if len(fastest) >= top else math.inf
-
+    mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
     with report(len(every)) as advance:
-        waiting = [(0.0, 0, True, every)] if bounds is None else _groups(every, bounds)
-        while waiting:
-            least, number, traced, group = heappop(waiting)
-            left = []
-            if least > limit():
-                slower += group
-            elif traced:
-                for candidate in group:
-                    predict(candidate)
-            else:
-                for candidate in group:
-                    least_bytes = min(memory.total for _, memory in with_chunks(candidate, bounds.memory))
-                    too_big.append((candidate, least_bytes)) if least_bytes > capacity else left.append(candidate)
-            if left:
-                heappush(waiting, (bounds.seconds(left[0], True), number, True, left))
-            advance(len(group) - len(left))
-    roomy, tight = sorted(roomy, key=rank), sorted(tight, key=rank)
-    return SearchResult(devices, capacity, roomy, tight, too_big, without_host, tuple(slower))
+        for candidate in every:
+            timed.append((candidate, mean_of(candidate)))
+            advance(1)
+    timed.sort(key=itemgetter(1))
 
+    def add(candidate: Config, memory: Memory) -> None:
+        nonlocal without_host
+        if memory.total > capacity:
+            too_big.append((candidate, memory.total))
+        elif not fits_host(memory, host):
+            without_host += 1
+        elif free_share(memory.total, capacity) >= HEADROOM:
+            roomy.append(Candidate(candidate, memory, time_of(candidate)))
+            insort(fastest, roomy[-1].time.mean)
+        else:
+            tight.append(Candidate(candidate, memory, time_of(candidate)))
 
-def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool, list[Config]]]:
-    """Return a heap of candidates with the same lower bound.
-
-    Entries are the seconds, the number of the group, whether the seconds come from a traced layer, and the candidates.
-    """
-    groups, key = defaultdict(list), attrgetter(*(name for name in SEARCHED if name not in UNBOUND))
-    for candidate in every:
-        groups[key(candidate)].append(candidate)
-    waiting = [(bounds.seconds(group[0], False), n, False, group) for n, group in enumerate(groups.values())]
-    heapify(waiting)
-    return waiting
+    slower: tuple[Config, ...] = ()
+    for number, (candidate, mean) in enumerate(timed):
+        if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
+            slower = tuple(config for config, _ in timed[number:])
+            break
+        memory = memory_of(candidate)
+        add(candidate, memory)
+        if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+            for chunked in with_loss_chunks(candidate, memory):
+                add(chunked, memory_of(chunked))
+    return SearchResult(
+        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, without_host, slower
+    )
 
 
 @lru_cache(maxsize=2)
@@ -363,14 +314,13 @@ def find(
     among: tuple[Config, ...] | None = None,
 ) -> SearchResult:
     """`search` on this many GPUs with the planner's predictions, and a progress bar on a terminal."""
-    bar, capability = partial(progress, "searching", transient=True), gpu.compute_capability
-    bounds = Bounds(LeastTime(gpu, calibration), partial(least_memory, capability=capability))
-    machine = *predictions(gpu, calibration), gpu.usable_bytes
-    return search(config, devices, *machine, keep, bar, gpu.host_bytes, bounds, top, among)
+    memory_of, time_of = predictions(gpu, calibration)
+    bar, host = partial(progress, "searching", transient=True), gpu.host_bytes
+    return search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, bar, host, top, among, time_of.mean)
 
 
 @lru_cache(maxsize=4)
-def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimeOf]:
+def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimePredictor]:
     """The functions that predict the memory and the time of a config on a GPU."""
     return partial(predict_memory, capability=gpu.compute_capability), TimePredictor(gpu, calibration)
 
@@ -394,12 +344,10 @@ def rank(candidate: Candidate) -> tuple:
 def alternatives(result: SearchResult) -> dict[str, Candidate]:
     """For each field in which the ranked candidates differ, the fastest with another value than the best.
 
-    `data` is left out, since it is what the other axes leave; and where some are not predicted, those that take `WITHIN`
-    times as long as the best, among which that may be another.
+    `data` is left out, since it is what the other axes leave. Where slower candidates are not ranked, a field may have
+    none.
     """
     best, *others = result.ranked
-    if result.slower:
-        others = [other for other in others if other.time.mean <= WITHIN * best.time.mean]
     found = {}
     for name in SEARCHED:
         value = value_of(best.config, name)

@@ -38,7 +38,7 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial
 
 from mjax.cluster.hardware import Gpu
@@ -50,7 +50,7 @@ from mjax.models.build import count_parameters
 from mjax.planner.calibration import Calibration, Rates, default_calibration
 from mjax.planner.layer_time import MJAX, Common, LayerTime, Software, over_replicas
 from mjax.planner.section import Section, good_to
-from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, of_layers, weights_of_device
+from mjax.planner.weights import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.step.precision import in_float8
 from mjax.step.unrolling import is_unrolled
 from mjax.trace import layers as trace
@@ -175,16 +175,23 @@ class TimePredictor:
             for function in (partial(Rates, gpu, self.calibration), self._work_of, self._model_of)
         )
 
-    def __call__(self, config: Config) -> StepTime:
-        """The time of a step of `config`."""
+    def mean(self, config: Config) -> float:
+        """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
+        step = self._step(config)
+        return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
+
+    def _step(self, config: Config) -> _Step:
         train, compute = config.train, config.precision.compute
         unroll = "on" if is_unrolled(config, on_gpu=True) else "off"
         portion = train.micro_batch, train.recompute, unroll, train.loss_chunks
         shared = self._shared(config.mesh, in_float8(config.precision))
-        work = self._work(config.model, config.data, compute, shared, *portion)
-        flops, parameters = self._model(config.model, config.data, compute, train.global_batch)
-        step = _Step(config, work)
-        seconds = step.seconds(config.micro_batches)
+        return _Step(config, self._work(config.model, config.data, compute, shared, *portion))
+
+    def __call__(self, config: Config) -> StepTime:
+        """The time of a step of `config`."""
+        step, train = self._step(config), config.train
+        flops, parameters = self._model(config.model, config.data, config.precision.compute, train.global_batch)
+        work, seconds = step.work, step.seconds(config.micro_batches)
         total = sum(seconds.values())
         tflops = flops / total / config.mesh.devices / 1e12
         error, caveats = self.calibration.error_of(config, parameters, self.gpu)
@@ -237,38 +244,6 @@ class TimePredictor:
         return model_flops(Config(model=model, data=data, precision=precision, train=train)), count_parameters(model)
 
 
-class LeastTime:
-    """Seconds that a step takes at least, as mean over the run: never more than `predict_time` says.
-
-    It counts the products, attention and collectives of the layers and the head. These depend on few fields, so each is
-    computed once for thousands of configs; what a pipeline, ZeRO and the update add is left out.
-    """
-
-    def __init__(self, gpu: Gpu, calibration: Calibration | None = None):
-        self.gpu, self.calibration = gpu, calibration or default_calibration(gpu)
-        self._parts = lru_cache(maxsize=None)(self._parts_of)
-
-    def __call__(self, config: Config, exact: bool = False) -> float:
-        """Seconds of a config; if `exact`, its layers' memory-bound kernels are those of its mesh, which is traced."""
-        mesh, train = config.mesh, config.train
-        alone = of_layers(mesh)
-        portion = TrainConfig(
-            global_batch=mesh.expert * train.micro_batch,
-            micro_batch=train.micro_batch,
-            recompute="full" if train.recompute == "offload" else train.recompute,
-            unroll="on",  # without what a loop copies
-        )
-        layers, head, sums = self._parts(replace(config, mesh=alone, train=portion), exact)
-        micro_batch = layers / mesh.pipe + head + sums / (1 if mesh.pipe == 1 else 2)
-        return mean_over_run(config, lambda m: {"": m * micro_batch}, config.micro_batches * micro_batch)
-
-    def _parts_of(self, config: Config, exact: bool) -> tuple[float, float, float]:
-        """Seconds of a micro-batch without a pipeline: all layers, the head, and its collectives."""
-        rates = Rates(self.gpu, self.calibration, config.precision.compute)
-        work = _MicroBatch(config, rates, MJAX, exact=exact)
-        return sum(work.of_passes), work.head(), work.head_sums()
-
-
 class _MicroBatch(Common):
     """The work of one device for a micro-batch, part by part; every method returns seconds.
 
@@ -276,8 +251,8 @@ class _MicroBatch(Common):
       layers: of a stage, and one of them, for each kind.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False, exact: bool = True):
-        super().__init__(config, rates, software, exact)
+    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False):
+        super().__init__(config, rates, software)
         self.end = trace.head(self.kinds[0][1])
         self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
 

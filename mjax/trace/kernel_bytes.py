@@ -91,18 +91,6 @@ def of_micro_batch(of: trace.Traced, kernel: str, recompute: str, samples: int) 
     return Kernels(*passes, kept)
 
 
-def at_least(of: trace.Traced, kernel: str, recompute: str, samples: int) -> Kernels:
-    """The least that `of_micro_batch` can find, from the trace of a whole sample: ranks of `model` and `context` have a
-    part of each of its arrays."""
-    whole, ranks = of.of_sample(), of.ranks * of.context
-
-    def part(moved: Moved) -> Moved:
-        return moved._replace(bytes=moved.bytes / ranks, scores=moved.scores / ranks, weights=0.0, agreed=())
-
-    *passes, kept = of_micro_batch(whole, kernel, recompute, samples)
-    return Kernels(*map(part, passes), kept / ranks)
-
-
 def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
     """Bytes and launches that a loop over layers adds to each.
 

@@ -54,12 +54,12 @@ Kind = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layer:
-    """The forward pass of a layer, for one sample on one rank of `model`, without sequence parallelism.
+    """The forward pass of a layer, for one sample on one rank of `model`.
 
     Attributes:
       program: of it, with attention written out; first come `constants` inputs, then the stream, then weights.
       constants: inputs that are the same in every layer.
-      elements: of the residual stream.
+      elements: of the residual stream on all ranks of `model`.
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
       of_activations: products of two activations, as in attention.
@@ -170,10 +170,6 @@ class Traced:
         compute, split = config.precision.compute, mesh.splits_tokens
         return cls(model, data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
 
-    def of_sample(self) -> Traced:
-        """The same on one rank of `model` and `context`, which has the sample as a whole."""
-        return replace(self, ranks=1, context=1, across=None, sequence_parallel=False)
-
     @property
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
@@ -236,8 +232,7 @@ def layer_forward(of: Traced) -> Layer:
     """The forward pass of a layer.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
-    compute = "bf16" if of.compute == "fp8" else of.compute
-    return _layer_forward(replace(of, sequence_parallel=False, compute=compute))
+    return _layer_forward(replace(of, compute="bf16" if of.compute == "fp8" else of.compute))
 
 
 @lru_cache(maxsize=1024)
@@ -384,8 +379,7 @@ def _layout(config: Config) -> Layout:
 def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
     rank has, and with the rounding of operands to float8."""
-    apart = of.sequence_parallel or of.compute == "fp8"
-    layer = _layer(of, _part(of, _forward)) if apart else layer_forward(of)
+    layer = _layer_forward(of)
     return layer.program, layer.constants
 
 
@@ -432,7 +426,7 @@ def _layer(of: Traced, part: Part) -> Layer:
     return Layer(
         program=program,
         constants=constants,
-        elements=x.size,
+        elements=x.size * (of.ranks if of.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(product for product in program.products if not product.of_weight),
         joined=tuple(joined),
