@@ -565,7 +565,10 @@ def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most
     while high is None or high - low > 1:
         points.append((guess, size(guess)))
         low, high = (guess, high) if points[-1][1] <= limit else (low, guess)
-        guess = 2 * guess if high is None else (low + high) // 2
+        if most is not None:
+            guess += guess == low  # a neighbor of the first
+        else:
+            guess = 2 * guess if high is None else (low + high) // 2
         if len(points) > 1:
             (first, small), (second, large) = sorted(points[-2:])
             if large > small:
