@@ -17,7 +17,7 @@ from itertools import islice
 import jax
 
 from mjax.config import Config, MeshConfig
-from mjax.config.axes import CONTEXT, DATA, EXPERT, MODEL, copies, shards, sizes
+from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards, sizes
 from mjax.config.kernels import FUSED, attention_on_gpu
 from mjax.parallel.grouped import ROWS
 from mjax.planner.calibration import WIDTHS, Rates
@@ -29,9 +29,6 @@ from mjax.trace import layers as trace
 from mjax.trace.kernel_bytes import Kernels, Moved
 from mjax.trace.program import Product
 
-# Products of the same input are one kernel, and its result is cut apart, if each writes at most so many bytes: XLA's
-# xla_gpu_dot_merger_threshold_mb.
-JOINED_BYTES = 32 * 2**20
 # Rows of a tile of experts' products.
 TILE = ROWS["pallas"]
 
@@ -294,17 +291,7 @@ class LayerTime:
 
     @cached_property
     def _forward_products(self) -> float:
-        return sum(
-            self._product(product, n, product.k)
-            for product, columns in zip(self.layer.of_weights, self.layer.joined, strict=True)
-            for n in ((product.n,) if self._is_joined(columns) else columns)
-        )
-
-    def _is_joined(self, columns: tuple[int, ...]) -> bool:
-        """True if products of the same input run as one."""
-        if len(columns) == 1 or self.run.float8:
-            return False
-        return self.software.written is not None or self.element * self.run.tokens * max(columns) <= JOINED_BYTES
+        return sum(self._product(product, product.n, product.k) for product in self.layer.of_weights)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
         seconds = 0.0
@@ -395,10 +382,7 @@ class LayerTime:
         """Memory-bound kernels of a layer, forward, and backward with what is computed again."""
         mesh, written = self.config.mesh, self.software.written
         if written is None:
-            width = 2 * self.element * self.run.tokens
-            cut = [width * sum(columns) for columns in self.layer.joined if self._is_joined(columns)]
-            forward, backward = map(self.run.seconds_of, self.traced[:2])
-            return forward + self.rates.traffic(sum(cut), len(cut)), backward
+            return tuple(map(self.run.seconds_of, self.traced[:2]))
         stream = written.stream * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
         down = self.layer.branches[-1][-1]
         mlp = written.mlp * self.samples * down.m * down.k
@@ -415,10 +399,11 @@ class LayerTime:
         )
 
     def _agreed(self, backward: int) -> tuple[float, float]:
-        """The all-reduces of the scales of arrays in float8, over `model` only and over `data`."""
-        if not self.run.float8:
-            return 0.0, 0.0
-        return agreement_seconds(self.traced[backward].agreed, self.config.mesh, self.rates)
+        """The all-reduces of the scales of arrays in float8, as collectives over `model` and over `data`."""
+        mesh, agreed = self.config.mesh, self.traced[backward].agreed if self.run.float8 else ()
+        ranks = [(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model) for axes in agreed]
+        seconds = sum(self.rates.agree(*each) for each in ranks)
+        return (0.0, seconds) if copies(mesh) > 1 else (seconds, 0.0)
 
     @cached_property
     def _exposed_backward(self) -> float:
@@ -440,19 +425,3 @@ class LayerTime:
             return 0.0
         weights = self.weights if weights is None else weights
         return over_replicas(self.config.mesh, self.rates.gather, width, weights, min(self.experts, weights))
-
-
-def agreement_seconds(agreed: tuple[tuple[str, ...], ...], mesh: MeshConfig, rates: Rates) -> tuple[float, float]:
-    """Seconds of the all-reduces of scales whose axes are `agreed`: of those over `model` only, and of the others.
-
-    Sums of weights are over `model` only; if the others are too, XLA combines them with one of these.
-    """
-    over_model = over_data = 0.0
-    replicated = copies(mesh) > 1
-    for axes in agreed:
-        seconds = rates.agree(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model)
-        if DATA in axes and replicated:
-            over_data += seconds
-        elif DATA in axes or replicated:
-            over_model += seconds
-    return over_model, over_data

@@ -63,8 +63,6 @@ class Layer:
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
       of_activations: products of two activations, as in attention.
-      joined: for each of `of_weights` the columns of the products that it stands for: one, or those of queries, keys
-        and values.
       trained: for each of `of_weights` whether its weight is trained, so that the backward pass has its gradient.
     """
 
@@ -73,7 +71,6 @@ class Layer:
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     of_activations: tuple[Product, ...]
-    joined: tuple[tuple[int, ...], ...]
     trained: tuple[bool, ...]
 
     @property
@@ -407,17 +404,15 @@ def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
 
 def _layer(of: Traced, part: Part) -> Layer:
     (program,), (constants, frozen) = part.programs, part.same
-    branches, joined, trained, last = [[]], [], [], None
+    branches, trained, last = [[]], [], None
     x = program.values[program.inputs[constants]]
     for operation in program.operations:
         if (product := operation.product) is not None and product.of_weight:
             product = _of_assignments(of, product)
             factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
             if factors == last:  # such as queries, keys and values: the backward pass has them as one
-                joined[-1] += (product.n,)
                 product = product._replace(n=product.n + branches[-1].pop().n)
             else:
-                joined.append((product.n,))
                 trained.append(factors[1])
             branches[-1].append(product)
             last = factors
@@ -429,7 +424,6 @@ def _layer(of: Traced, part: Part) -> Layer:
         elements=x.size * (of.ranks if of.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(product for product in program.products if not product.of_weight),
-        joined=tuple(joined),
         trained=tuple(trained),
     )
 

@@ -119,7 +119,7 @@ COMPILED_STEPS = (
     ("gpt_1b, 10", 8, "full", "on", "fp8", {}, 1, 42.8, 0.06),
     ("gpt_1b", 8, "none", "on", "bf16", {"data": 8, "zero": 1}, 1, 135.0, 0.04),
     ("llama3_8b", 1, "selective", "on", "bf16", {"data": 8, "zero": 3}, 1, 789.0, 0.04),
-    ("llama2_7b", 1, "selective", "on", "bf16", {"data": 8, "zero": 3}, 2, 678.5, 0.07),
+    ("llama2_7b", 1, "selective", "on", "bf16", {"data": 8, "zero": 3}, 2, 678.5, 0.08),
 )
 MORE_COMPILED_STEPS = (
     ("gpt_2b", 8, "none", "on", "bf16", {}, 1, 251.8, 0.04),
