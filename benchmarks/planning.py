@@ -35,9 +35,9 @@ from mjax.trace.collectives import ledger
 from mjax.utils.packages import cuda_build
 
 COMMANDS = {
-    "--devices 512 --config gpt_8b": 5,
-    "--devices 64 --config mixtral_8x7b": 20,
-    "--devices 64 --days 30": 15,
+    "--devices 512 --config gpt_8b": 4,
+    "--devices 64 --config mixtral_8x7b": 10,
+    "--devices 64 --days 30": 12,
     "--compile --config llama3_8b": 60,
 }
 """Flags of `mjax plan --gpu h100`, and the seconds that each may take."""

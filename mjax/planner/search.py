@@ -73,7 +73,7 @@ WITHIN = 1.1
 SERVER = 8
 """Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
 
-LEAST_POSITIONS = 2048
+LEAST_POSITIONS = 4096
 """Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
 
 CHUNKS = 8
