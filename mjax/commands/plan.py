@@ -25,10 +25,10 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.resolve import resolve, resolve_steps
+from mjax.config.source import write_config
 from mjax.errors import UsageError, check_picture
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
-from mjax.planner.search_flags import SearchArguments, check_search, write_config
-from mjax.planner.section import Section
+from mjax.planner.section import SearchArguments, Section, check_search
 from mjax.utils.figures import human_bytes, named_rows, table
 
 

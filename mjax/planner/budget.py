@@ -39,8 +39,7 @@ from mjax.planner.search import (
     with_values,
 )
 from mjax.planner.search_command import check_searchable, with_batch
-from mjax.planner.search_flags import SearchArguments
-from mjax.planner.section import Section, good_to
+from mjax.planner.section import SearchArguments, Section, good_to
 from mjax.trace.flops import model_flops
 from mjax.utils.figures import GIB, table
 

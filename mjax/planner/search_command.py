@@ -18,6 +18,7 @@ from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, DataConfig, MeshConfig, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import validate
+from mjax.config.source import WIDTH
 from mjax.errors import UsageError, suggestion
 from mjax.planner.calibration import Calibration
 from mjax.planner.memory import HEADROOM, free_share
@@ -41,8 +42,7 @@ from mjax.planner.search import (
     with_values,
     word,
 )
-from mjax.planner.search_flags import WIDTH, SearchArguments
-from mjax.planner.section import Section, good_to
+from mjax.planner.section import SearchArguments, Section, good_to
 from mjax.planner.time import StepTime, run_tokens
 from mjax.utils.figures import GIB, table
 from mjax.utils.progress import progress
@@ -150,18 +150,16 @@ def check_searchable(config: Config, devices: int, gpus_per_node: int, keep: Col
     alone = replace(config.train, micro_batch=1, recompute="none")
     validate(replace(config, mesh=MeshConfig(), data=replace(config.data, mock=True), train=alone))
     if not any(candidates(config, devices, keep)):
-        usual = [
-            *(n for n in divisors(gpus_per_node) if n < gpus_per_node),
-            *range(gpus_per_node, LARGEST, gpus_per_node),
+        parts = [n for n in divisors(gpus_per_node) if n < gpus_per_node]
+        counts = [
+            n for n in (*parts, *range(gpus_per_node, LARGEST, gpus_per_node)) if any(candidates(config, n, keep))
         ]
-        sides = [n for n in reversed(usual) if n < devices], [n for n in usual if n > devices]
-        nearest = (next((n for n in side if any(candidates(config, n, keep))), None) for side in sides)
-        counts = [count for count in nearest if count is not None]
+        sides = [n for n in counts if n < devices][-1:] + [n for n in counts if n > devices][:1]
         layers, heads, batch = config.model.layers, config.model.heads, config.train.global_batch
         unit = batch_unit(config)
         rampup = f" that grows there by multiples of {unit}" if unit != batch else ""
         kept = f" with {', '.join(keep)} kept" if keep else ""
-        use = f"use --devices {' or '.join(map(str, counts))}" if counts else "give it another --target-batch"
+        use = f"use --devices {' or '.join(map(str, sides))}" if sides else "give it another --target-batch"
         raise UsageError(
             f"--devices {devices} cannot be divided among {layers} layers, {heads} heads and a global batch of {batch}"
             f"{rampup}{kept}; {use}"
@@ -396,12 +394,10 @@ def _remarks(result: SearchResult, question: Question, spent: Cost) -> list[str]
             f"s/step is the mean of the run, whose batch grows; at the whole batch, of {config.train.global_batch:,}, "
             f"the best takes {best.time.total:.3g} s"
         )
-    own = _own_rank(result, config)
-    if own is not None:
-        verdict = f"{_compared(result.ranked[own - 1].time, best.time)}, rank {own:,}"
-        lines.append(f"the config's own mesh, {describe(config)}: {verdict}")
-    elif config.mesh.devices == result.devices:
-        lines.append(f"the config's own mesh, {describe(config)}: not among those that are ranked")
+    if config.mesh.devices == result.devices:
+        rank = _own_rank(result, config)
+        found = None if rank is None else f"{_compared(result.ranked[rank - 1].time, best.time)}, rank {rank:,}"
+        lines.append(f"the config's own mesh, {describe(config)}: {found or 'not among those that are ranked'}")
     if warning := tight_warning(result):
         lines.append(warning)
     elif result.tight and result.tight[0].time.mean < best.time.mean:
@@ -424,14 +420,11 @@ def tight_warning(result: SearchResult) -> str:
 
 
 def _own_rank(result: SearchResult, config: Config) -> int | None:
-    """Return the rank of the config itself among those that fit, counted from 1."""
-    return next((rank for rank, ranked in enumerate(result.ranked, 1) if _is_own(ranked.config, config)), None)
-
-
-def _is_own(candidate: Config, config: Config) -> bool:
-    """True if a candidate is the config itself; the flag of sequence parallelism means nothing with `model` 1."""
-    flag = config.mesh.sequence_parallel if config.mesh.model == 1 else candidate.mesh.sequence_parallel
-    return replace(candidate, mesh=replace(candidate.mesh, sequence_parallel=flag)) == config
+    """The rank of the config itself among those that fit, counted from 1; with `model` 1 the flag of sequence
+    parallelism means nothing."""
+    flag = {} if config.mesh.model > 1 else {"sequence_parallel": False}
+    alike = replace(config, mesh=replace(config.mesh, **flag))
+    return next((rank for rank, ranked in enumerate(result.ranked, 1) if ranked.config == alike), None)
 
 
 def _values(candidate: Candidate, spent: Cost) -> dict[str, Any]:

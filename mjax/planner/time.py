@@ -471,14 +471,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
     rows = {"beyond": "; ".join(step.caveats)} if step.caveats else {}
     if worst:
-        chosen = f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts"
         rows["balanced router"] = f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens"
-        if config.mesh.expert > 1:
-            rows["worst router"] = f"{chosen}, on the same ranks"
-        else:
-            rows["one-sided router"] = f"{chosen}, which every GPU has"
+        rows["worst router"] = f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts"
     rows |= {
-        "error bar": _error_bar(config, step, calibration),
+        "error bar": _error_bar(step, calibration),
         "rates": _rates(calibration, gpu, compute),
         "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
         "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
@@ -491,18 +487,10 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     return Section(f"Time on {gpu.name}, predicted", values, lines)
 
 
-def _error_bar(config: Config, step: StepTime, calibration: Calibration) -> str:
+def _error_bar(step: StepTime, calibration: Calibration) -> str:
     source = calibration.source_of("error")
     if step.error is None:
-        reasons = {
-            "activations in host memory; others were": config.train.recompute == "offload",
-            "mixtures of experts; others were": config.model.parted_experts(),
-            "the attention kernel flash; others were": config.model.attention == "flash",
-            "fp8; bf16 was": in_float8(config.precision),
-            "sequences of this length; others were": True,
-        }
-        missing = next(reason for reason, applies in reasons.items() if applies)
-        return f"none for {missing} compared with {source}"
+        return f"none: no run like this one was compared with {source}"
     between = step.between(step.total)
     limits = "" if between is None else f", so {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms"
     return f"{good_to(step.error)} of the measured time{limits}: {source}"

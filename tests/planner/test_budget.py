@@ -18,7 +18,7 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.planner.budget import Rung, attempt, family_ladder, ladder, largest_model, with_tokens
-from mjax.planner.search_flags import SearchArguments
+from mjax.planner.section import SearchArguments
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
