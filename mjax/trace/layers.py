@@ -46,7 +46,7 @@ from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.trace.program import Product, Program, Value, bytes_of, inner_jaxprs
-from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Part, Parts, without_factors
+from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Part, without_factors
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
@@ -288,20 +288,16 @@ def _head_of(of: Traced) -> Head:
 
 def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
     """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
-    how = part, kernel, recompute
-
-    def on_ranks(of: Traced) -> Part:
-        return PARTS.on(
-            (of.ranks, of.context),
-            (replace(of, ranks=1, context=1), how),
-            lambda: _trace(of, of.config(*how[1:]), part),
-        )
-
     if (found := _tagged(of)) is not None:
         tagged, *factors = found
-        if (untagged := on_ranks(tagged).with_factors(*factors)) is not None:
+        if (untagged := _traced(tagged, part, kernel, recompute).with_factors(*factors)) is not None:
             return untagged
-    return on_ranks(of)
+    return _traced(of, part, kernel, recompute)
+
+
+@lru_cache(maxsize=1024)
+def _traced(of: Traced, part: Callable, kernel: str, recompute: str) -> Part:
+    return _trace(of, of.config(kernel, recompute), part)
 
 
 def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
@@ -330,14 +326,6 @@ def _tiles(of: Traced) -> int:
         return 1
     tokens = of.expert * of.samples * of.model.sequence // of.context
     return tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
-
-
-def _tiles_of(others: tuple[Traced, Any], ranks: int, context: int) -> int:
-    return _tiles(replace(others[0], ranks=ranks, context=context))
-
-
-PARTS = Parts(_tiles_of)
-"""All that was traced."""
 
 
 def _trace(of: Traced, config: Config, part: Callable) -> Part:
