@@ -28,10 +28,10 @@ from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.errors import RunError
+from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import changes_that_fit, search
 from mjax.planner.time import predict_time
-from mjax.trace.collectives import ledger
 from mjax.utils.packages import cuda_build
 
 COMMANDS = {

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mjax.planner.hlo import HloError, Line, ScheduledCollective
 from mjax.profiling.kernels import Kernels
-from mjax.trace.hlo import HloError, Line, ScheduledCollective
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     about = ""
     if search.days is not None:
-        from mjax.planner.budget import run_budget
+        from mjax.planner.search import run_budget
 
         Rates(gpu, calibration, config.precision.compute)  # refuses a dtype without known rates
         source = name if arguments.run is None else f"{arguments.run}/config.json"
@@ -189,7 +189,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
         say = partial(print, file=sys.stderr)
         name, config, sections["budget"] = run_budget(search, source, config, base, gpu, calibration, say)
     if search.devices is not None:
-        from mjax.planner.search_command import run_search
+        from mjax.planner.command import run_search
 
         Rates(gpu, calibration, config.precision.compute)
         config, sections["search"], about = run_search(search, name, config, gpu, calibration)
@@ -197,7 +197,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if search.write is not None:  # after all checks
         write_config(config, search.write, about)
 
-    from mjax.planner.fit import memory_section
+    from mjax.planner.command import memory_section
 
     sections["run"] = _run(config, name)
     sections["schedule"] = _schedule(config, arguments.schedule_figure)
@@ -206,7 +206,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if gpu is not None:
         sections["time"] = _time(config, gpu, calibration)
     if arguments.longest is not None:
-        from mjax.planner.search_command import run_longest
+        from mjax.planner.command import run_longest
 
         Rates(gpu, calibration, config.precision.compute)
         sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration, arguments.longest_figure)
@@ -257,7 +257,7 @@ def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None,
     if gpu is None:
         attention_on_gpu(config)
         return
-    from mjax.planner.fit import check_float8
+    from mjax.planner.command import check_float8
 
     attention_on_gpu(config, gpu.compute_capability)
     check_float8(config, gpu.name, gpu.compute_capability)
@@ -337,7 +337,7 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
 
 def _communication(config: Config, name: str, file: Path | None) -> Section:
     """The collectives of the traced step by axis and source, plotted into `file`."""
-    from mjax.trace.collectives import axes_name, ledger
+    from mjax.planner.ledger import axes_name, ledger
 
     sends = ledger(config)
     if file is not None:

@@ -27,11 +27,11 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
+from mjax.planner.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
+from mjax.planner.ledger import axes_name, ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, layers_in_words
 from mjax.step.unrolling import with_unrolling
-from mjax.trace.collectives import axes_name, ledger
-from mjax.trace.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
 from mjax.utils.figures import GIB, named_rows, table
 from mjax.utils.packages import cuda_build, installed
 

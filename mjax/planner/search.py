@@ -30,7 +30,9 @@ candidates that leave less than HEADROOM of the memory free are ranked only if n
 from __future__ import annotations
 
 import math
-from bisect import insort
+import re
+from bisect import bisect_right, insort
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,14 +42,19 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, TrainConfig, axes
+from mjax.config import Config, MeshConfig, TrainConfig, available_configs, axes, load_config
 from mjax.config.axes import shards
-from mjax.config.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
-from mjax.models.build import scores_in_chunks
+from mjax.config.model import ModelConfig
+from mjax.config.resolve import shorter_warmup
+from mjax.errors import UsageError, either
+from mjax.models.build import count_parameters, scores_in_chunks
 from mjax.planner.calibration import Calibration
+from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
+from mjax.planner.section import SearchArguments
 from mjax.planner.time import StepTime, TimePredictor
 from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import GIB
@@ -255,7 +262,7 @@ def search(
     """Rank the candidates that fit: at least the `top` fastest, and all within `WITHIN` times the fastest.
 
     Args:
-      config: valid except for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
+      config: valid except for its mesh, its micro-batch and its recomputation (`command.check_searchable`).
       devices: number of devices.
       memory_of: bytes of a config on its fullest device; called in the order of their time.
       time_of: seconds of its step, and their mean over the run.
@@ -576,6 +583,190 @@ def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most
         guess = max(guess, low + 1)
         guess = min(guess, 8 * max(low, FIRST) if high is None else max(high - 1, 1))
     return low
+
+
+# --- The largest model of a budget ------------------------------------------------------------------------------------
+#
+# The models are a ladder: those of the config in other widths and depths, or the published ones of a family. Each is
+# trained on `tokens_per_parameter` tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section
+# 3.4). The fastest ways to run the first are searched as with --devices alone, and the others are tried in these ways;
+# where none fits, they are searched too.
+
+
+WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
+Search = Callable[[Config], SearchResult]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model of the ladder: the config it comes from, by name, its own config, of any length, and its parameters."""
+
+    base: str
+    config: Config
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
+
+    Attributes:
+      flops: of the model, in all steps.
+      days_at_peak: duration at the peak speed of the devices; a rung for which it is too long is not searched.
+    """
+
+    rung: Rung
+    config: Config
+    parameters: int
+    tokens: int
+    flops: float
+    days_at_peak: float
+    best: Candidate | None
+
+    @property
+    def days(self) -> float:
+        """Duration of the run; infinite if it does not fit."""
+        return math.inf if self.best is None else self.best.time.mean * self.config.train.steps / 86_400
+
+
+def ladder(name: str, config: Config) -> list[Rung]:
+    """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
+
+    The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
+    the depth goes from the config's ratio of depth to width to three quarters more, so that rungs are close to each
+    other.
+    """
+    model = config.model
+    unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
+    depth = 4 if model.layers % 4 == 0 else 1
+    widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
+    sizes: dict[ModelConfig, int] = {model: count_parameters(model)}
+    for heads in range(unit, WIDEST * model.heads + 1, unit):
+        wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})
+        least = max(round(model.layers * heads / model.heads / depth), 1)
+        # All layers of a width have the same number of parameters: two models tell the size of the rest.
+        first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
+        for n in range(least, max(7 * least // 4, least + 1)):
+            sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
+    return [Rung(name, replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
+
+
+def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
+    """True if the model is valid and can be divided among the devices."""
+    try:
+        config.model.check(config)
+    except UsageError:
+        return False
+    return any(candidates(config, devices, keep))
+
+
+def family_ladder(family: str) -> list[Rung]:
+    """The configs whose name begins with `family`, smallest first, without demonstrations.
+
+    Of configs with the same model at several lengths, the shortest is chosen.
+
+    Raises:
+      UsageError: there are none.
+    """
+    names = [name for name in available_configs() if not name.endswith("_demo")]
+    chosen = [name for name in names if name.startswith(family)]
+    if not chosen:
+        families = sorted({re.match("[a-z]+", name)[0] for name in names})
+        raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
+    rungs = defaultdict(list)
+    for name in chosen:
+        config = load_config(name)
+        size = count_parameters(config.model)
+        rungs[size].append(Rung(name, config, size))
+    lengths = {size: min(rung.config.model.sequence for rung in rungs[size]) for size in sorted(rungs)}
+    return [rung for size in lengths for rung in rungs[size] if rung.config.model.sequence == lengths[size]]
+
+
+def in_known_ways(arguments: SearchArguments, gpu: Gpu, calibration: Calibration) -> Search:
+    """A search for one rung after the other, among the settings that were the fastest for the first."""
+    fastest: list[dict[str, Any]] = []
+    machine = *predictions(gpu, calibration), gpu.usable_bytes
+
+    def ways(config: Config) -> SearchResult:
+        known = [
+            way for values in fastest for way in candidates(with_values(config, values), arguments.devices, SEARCHED)
+        ]
+        result = search(config, arguments.devices, *machine, SEARCHED, host=gpu.host_bytes, among=known)
+        if not result.roomy:
+            top = max(arguments.top, 10)  # as the plan of it does
+            result = find(config, arguments.devices, gpu, calibration, arguments.keep, top)
+            fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+        return result
+
+    return ways
+
+
+def largest_model(
+    rungs: list[Rung], arguments: SearchArguments, gpu: Gpu, search: Search, say: Callable[[str], None]
+) -> tuple[Trial, list[Trial]]:
+    """The largest rung that is trained within the days, and all that were tried, smallest first.
+
+    Args:
+      rungs: smallest first.
+      arguments: with devices and days.
+      gpu: each of the devices.
+      search: all ways to run a config.
+      say: told about each trial.
+
+    Raises:
+      UsageError: not even the smallest is.
+    """
+    tried: dict[int, Trial] = {}
+
+    def order(number: int) -> float:
+        """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
+        tried[number] = trial = attempt(rungs[number - 1], arguments, gpu, search)
+        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
+        return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * arguments.days))
+
+    seconds, peak = arguments.days * 86_400, gpu.peak_tflops.get(rungs[0].config.precision.compute, math.inf) * 1e12
+    # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
+    fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
+    first = bisect_right(rungs, fitting, key=lambda rung: rung.parameters)
+    best = largest(order, math.log(arguments.days), min(max(first, 1), len(rungs)), len(rungs))
+    if not best:
+        smallest = tried[1]
+        raise UsageError(
+            f"{arguments.devices} × {gpu.name} in {arguments.days:g} days train no model of this ladder: the smallest, "
+            f"{in_units(smallest.parameters)} parameters on {in_units(smallest.tokens)} tokens, takes "
+            f"{duration(smallest, arguments)}; give more --days or --devices, or fewer --tokens-per-parameter"
+        )
+    return tried[best], [tried[number] for number in sorted(tried)]
+
+
+def duration(trial: Trial, arguments: SearchArguments) -> str:
+    """'34.5 days', or why there is no prediction."""
+    if trial.best is not None:
+        return f"{trial.days:.3g} days"
+    if trial.days_at_peak > arguments.days:
+        return f"{trial.days_at_peak:,.0f} days at peak speed"
+    return "more memory than there is"
+
+
+def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) -> Trial:
+    """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
+    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * rung.parameters))
+    sample = config.model.sequences * config.model.sequence
+    samples = BatchSizes.of(config).samples_before(config.train.steps)
+    flops = model_flops(config) * samples / config.train.global_batch
+    peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
+    days_at_peak = flops / (arguments.devices * peak) / 86_400
+    ranked = search(config).ranked if days_at_peak <= arguments.days else []
+    return Trial(rung, config, rung.parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """`config` with the steps for this many tokens, and a schedule that ends with them."""
+    steps = BatchSizes.of(config).steps_for(-(-tokens // (config.model.sequences * config.model.sequence)))
+    optimizer = replace(config.optimizer, decay_steps=None, wsd_decay_steps=None)
+    shorter = replace(config, train=replace(config.train, steps=steps), optimizer=optimizer)
+    warmup = shorter_warmup(shorter, config)
+    return shorter if warmup is None else replace(shorter, optimizer=replace(optimizer, warmup_steps=warmup))
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from mjax.parallel import scopes
-from mjax.trace.collectives import source_of
-from mjax.trace.hlo import CONTROL, Line, Module, arrays_of
+from mjax.planner.hlo import CONTROL, Line, Module, arrays_of
+from mjax.planner.ledger import source_of
 
 WINDOW = "profiled steps"  # the event that spans them
 ASIDE = "between steps"  # events within it: evaluations and saves

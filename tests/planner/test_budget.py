@@ -17,7 +17,7 @@ from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.budget import Rung, attempt, family_ladder, ladder, largest_model, with_tokens
+from mjax.planner.search import Rung, attempt, family_ladder, ladder, largest_model, with_tokens
 from mjax.planner.section import SearchArguments
 from tests.conftest import ROOT
 

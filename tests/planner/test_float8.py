@@ -11,7 +11,7 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.calibration import Rates, filled_share
-from mjax.planner.fit import ADA, check_float8
+from mjax.planner.command import ADA, check_float8
 from mjax.planner.memory import predict_memory
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled

@@ -13,9 +13,9 @@ from mjax.commands import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.pictures.plan import draw_longest
+from mjax.planner.command import run_longest
 from mjax.planner.memory import HEADROOM, Memory
 from mjax.planner.search import STEP, WAYS, largest, longest
-from mjax.planner.search_command import run_longest
 from mjax.utils.figures import GIB
 from tests.small import small_config
 
@@ -97,7 +97,7 @@ def test_plan_longest_prints_and_draws(tmp_path: Path, capsys):
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    monkeypatch.setattr("mjax.planner.search_command.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
+    monkeypatch.setattr("mjax.planner.command.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None, None)
 

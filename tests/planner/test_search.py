@@ -12,9 +12,9 @@ from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import validate
 from mjax.config.model import as_kind
 from mjax.errors import UsageError
+from mjax.planner.command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.planner.memory import Memory
 from mjax.planner.search import CHUNKS, WITHIN, alternatives, candidates, search
-from mjax.planner.search_command import check_searchable, enough_devices, refuse_too_big, with_batch
 from mjax.planner.time import StepTime
 from tests.planner.configs import changed
 

@@ -7,9 +7,9 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
+from mjax.planner.command import Question, report
 from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
-from mjax.planner.search_command import Question, report
 from mjax.planner.time import StepTime
 from mjax.utils.figures import GIB
 

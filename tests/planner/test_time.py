@@ -29,14 +29,13 @@ from mjax.config import Config, GPTConfig, MeshConfig, MixtureConfig, TrainConfi
 from mjax.config.batch_size import BatchSizes, at_batch
 from mjax.config.model import as_kind
 from mjax.parallel.schedules import build_schedule
-from mjax.planner import layer_time
+from mjax.planner import time as layer_time
 from mjax.planner.calibration import A100, Rates, write_calibration
 from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.layer_time import MJAX, TILE, Overlap
-from mjax.planner.time import PARTS, bubble, predict_time, run_tokens, ticks, time_section
-from mjax.planner.weights import weights_of_device
-from mjax.trace.collectives import ledger
-from mjax.trace.flops import hardware_flops
+from mjax.planner.layer import hardware_flops
+from mjax.planner.ledger import ledger
+from mjax.planner.memory import weights_of_device
+from mjax.planner.time import MJAX, PARTS, TILE, Overlap, bubble, predict_time, run_tokens, ticks, time_section
 from tests.planner.configs import changed
 from tests.products import one_in
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mjax.trace.kernel_bytes import OF_FLOAT8, moved
-from mjax.trace.program import Program
+from mjax.planner.layer import OF_FLOAT8, moved
+from mjax.planner.program import Program
 
 ROWS, WIDTH, WIDE = 8, 16, 64
 OF = SimpleNamespace(ranks=1, scores=(ROWS, ROWS))

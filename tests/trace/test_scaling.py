@@ -8,15 +8,15 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, available_configs, load_config
+from mjax.planner import layer as layers
 from mjax.planner import memory
+from mjax.planner.layer import Traced, kinds_of
+from mjax.planner.program import SAMPLE_TAGS, TAGS
 from mjax.planner.search import find, predictions
-from mjax.trace import kernel_bytes, layers
-from mjax.trace.layers import Traced, kinds_of
-from mjax.trace.scaling import SAMPLE_TAGS, TAGS
 
 CACHES = (
     layers._traced, layers._layer_forward, layers._layer_backward, layers._head_of, layers.layer_program,
-    layers.layer_collectives, kernel_bytes.kernels_of,
+    layers.layer_collectives, layers.kernels_of,
     memory._of_sample, memory._of_micro_batch, find, predictions,
 )  # fmt: skip
 
@@ -50,7 +50,7 @@ def sizes_of(of, kernel="cudnn", recompute="selective"):
         [value for name, value in vars(backward).items() if name != "program"],
         [value for name, value in vars(head).items() if name != "program"],
         memory._of_sample(of, kernel, recompute),
-        kernel_bytes.kernels_of(of, kernel, recompute),
+        layers.kernels_of(of, kernel, recompute),
         [layers.layer_collectives(of, axis) for axis in ("expert", "context", "model")],
     )
 
