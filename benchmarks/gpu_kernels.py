@@ -24,8 +24,8 @@ from mjax.config import Config, MeshConfig, load_config
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
+from mjax.planner.layer import model_flops
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.trace.flops import model_flops
 from mjax.utils.figures import table
 
 

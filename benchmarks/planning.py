@@ -28,17 +28,16 @@ from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.errors import RunError
-from mjax.planner.fit import changes_that_fit
+from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory
-from mjax.planner.search import search
+from mjax.planner.search import changes_that_fit, search
 from mjax.planner.time import predict_time
-from mjax.trace.collectives import ledger
 from mjax.utils.packages import cuda_build
 
 COMMANDS = {
-    "--devices 512 --config gpt_8b": 5,
-    "--devices 64 --config mixtral_8x7b": 20,
-    "--devices 64 --days 30": 15,
+    "--devices 512 --config gpt_8b": 4,
+    "--devices 64 --config mixtral_8x7b": 10,
+    "--devices 64 --days 30": 12,
     "--compile --config llama3_8b": 60,
 }
 """Flags of `mjax plan --gpu h100`, and the seconds that each may take."""

@@ -37,9 +37,8 @@ from mjax.planner.calibration import (
     read_calibration,
     write_calibration,
 )
-from mjax.planner.layer_time import MJAX
 from mjax.planner.memory import predict_memory
-from mjax.planner.time import PARTS, predict_time
+from mjax.planner.time import MJAX, PARTS, predict_time
 from mjax.utils.figures import table
 
 # Config, sequences of a step, of a micro-batch, recomputation. All without dropout, so that attention is cuDNN's.

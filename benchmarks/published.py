@@ -22,9 +22,8 @@ from benchmarks.fitting import fit_rates
 from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.planner.calibration import A100, FITTED, Calibration
-from mjax.planner.layer_time import MJAX, Overlap, Software, Written
-from mjax.planner.time import predict_time
-from mjax.trace.flops import hardware_flops
+from mjax.planner.layer import hardware_flops
+from mjax.planner.time import MJAX, Overlap, Software, Written, predict_time
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ from mjax.config import Config, load_config, to_dict
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.trace.flops import model_flops, peak_tflops
+from mjax.planner.layer import model_flops, peak_tflops
 
 HERE = Path(__file__).resolve().parent
 NAMES = {"mjax": "mjax", "eager": "PyTorch eager", "compile": "PyTorch compiled"}

@@ -15,11 +15,11 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
+from mjax.config.source import write_config
 from mjax.doctor import RED, Facts
 from mjax.doctor.checks import run_in_child
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.search_flags import write_config
 from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.test_runs_command import make_run

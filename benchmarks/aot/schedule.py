@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchmarks.aot.kernels import Kernels
-from mjax.trace.hlo import HloError, Line, ScheduledCollective
+from mjax.planner.hlo import HloError, Line, ScheduledCollective
 
 
 @dataclass(frozen=True)

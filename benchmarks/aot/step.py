@@ -67,7 +67,7 @@ def main() -> int:
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     from mjax.config import axes
     from mjax.planner.compile import announcing, compile_step, versions
-    from mjax.trace.flops import model_flops
+    from mjax.planner.layer import model_flops
 
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
     with announcing() as announce:
@@ -106,7 +106,7 @@ def overlap_rows(collectives: Iterable[Overlapped]) -> list[dict]:
 
 
 def overlap_table(rows: list[dict]) -> list[str]:
-    from mjax.trace.collectives import axes_name
+    from mjax.planner.ledger import axes_name
 
     header = ("collectives", "over", "dtype", "calls", "put in", "beside products", "other kernels", "nothing")
     cells = []

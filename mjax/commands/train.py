@@ -96,7 +96,7 @@ def train(
 
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
-    from mjax.planner.fit import check_gpu_at_hand
+    from mjax.planner.command import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
     from mjax.run.options import Options

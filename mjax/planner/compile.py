@@ -27,11 +27,11 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
+from mjax.planner.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
+from mjax.planner.ledger import axes_name, ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.planner.section import Section, layers_in_words
 from mjax.step.unrolling import with_unrolling
-from mjax.trace.collectives import axes_name, ledger
-from mjax.trace.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
 from mjax.utils.figures import GIB, named_rows, table
 from mjax.utils.packages import cuda_build, installed
 
@@ -249,6 +249,7 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
       formula: from `predict_memory`.
     """
     memory, scheduled = compiled.memory, counted(compiled.collectives)
+    keys, both = sorted(expected.keys() | scheduled.keys()), ("calls", "bytes")
     values = {
         "gpu": compiled.gpu,
         "device_kind": compiled.device_kind,
@@ -259,32 +260,36 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
         | {"total": memory.total, "formula": formula.total, "host_formula": formula.host, "gpu": compiled.gpu_memory},
         "ledger": [
             {
-                "axes": list(key[0]),
-                "kind": key[1],
-                "dtype": key[2],
-                "ledger": dict(zip(("calls", "bytes"), expected.get(key, (0, 0)), strict=True)),
-                "compiled": dict(zip(("calls", "bytes"), scheduled.get(key, (0, 0)), strict=True)),
+                **dict(zip(("axes", "kind", "dtype"), (list(key[0]), *key[1:]), strict=True)),
+                "ledger": dict(zip(both, expected.get(key, (0, 0)), strict=True)),
+                "compiled": dict(zip(both, scheduled.get(key, (0, 0)), strict=True)),
             }
-            for key in sorted(expected.keys() | scheduled.keys())
+            for key in keys
         ],
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    about = {
+    rows = {
         "compiled by": ", ".join(f"{package} {number}" for package, number in values["versions"].items()),
         "XLA flags": values["xla_flags"] or "none",
         "attention": values["attention"],
         "layers": layers_in_words(values["unrolled"]),
         "took": f"{compiled.tracing:.1f} s tracing, {compiled.compiling:.1f} s compiling",
+        "memory": f"{memory.total / GIB:.2f} GiB on each device, {memory.temporaries / GIB:.2f} of them temporaries; "
+        f"the formula predicts {formula.total / GIB:.2f} GiB, {formula.total / memory.total - 1:+.1%}",
     }
-    lines = [
-        *named_rows(about),
-        "",
-        *_memory(values["memory"], memory.outputs - memory.aliased),
-        "",
-        *_collectives(values["ledger"], any(collective.conditional for collective in compiled.collectives)),
-    ]
-    return Section(f"Compiled for {compiled.device_kind}", values, lines)
+    if memory.host or formula.host:
+        rows["host memory"] = f"{memory.host / GIB:.2f} GiB; the formula predicts {formula.host / GIB:.2f} GiB"
+    cells = []
+    for key in keys:
+        (calls, size), (launched, moved) = expected.get(key, (0, 0)), scheduled.get(key, (0, 0))
+        verdict = "equal" if size == moved else f"{moved - size:+,}"
+        cells.append([key[1], axes_name(key[0]), key[2], *(f"{n:,}" for n in (calls, launched, size, moved)), verdict])
+    header = ("collectives", "over", "dtype", "calls", "compiled", "bytes put in", "compiled", "")
+    lines = table(header, cells, left=3) if cells else ["collectives: none, on a mesh of one device"]
+    if any(collective.conditional for collective in compiled.collectives):
+        lines.append("Calls are those of a stage that runs every pass in every tick: the program does not say more.")
+    return Section(f"Compiled for {compiled.device_kind}", values, [*named_rows(rows), "", *lines])
 
 
 @contextmanager
@@ -300,44 +305,3 @@ def announcing() -> Iterator[Callable[[str], None]]:
     columns = TimeElapsedColumn(), TextColumn("{task.description}")
     with progress("compiling", None, *columns, transient=True) as advance:
         yield lambda what: advance(0, description=what)
-
-
-# --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def _memory(memory: dict[str, float], outputs: float) -> list[str]:
-    rows = {
-        "arguments: state and batch": memory["arguments"],
-        "outputs that need memory of their own": outputs,
-        "temporaries": memory["temporaries"],
-        "in all": memory["total"],
-    }
-    lines = table(("memory of a device", "GiB"), [(name, f"{size / GIB:.2f}") for name, size in rows.items()])
-    formula = memory["formula"]
-    difference = f"{formula / memory['total'] - 1:+.1%}"
-    lines.append(
-        f"The formula predicts {formula / GIB:.2f} GiB, {difference}. The GPU has {memory['gpu'] / GIB:.1f} GiB."
-    )
-    if memory["host"] or memory["host_formula"]:
-        lines.append(
-            f"In host memory for this device: {memory['host'] / GIB:.2f} GiB; the formula predicts "
-            f"{memory['host_formula'] / GIB:.2f} GiB."
-        )
-    return lines
-
-
-def _collectives(rows: list[dict], in_branches: bool) -> list[str]:
-    """The ledger and the compiled program, in bytes."""
-    if not rows:
-        return ["collectives: none, on a mesh of one device"]
-    cells = []
-    for row in rows:
-        ours, compiled = row["ledger"], row["compiled"]
-        verdict = "equal" if ours["bytes"] == compiled["bytes"] else f"{compiled['bytes'] - ours['bytes']:+,}"
-        counts = [f"{program[number]:,}" for number in ("calls", "bytes") for program in (ours, compiled)]
-        cells.append([row["kind"], axes_name(row["axes"]), row["dtype"], *counts, verdict])
-    header = ("collectives", "over", "dtype", "calls", "compiled", "bytes put in", "compiled", "")
-    lines = table(header, cells, left=3)
-    if in_branches:
-        lines.append("Calls are those of a stage that runs every pass in every tick: the program does not say more.")
-    return lines

@@ -9,9 +9,9 @@
     logits                 [b s, v / p] of one micro-batch
     work                   temporaries of one layer's backward pass at its peak
 
-A layer's saved activations, and the temporaries of its backward pass, are read from the traced layer
-(`trace/layers.py`, `regions.py`) and multiplied by layers, micro-batches and stages. Memory can peak at four points in
-a step, and the largest of them determines the step:
+A layer's saved activations are read from the traced layer (`layer.py`) and multiplied by layers, micro-batches
+and stages; the temporaries of its backward pass are so many times the largest array that one of its kernels writes
+(`LARGEST`). Memory can peak at four points in a step, and the largest of them determines the step:
 
     head        every kept activation, and the logits
     backward    every kept activation, the gradients of all layers, the temporaries of one layer
@@ -22,34 +22,50 @@ a step, and the largest of them determines the step:
 again. The counting follows arXiv 2205.05198, section 4, with JAX's residuals instead of PyTorch's.
 
 Letters as everywhere: b, s, v; c bytes of the compute dtype, p devices along `model`.
+
+The storage of weights on a mesh (`parallel/zero.py`) is arithmetic on the shapes of a model that is traced once. Muon's
+matrices have the shapes of the weights (`parallel/matrices.py`); its matmuls are those of the traced iteration
+(`step/muon.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims
 from mjax.parallel.cross_entropy import rows_of_chunks
-from mjax.planner.calibration import WIDTHS
-from mjax.planner.weights import DeviceWeights, all_and_trained, muon_width, muon_workspace, of_layers
+from mjax.parallel.matrices import Matrices
+from mjax.parallel.zero import computed_spec, is_layer, storage_of
+from mjax.planner import layer as trace
+from mjax.planner.calibration import WIDTHS, Rates
+from mjax.planner.program import STAND_IN, Product, Program
+from mjax.step.muon import ITERATE_IN, newton_schulz
 from mjax.step.unrolling import is_unrolled
-from mjax.trace import layers as trace
-from mjax.trace.regions import backward_work
+from mjax.utils.stacks import stack_and_turn
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
 # Live copies of this rank's rows of the residual stream while a layer is differentiated: the layer's input and the
 # stream after attention, sliced from what is kept; the incoming gradient, and those of the branches.
 STREAMS_IN_HAND = 6
+# Live temporaries of a layer's backward pass, as multiples of the largest array that a kernel writes, and of the
+# scores of attention. Fitted to every second row of `compiled_memory.json`.
+LARGEST, LARGEST_SCORES = 3.5, 2.5
 # Kinds of memory, in display order.
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "workspace")
 
@@ -114,17 +130,7 @@ def predict_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memo
     Raises:
       UsageError: `model.attention` is cudnn, which does not support the config.
     """
-    return _peak(config, attention_on_gpu(config, capability), _of_sample)
-
-
-def least_memory(config: Config, capability: tuple[int, ...] = HOPPER) -> Memory:
-    """The memory of a step at least: no part is more than `predict_memory` says. It comes from the trace of a whole
-    sample, of which ranks of `model` and `context` have a part."""
-    return _peak(config, attention_on_gpu(config, capability), _part_of_sample)
-
-
-def _peak(config: Config, kernel: str, of_sample: SampleOf) -> Memory:
-    sizes = _Sizes(config, kernel, of_sample)
+    sizes = _Sizes(config, attention_on_gpu(config, capability))
     points = [_head(sizes), _backward(sizes), _reduction(sizes)]
     if config.optimizer.name == "muon":
         points.append(_update(sizes))
@@ -157,7 +163,7 @@ class _Sizes:
       masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
-    def __init__(self, config: Config, kernel: str, of_sample: SampleOf):
+    def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
         self.weights, self.trained = own = all_and_trained(model, mesh)
@@ -165,7 +171,7 @@ class _Sizes:
         self.master = max(4, self.width)
         alone = of_layers(mesh)
         of_run = model, config.data, config.precision.compute
-        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch, of_sample)
+        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
         for count, kind, sample in kinds:
             of_kind = own if kind is None else all_and_trained(model, mesh, kind)
@@ -262,7 +268,7 @@ class _Sample(NamedTuple):
 @lru_cache(maxsize=1024)
 def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
-    width, work = WIDTHS[of.compute], backward_work(backward, of.scores)
+    width, (temporaries, biases) = WIDTHS[of.compute], _temporaries(of, layer, backward.program)
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
     besides = [size for elements, size in head.kept if elements != head.logits]
     return _Sample(
@@ -271,27 +277,24 @@ def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
         offloaded=backward.offloaded,
         kept_unrolled=backward.kept_unrolled,
         factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_trained),
-        work=STREAMS_IN_HAND * backward.stream + max(work.peak, _of_experts(of, layer)) + 2 * work.gathered,
-        biases=2 * work.biases,
+        work=STREAMS_IN_HAND * backward.stream + temporaries,
+        biases=2 * biases,
         scores=max(scores, default=0),
         logits=width * head.logits,
         heads=sum(besides) + max(besides, default=0),
     )
 
 
-SampleOf = Callable[[trace.Traced, str, str], _Sample]
-
-
 @lru_cache(maxsize=4096)
 def _of_micro_batch(
     model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-    kernel: str, recompute: str, samples: int, of_sample: SampleOf,
+    kernel: str, recompute: str, samples: int,
 ) -> tuple[list[tuple[int, trace.Kind | None, _Sample]], int, bool]:  # fmt: skip
     """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
     sample in a batch; and whether all samples share the bias of attention."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
     kinds = [
-        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: of_sample(of, kernel, recompute))))
+        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute))))
         for count, of in trace.kinds_of(config)
     ]
     arrays = config.batch_arrays()
@@ -299,10 +302,20 @@ def _of_micro_batch(
     return kinds, bytes_of_sample, "documents" not in arrays
 
 
-@lru_cache(maxsize=1024)
-def _part_of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
-    """Lower bounds of `_of_sample`."""
-    return _Sample(*(size / (of.ranks * of.context) for size in _of_sample(of.of_sample(), kernel, recompute)))
+def _temporaries(of: trace.Traced, layer: trace.Layer, program: Program) -> tuple[float, float]:
+    """Bytes of the temporaries of a layer's backward pass; and of the largest written-out bias of its attention."""
+    kernels = [operation for operation in program.operations if operation.is_kernel]
+    written = [value for operation in kernels for value in operation.outputs]
+    scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
+
+    def largest(values: Iterable[int | None]) -> int:
+        return max((program.bytes(value) for value in values if value is not None), default=0)
+
+    collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
+    gathered = largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part))
+    dense = max(LARGEST * largest(set(written) - scores), LARGEST_SCORES * largest(scores.intersection(written)))
+    biases = largest(scores.intersection(v for op in kernels if op.name == STAND_IN for v in op.inputs))
+    return (_of_experts(of, layer) or dense) + 2 * gathered, biases
 
 
 def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
@@ -323,7 +336,7 @@ def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
 def kept_by_layer(config: Config) -> float:
     """Bytes that a layer keeps on the device for one micro-batch from its forward to its backward pass; their mean,
     where layers differ."""
-    sizes = _Sizes(config, attention_on_gpu(config), _of_sample)
+    sizes = _Sizes(config, attention_on_gpu(config))
     return sizes.kept / sum(kind.layers for kind in sizes.layers)
 
 
@@ -456,3 +469,215 @@ def _update(sizes: _Sizes) -> Memory:
     """While Muon orthogonalises the matrices of the largest weight, and those of the others wait in the same dtype."""
     waiting = muon_width(sizes.config) * sizes.trained.stored
     return _memory(sizes, "update", 0.0, waiting, workspace=muon_workspace(sizes.config) + sizes.batch)
+
+
+# --- Weights that one device stores and computes with -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceWeights:
+    """Elements that one device holds, on the pipeline stage with its share of the layers.
+
+    Attributes:
+      stored: master weights between steps, of layers and everything else; as many float32 gradients.
+      matrices: of `stored`, those of which Muon keeps one moment rather than two.
+      layers: weights of its layers, as used in the computation: split over `model`, and experts over `expert`.
+      experts: of `layers`, those that `expert` splits: they are shared by fewer replicas than all other weights.
+      shared: all other weights, as used in the computation.
+      gathered: of `layers`, those gathered layer by layer inside the loop (ZeRO-3) and never held as a whole.
+      gathered_shards: of `stored`, their shards.
+      table: of `shared`, the embedding of the tokens.
+      largest: of `layers`, the largest weight.
+      transposed: of `gathered`, the largest weight whose shards are not contiguous: gathering it, and scattering its
+        gradient, takes a copy in another order.
+    """
+
+    stored: int = 0
+    matrices: int = 0
+    layers: int = 0
+    experts: int = 0
+    shared: int = 0
+    gathered: int = 0
+    gathered_shards: int = 0
+    table: int = 0
+    largest: int = 0
+    transposed: int = 0
+
+
+def weights_of_device(
+    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None, trained: bool = False
+) -> DeviceWeights:
+    """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
+    (`trace.kinds_of`) of the layers of that kind alone."""
+    return all_and_trained(model, mesh, kind)[trained]
+
+
+def all_and_trained(
+    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None
+) -> tuple[DeviceWeights, DeviceWeights]:
+    """`weights_of_device` of all weights, and of those that are trained."""
+    return _device_weights(model, _sizes(mesh), kind)
+
+
+def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
+    """The matrices of `model` on `mesh`, one entry a weight."""
+    return _matrices(model, _sizes(mesh))
+
+
+@lru_cache(maxsize=16384)
+def of_layers(mesh: MeshConfig) -> MeshConfig:
+    """The mesh as far as the work of layers depends on it, without a pipeline and gathers of weights."""
+    return MeshConfig(
+        data=mesh.expert,
+        model=mesh.model,
+        expert=mesh.expert,
+        context=mesh.context,
+        context_attention=mesh.context_attention,
+        sequence_parallel=mesh.sequence_parallel,
+    )
+
+
+_sizes = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+"""Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
+
+
+def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:
+    return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
+
+
+@lru_cache(maxsize=4096)
+def _device_weights(
+    model: ModelConfig, sizes: tuple[int, ...], kind: tuple[int, int] | None
+) -> tuple[DeviceWeights, DeviceWeights]:
+    """Return the elements of all weights, and of those that are trained."""
+    every = _elements(model, _mesh(*sizes), kind, trained=False)
+    return every, _elements(model, _mesh(*sizes), kind, trained=True) if frozen_weights(model) else every
+
+
+def _elements(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None, trained: bool) -> DeviceWeights:
+    total: Counter[str] = Counter()
+    for name, (shape, spec) in abstract_weights(model).items():
+        if trained and name in frozen_weights(model):
+            continue
+        if kind is not None and not (is_layer(name) and stack_and_turn(name) == kind):
+            continue
+        storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
+        stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
+        total["stored"] += stored
+        total["matrices"] += stored if name in matrix_dims(model) else 0
+        if not is_layer(name):
+            total["shared"] += computed
+            total["table"] += computed if name == "embedding.table" else 0
+            continue
+        computed //= mesh.pipe
+        total["layers"] += computed
+        total["experts"] += computed if axes.EXPERT in computed_as else 0
+        total["largest"] = max(total["largest"], computed)
+        if storage.gather_per_layer:
+            total["gathered"] += computed
+            total["gathered_shards"] += stored
+            ((_, dim),) = storage.gathers
+            if _local(shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
+                total["transposed"] = max(total["transposed"], computed)
+    return DeviceWeights(**total)
+
+
+@lru_cache(maxsize=4096)
+def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
+    mesh = _mesh(*sizes)
+    return tuple(
+        Matrices(shape, storage_of(name, shape, spec, mesh).spec, *matrix_dims(model)[name], mesh)
+        for name, (shape, spec) in abstract_weights(model).items()
+        if name in matrix_dims(model)
+    )
+
+
+def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
+    """Elements per device of an array that is sharded so."""
+    split = (axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry))
+    return math.prod(shape) // math.prod(axes.sizes(mesh)[axis] for axis in split)
+
+
+# --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
+
+
+class MuonCollective(NamedTuple):
+    """A collective of the update of one weight.
+
+    Attributes:
+      operation: all-to-all, all-gather or all-reduce.
+      axis: of the mesh.
+      elements: in the whole tensor of an all-gather or all-reduce, in a device's operand of an all-to-all.
+      times: in a step.
+    """
+
+    operation: str
+    axis: str
+    elements: int
+    times: int
+
+
+def muon_width(config: Config) -> int:
+    """Bytes of an element in the iteration."""
+    return WIDTHS[ITERATE_IN[config.precision.compute]]
+
+
+def muon_workspace(config: Config) -> float:
+    """Bytes of the temporaries of the largest weight."""
+
+    def elements(matrices: Matrices) -> int:
+        # Of an iteration x, its product, the next x and a copy, and three squares; what is sent and received.
+        whole, squares = math.prod(matrices.size), min(matrices.size) ** 2
+        moved = math.prod(matrices.shape) // math.prod(axes.sizes(matrices.mesh)[axis] for axis in matrices.splits)
+        return matrices.per_rank * (4 * whole + 3 * squares) + (2 * moved if matrices.moves else 0)
+
+    return muon_width(config) * max(map(elements, matrices_of(config.model, config.mesh)), default=0)
+
+
+def muon_iteration_seconds(config: Config, rates: Rates) -> float:
+    """Seconds in which the busiest device orthogonalizes its matrices."""
+    rates = Rates(rates.gpu, rates.calibration, ITERATE_IN[config.precision.compute])
+    return sum(
+        rates.product(product.m, product.n, product.k, product.batch)
+        for matrices in matrices_of(config.model, config.mesh)
+        for product in muon_products(matrices.per_rank, *matrices.size)
+    )
+
+
+def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
+    """Seconds in which matrices become whole and results go back, by mesh axis."""
+    sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
+    for sent in muon_collectives(config):
+        inner = axes.NAMES[axes.NAMES.index(sent.axis) + 1 :]
+        stride = math.prod(sizes[axis] for axis in inner)
+        # An all-to-all sends as much as a gather.
+        collective = rates.sum if sent.operation == "all-reduce" else rates.gather
+        seconds[sent.axis] += sent.times * collective(sizes[sent.axis], stride, sent.elements * muon_width(config))
+    return seconds
+
+
+def muon_collectives(config: Config) -> Iterator[MuonCollective]:
+    """The collectives of a device's update, weight by weight."""
+    sizes = axes.sizes(config.mesh)
+    for matrices in matrices_of(config.model, config.mesh):
+        count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
+        for axis, dim in matrices.moves:
+            part //= 1 if dim is None else sizes[axis]
+        for axis, dim in matrices.moves:
+            ranks = sizes[axis]
+            share = -(-count // ranks)
+            if dim is not None:
+                yield MuonCollective("all-to-all", axis, share * ranks * part, times=2)
+                part *= ranks
+            elif ranks <= count:
+                yield MuonCollective("all-gather", axis, share * ranks * part, times=1)
+            else:
+                yield MuonCollective("all-reduce", axis, count * part, times=1)
+            count = share
+
+
+@lru_cache(maxsize=4096)
+def muon_products(count: int, rows: int, columns: int) -> tuple[Product, ...]:
+    """The matmuls of the iteration on `count` matrices."""
+    stack = jax.ShapeDtypeStruct((count, rows, columns), jnp.float32)
+    return Program(jax.make_jaxpr(newton_schulz)(stack)).products

@@ -15,15 +15,13 @@ With a ramp-up or a schedule of the batch, each of these holds for each of its s
 divisor.
 
 Of settings that do the same, only the simplest is a candidate: no schedule and no chunks without a pipeline, no
-sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups
-of replicas without FSDP. The schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
+sequence parallelism on one rank of `model`, no ZeRO on one rank of `data` and `context`, no groups of replicas without
+FSDP. Several ranks of `model` have sequence parallelism where tokens divide: as many bytes, and less memory. The
+schedule gpipe is left out: it has the bubble of 1f1b and at least its memory.
 
-Candidates are taken in the order of what they take at least, in bytes and seconds (`Bounds`), which is known before
-their layers are traced; the search ends where the rest is slower than what it ranks. The memory of the others is
-predicted; one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do
-not fit are dropped, and the others ranked by the predicted time of the whole run: with a batch ramp-up, its small
-batches count too. No rule says what goes where: that `model` stays within a server and
-pipelines span servers (arXiv 2104.04473, section 5) has to follow from the time model, and does.
+The time of all candidates is predicted, and in this order their memory, until the rest is slower than what is ranked;
+one that lacks memory where the logits are the peak is tried with the loss in chunks too. Candidates that do not fit are
+dropped. The time is that of the whole run: with a batch ramp-up, its small batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
 candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
@@ -32,25 +30,35 @@ candidates that leave less than HEADROOM of the memory free are ranked only if n
 from __future__ import annotations
 
 import math
-from bisect import insort
+import re
+from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
-from heapq import heapify, heappop, heappush
+from functools import cache, lru_cache, partial
 from itertools import product
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any
 
-from mjax.config import Config, MeshConfig, TrainConfig, axes
+from mjax.cluster.hardware import Gpu
+from mjax.config import Config, MeshConfig, TrainConfig, available_configs, axes, load_config
 from mjax.config.axes import shards
-from mjax.config.batch_size import BatchSizes
+from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
-from mjax.models.build import mixing_class, scores_in_chunks
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share
-from mjax.planner.time import StepTime
+from mjax.config.model import ModelConfig
+from mjax.config.resolve import shorter_warmup
+from mjax.errors import UsageError, either
+from mjax.models.build import count_parameters, mixing_class, scores_in_chunks
+from mjax.planner.calibration import Calibration
+from mjax.planner.layer import model_flops
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
+from mjax.planner.section import SearchArguments
+from mjax.planner.time import StepTime, TimePredictor
+from mjax.step.unrolling import is_unrolled
+from mjax.utils.figures import GIB
+from mjax.utils.progress import progress
 
 SEARCHED = (
     "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
@@ -67,12 +75,12 @@ TimeOf = Callable[[Config], StepTime]
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 WITHIN = 1.1
-"""Candidates that take longer than so many times the fastest are counted, not ranked."""
+"""Candidates that take longer than so many times the fastest that fits are counted, not ranked."""
 
 SERVER = 8
-"""Ranks of `expert` and `model` together, at most: they communicate in every layer."""
+"""Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
 
-LEAST_POSITIONS = 2048
+LEAST_POSITIONS = 4096
 """Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
 
 CHUNKS = 8
@@ -134,7 +142,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.expert": expert_ranks(data, model),
                 "mesh.context": [context],
                 "mesh.context_attention": context_attention(model, context),
-                "mesh.sequence_parallel": [False, True] if splits else [False],
+                "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [splits]) if splits else [False],
                 "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
                 "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
                 "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
@@ -157,12 +165,13 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
     """(pipe, data, context, model) whose product is `devices` and which divide the model and the global batch; with
-    this `context`, or with those that leave a rank `LEAST_POSITIONS`."""
-    model, unit = config.model, batch_unit(config)
+    this `context`, or with those that leave a rank `LEAST_POSITIONS`; with at most `SERVER` ranks of `model`, or as
+    many as the config has."""
+    model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
-    most = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
-    parts = [n for n in divisors(model.sequence) if n <= most]
-    for tensor in filter(model.splits, divisors(math.gcd(devices, matrices))):
+    nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
+    parts = [n for n in divisors(model.sequence) if n <= nearest]
+    for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)
             for part in parts if context is None else [context]:
@@ -209,10 +218,10 @@ class SearchResult:
       capacity: bytes of a device for the program.
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit, with bytes that they take at least.
+      too_big: those that do not fit, with their bytes.
       without_host: number of those that fit but need more host memory than there is.
-      slower: those that were not predicted, since they take longer than `WITHIN` times the fastest; in the order of
-        what they take at least.
+      slower: those whose memory was not predicted, since they take longer than `WITHIN` times the fastest; in the
+        order of their time.
     """
 
     devices: int
@@ -238,22 +247,6 @@ class SearchResult:
         return free_share(candidate.memory.total, self.capacity)
 
 
-class Bounds(NamedTuple):
-    """Lower bounds of a config, without a trace for each mesh.
-
-    Attributes:
-      seconds: as mean over the run, the same for candidates that differ in `UNBOUND` alone; nearer to the truth, after
-        a trace of the layer on its mesh, if the second argument is true.
-      memory: on the fullest device.
-    """
-
-    seconds: Callable[[Config, bool], float]
-    memory: MemoryOf
-
-
-UNBOUND = ("mesh.schedule", "mesh.chunks", "mesh.zero", "mesh.replica", "train.loss_chunks")
-
-
 def search(
     config: Config,
     devices: int,
@@ -261,89 +254,83 @@ def search(
     time_of: TimeOf,
     capacity: float,
     keep: Collection[str] = (),
-    progress: Progress = lambda total: nullcontext(lambda done: None),
+    report: Progress = lambda total: nullcontext(lambda done: None),
     host: float | None = None,
-    bounds: Bounds | None = None,
     top: int = 10,
-    within: float = WITHIN,
     among: Collection[Config] | None = None,
+    mean_of: Callable[[Config], float] | None = None,
 ) -> SearchResult:
-    """Rank the candidates that fit: with `bounds` at least the `top` fastest, and all within `within` times the
-    fastest.
+    """Rank the candidates that fit: at least the `top` fastest, and all within `WITHIN` times the fastest.
 
     Args:
-      config: valid except for its mesh, its micro-batch and its recomputation (`search_command.check_searchable`).
+      config: valid except for its mesh, its micro-batch and its recomputation (`command.check_searchable`).
       devices: number of devices.
-      memory_of: bytes of a config on its fullest device.
-      time_of: seconds of its step, and their mean over the run; called only for candidates that fit.
+      memory_of: bytes of a config on its fullest device; called in the order of their time.
+      time_of: seconds of its step, and their mean over the run.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
-      progress: opened with the number of candidates; what it yields is called with how many were done since.
+      report: opened with the number of candidates; what it yields is called with how many were done since.
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
-      bounds: by default nothing is known before, and every candidate is predicted.
-      top, within: see above.
+      top: see above.
       among: of candidates; by default all.
+      mean_of: the mean of `time_of` alone, which is called for all candidates.
     """
-    roomy, tight, too_big, without_host, slower, fastest = [], [], [], 0, [], []
+    roomy, tight, too_big, without_host, fastest = [], [], [], 0, []
     every = list(candidates(config, devices, keep) if among is None else among)
+    mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
+    with report(len(every)) as advance:
+        for candidate in every:
+            timed.append((candidate, mean_of(candidate)))
+            advance(1)
+    timed.sort(key=itemgetter(1))
 
-    def with_chunks(candidate: Config, memory_of: MemoryOf) -> list[tuple[Config, Memory]]:
-        """The candidate, and if it lacks memory the same with the loss in chunks; each with its memory."""
-        memory = memory_of(candidate)
-        lacks = free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep
-        chunked = with_loss_chunks(candidate, memory) if lacks else []
-        return [(candidate, memory), *((other, memory_of(other)) for other in chunked)]
-
-    def predict(candidate: Config) -> None:
+    def add(candidate: Config, memory: Memory) -> None:
         nonlocal without_host
-        for variant, memory in with_chunks(candidate, memory_of):
-            if memory.total > capacity:
-                too_big.append((variant, memory.total))
-                continue
-            if not fits_host(memory, host):
-                without_host += 1
-                continue
-            fitting = roomy if free_share(memory.total, capacity) >= HEADROOM else tight
-            fitting.append(Candidate(variant, memory, time_of(variant)))
-            if fitting is roomy:
-                insort(fastest, roomy[-1].time.mean)
+        if memory.total > capacity:
+            too_big.append((candidate, memory.total))
+        elif not fits_host(memory, host):
+            without_host += 1
+        elif free_share(memory.total, capacity) >= HEADROOM:
+            roomy.append(Candidate(candidate, memory, time_of(candidate)))
+            insort(fastest, roomy[-1].time.mean)
+        else:
+            tight.append(Candidate(candidate, memory, time_of(candidate)))
 
-    def limit() -> float:
-        """Seconds above which nothing is ranked."""
-        return max(within * fastest[0], 1.001 * fastest[top - 1]) if len(fastest) >= top else math.inf
-
-    with progress(len(every)) as advance:
-        waiting = [(0.0, 0, True, every)] if bounds is None else _groups(every, bounds)
-        while waiting:
-            least, number, traced, group = heappop(waiting)
-            left = []
-            if least > limit():
-                slower += group
-            elif traced:
-                for candidate in group:
-                    predict(candidate)
-            else:
-                for candidate in group:
-                    least_bytes = min(memory.total for _, memory in with_chunks(candidate, bounds.memory))
-                    too_big.append((candidate, least_bytes)) if least_bytes > capacity else left.append(candidate)
-            if left:
-                heappush(waiting, (bounds.seconds(left[0], True), number, True, left))
-            advance(len(group) - len(left))
-    roomy, tight = sorted(roomy, key=rank), sorted(tight, key=rank)
-    return SearchResult(devices, capacity, roomy, tight, too_big, without_host, tuple(slower))
+    slower: tuple[Config, ...] = ()
+    for number, (candidate, mean) in enumerate(timed):
+        if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
+            slower = tuple(config for config, _ in timed[number:])
+            break
+        memory = memory_of(candidate)
+        add(candidate, memory)
+        if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+            for chunked in with_loss_chunks(candidate, memory):
+                add(chunked, memory_of(chunked))
+    return SearchResult(
+        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, without_host, slower
+    )
 
 
-def _groups(every: list[Config], bounds: Bounds) -> list[tuple[float, int, bool, list[Config]]]:
-    """Return a heap of candidates with the same lower bound.
+@lru_cache(maxsize=2)
+def find(
+    config: Config,
+    devices: int,
+    gpu: Gpu,
+    calibration: Calibration | None = None,
+    keep: tuple[str, ...] = (),
+    top: int = 10,
+    among: tuple[Config, ...] | None = None,
+) -> SearchResult:
+    """`search` on this many GPUs with the planner's predictions, and a progress bar on a terminal."""
+    memory_of, time_of = predictions(gpu, calibration)
+    bar, host = partial(progress, "searching", transient=True), gpu.host_bytes
+    return search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, bar, host, top, among, time_of.mean)
 
-    Entries are the seconds, the number of the group, whether the seconds come from a traced layer, and the candidates.
-    """
-    groups, key = defaultdict(list), attrgetter(*(name for name in SEARCHED if name not in UNBOUND))
-    for candidate in every:
-        groups[key(candidate)].append(candidate)
-    waiting = [(bounds.seconds(group[0], False), n, False, group) for n, group in enumerate(groups.values())]
-    heapify(waiting)
-    return waiting
+
+@lru_cache(maxsize=4)
+def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, TimePredictor]:
+    """The functions that predict the memory and the time of a config on a GPU."""
+    return partial(predict_memory, capability=gpu.compute_capability), TimePredictor(gpu, calibration)
 
 
 def rank(candidate: Candidate) -> tuple:
@@ -362,63 +349,20 @@ def rank(candidate: Candidate) -> tuple:
 # --- Why it is the fastest --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """The fastest candidate with a value of one field other than the best candidate's.
+def alternatives(result: SearchResult) -> dict[str, Candidate]:
+    """For each field in which the ranked candidates differ, the fastest with another value than the best.
 
-    Attributes:
-      field: dotted name, one of `SEARCHED`.
-      best: its value in the best candidate.
-      value: its value here.
-      candidate: the candidate, or None if everything with another value is too big, or leaves too little free.
-      least: bytes of the smallest of those, if there is no candidate.
+    `data` is left out, since it is what the other axes leave. Where slower candidates are not ranked, a field may have
+    none.
     """
-
-    field: str
-    best: Any
-    value: Any
-    candidate: Candidate | None
-    least: float | None
-
-    def others(self, best: Config) -> list[str]:
-        """Other fields in which the candidate differs from the best: ['model 4', 'micro-batch 2']."""
-        if self.candidate is None:
-            return []
-        pairs = [(name, value_of(self.candidate.config, name)) for name in SEARCHED if name != self.field]
-        differ = [(name.split(".")[1], word(value)) for name, value in pairs if value != value_of(best, name)]
-        return [f"{name.replace('_', '-')} {value}" for name, value in differ]
-
-
-def compared_fields(best: Config) -> list[str]:
-    """Fields for which the report says what a choice is worth, without fields that follow from others.
-
-    `data` is what `pipe` and `model` leave. Without a pipeline there are no schedule and no chunks, and without
-    `context` no attention over it.
-    """
-    follow = {"mesh.data"} if best.mesh.pipe > 1 else {"mesh.data", "mesh.schedule", "mesh.chunks"}
-    if best.mesh.context == 1:
-        follow.add("mesh.context_attention")
-    return [name for name in SEARCHED if name not in follow]
-
-
-def alternatives(result: SearchResult) -> list[Alternative]:
-    """For each compared field, the fastest candidate with another value of it.
-
-    Fields with the same value in every candidate are left out.
-    """
-    best, listed = result.ranked[0], []
-    for name in compared_fields(best.config):
+    best, *others = result.ranked
+    found = {}
+    for name in SEARCHED:
         value = value_of(best.config, name)
-        other = next((ranked for ranked in result.ranked if value_of(ranked.config, name) != value), None)
-        if other is not None:
-            listed.append(Alternative(name, value, value_of(other.config, name), other, None))
-            continue
-        unranked = [(tight.config, tight.memory.total) for tight in result.tight if result.roomy] + result.too_big
-        sizes = [(size, value_of(config, name)) for config, size in unranked if value_of(config, name) != value]
-        if sizes:
-            least, instead = min(sizes, key=lambda pair: pair[0])
-            listed.append(Alternative(name, value, instead, None, least))
-    return listed
+        other = next((other for other in others if value_of(other.config, name) != value), None)
+        if other is not None and name != "mesh.data":
+            found[name] = other
+    return found
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -432,6 +376,398 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
         section, field = name.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{field: value})})
     return config
+
+
+# --- The cheapest change that fits ------------------------------------------------------------------------------------
+
+# Ranks of the cost of a change, not times; a combination costs their sum.
+SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
+    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
+)  # fmt: skip
+MORE_GPUS = 128
+PRICES = {
+    "mesh.zero": {0: 0, 1: ZERO_1, 3: ZERO_3},
+    "train.recompute": {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD},
+}
+FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a config that makes it fit.
+
+    Attributes:
+      values: the changed fields, by dotted name.
+      config: the changed config.
+      memory: its memory.
+      price: the rank of its cost.
+    """
+
+    values: dict[str, Any]
+    config: Config
+    memory: Memory
+    price: int
+
+    @property
+    def flags(self) -> str:
+        """What to type, such as '--mesh.sequence-parallel --train.micro-batch 2'."""
+        return " ".join(
+            f"--{name.replace('_', '-')}" + f" {value}" * (value is not True) for name, value in self.values.items()
+        )
+
+    def needs(self, config: Config) -> str:
+        """Its memory: `20.2 GiB`, or `20.2 GiB on each of 16` if it uses another number of devices than `config`; and
+        host memory, if it needs some."""
+        devices = self.config.mesh.devices
+        more = f" on each of {devices:,}" if devices != config.mesh.devices else ""
+        host = f" and {self.memory.host / GIB:.1f} GiB of host memory" if self.memory.host else ""
+        return f"{self.memory.total / GIB:.1f} GiB{host}{more}"
+
+
+def changes_that_fit(config: Config, usable: float, count: int = 3, host: float | None = None) -> list[Change]:
+    """The cheapest changes with which `config` leaves HEADROOM of `usable` bytes free and needs at most `host` bytes of
+    host memory for each device (None if these are not known), cheapest first.
+
+    No proposal contains another. The global batch, the model and its numbers do not change.
+    """
+    proposed: list[Change] = []
+    for factor in FACTORS:
+        for (price, _), values in sorted(_changes(config, factor), key=itemgetter(0)):
+            if any(_includes(values, change.values) for change in proposed):
+                continue
+            changed = with_values(config, values)
+            memory = predict_memory(changed)
+            if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
+                proposed.append(Change(values, changed, memory, price))
+                if len(proposed) == count:
+                    return proposed
+    return proposed
+
+
+def _changes(config: Config, factor: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """The changed fields of candidates that take less memory, on `factor` times as many GPUs, with their prices, and
+    for those of one price the GPUs of a replica: one axis has more ranks at most, besides `data`."""
+    mesh, train = config.mesh, config.train
+    keep = "mesh.expert", "mesh.context_attention", "mesh.schedule", "mesh.chunks", "mesh.replica", "train.loss_chunks"
+    losses = [train.loss_chunks, *(c.train.loss_chunks for c in with_loss_chunks(config, predict_memory(config)))]
+    for candidate in candidates(config, factor * mesh.devices, keep):
+        new = candidate.mesh
+        ranks = [(getattr(new, axis), getattr(mesh, axis)) for axis in ("pipe", "context", "model")]
+        steps = {
+            name: prices[value_of(candidate, name)] - prices[value_of(config, name)] for name, prices in PRICES.items()
+        }
+        without = {"mesh.sequence_parallel": new.model == 1, "mesh.zero": new.data * new.context == 1}
+        if (
+            sum(more != now for more, now in ranks) > 1
+            or any(more % now for more, now in ranks)
+            or train.micro_batch % candidate.train.micro_batch
+            or any(step < 0 and not without.get(name) for name, step in steps.items())
+            or (mesh.splits_tokens and new.model > 1 and not new.sequence_parallel)
+        ):
+            continue
+        same = [name for name in SEARCHED if value_of(candidate, name) == value_of(config, name)]
+        values = {name: value_of(candidate, name) for name in SEARCHED if name not in same and not without.get(name)}
+        price = sum(step for name, step in steps.items() if name in values)
+        price += OTHER_MESH * (new.devices // new.data != mesh.devices // mesh.data) + MORE_GPUS * factor * (factor > 1)
+        price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
+        price += SMALLER_MICRO_BATCH * ((train.micro_batch // candidate.train.micro_batch).bit_length() - 1)
+        in_loop = [{}, {"train.unroll": "off"}] if is_unrolled(config, on_gpu=True) and new.pipe == 1 else [{}]
+        for chunks, loop in product(losses, in_loop):
+            chunked = {"train.loss_chunks": chunks} if chunks != train.loss_chunks else {}
+            if changed := values | chunked | loop:
+                price_of_all = price + LOSS_CHUNKS * bool(chunked) + LOOP * bool(loop)
+                yield (price_of_all, new.devices // new.data), changed
+
+
+def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
+    """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
+
+    def strength(name: str, value: Any) -> int:
+        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value == "off" or value)
+
+    return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
+
+
+# --- The longest sequence ---------------------------------------------------------------------------------------------
+
+STEP, FIRST = 1024, 16
+"""Positions of a GPU, where all share a sequence, come in multiples of this; multiples to try first."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to make room for long sequences: a name, whether GPUs share a sequence over `context`, and
+    `train.recompute`."""
+
+    name: str
+    over_context: bool
+    recompute: str = "full"
+
+
+WAYS = (Way("over context, offloaded", True, "offload"), Way("over context", True), Way("without context", False))
+
+
+def longest(
+    config: Config,
+    devices: int,
+    way: Way,
+    gpus_per_node: int,
+    memory_of: MemoryOf,
+    time_of: TimeOf,
+    capacity: float,
+    host: float | None = None,
+) -> Candidate | None:
+    """The fastest way to run the longest sequence that fits on this many GPUs; None: not even `STEP` positions a GPU
+    fit.
+
+    Weights and optimizer are sharded over all ranks (ZeRO-3), layers are recomputed, the loss is in chunks. Memory
+    grows with the length almost in proportion, so a few predictions along straight lines find it.
+
+    Args:
+      config: its model and training; length, mesh, micro-batch and recomputation are replaced.
+      devices: number of GPUs.
+      way: how they share a sequence.
+      gpus_per_node: `model` stays within them.
+      memory_of, time_of, capacity, host: as in `search`.
+    """
+    train = replace(
+        config.train,
+        micro_batch=1,
+        global_batch=math.lcm(config.train.global_batch, devices),
+        batch_rampup=None,
+        batch_schedule=None,
+        taken=(),
+        recompute=way.recompute,
+        unroll="off" if way.recompute == "offload" else config.train.unroll,
+        loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
+    )
+    fixed = replace(config, mesh=MeshConfig(zero=3), train=train)
+    keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context" if way.over_context else "mesh.data"}
+    unit = STEP * devices if way.over_context else STEP
+
+    def ways_at(steps: int) -> list[Config]:
+        longer = replace(fixed, model=replace(config.model, sequence=steps * unit))
+        in_server = (way for way in candidates(longer, devices, keep) if way.mesh.model <= gpus_per_node)
+        return [way for way in in_server if way.mesh.sequence_parallel == (way.mesh.model > 1)]
+
+    def memory_share(steps: int) -> float:
+        """The smallest share of the memory of device and host that a way needs."""
+        memories = [memory_of(way) for way in ways_at(steps)]
+        shares = [max(m.total / ((1 - HEADROOM) * capacity), m.host / host if host else 0.0) for m in memories]
+        return min(shares, default=math.inf)
+
+    steps = largest(memory_share, 1.0)
+    if not steps:
+        return None
+    among = ways_at(steps)
+    return search(fixed, devices, memory_of, time_of, capacity, SEARCHED, host=host, among=among).roomy[0]
+
+
+def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most: int | None = None) -> int:
+    """The largest number, of `most`, whose size is at most `limit`; 0 if there is none.
+
+    Sizes grow with the number, best in proportion: each guess, but for the `first`, is read off a line through the two
+    last.
+    """
+    low, high, guess, points = 0, None if most is None else most + 1, first, []
+    while high is None or high - low > 1:
+        points.append((guess, size(guess)))
+        low, high = (guess, high) if points[-1][1] <= limit else (low, guess)
+        if most is not None:
+            guess += guess == low  # a neighbor of the first
+        else:
+            guess = 2 * guess if high is None else (low + high) // 2
+        if len(points) > 1:
+            (first, small), (second, large) = sorted(points[-2:])
+            if large > small:
+                guess = int(first + (limit - small) * (second - first) / (large - small))
+        guess = max(guess, low + 1)
+        guess = min(guess, 8 * max(low, FIRST) if high is None else max(high - 1, 1))
+    return low
+
+
+# --- The largest model of a budget ------------------------------------------------------------------------------------
+#
+# The models are a ladder: those of the config in other widths and depths, or the published ones of a family. Each is
+# trained on `tokens_per_parameter` tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section
+# 3.4). The fastest ways to run the first are searched as with --devices alone, and the others are tried in these ways;
+# where none fits, they are searched too.
+
+
+WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
+Search = Callable[[Config], SearchResult]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A model of the ladder: the config it comes from, by name, its own config, of any length, and its parameters."""
+
+    base: str
+    config: Config
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
+
+    Attributes:
+      flops: of the model, in all steps.
+      days_at_peak: duration at the peak speed of the devices; a rung for which it is too long is not searched.
+    """
+
+    rung: Rung
+    config: Config
+    parameters: int
+    tokens: int
+    flops: float
+    days_at_peak: float
+    best: Candidate | None
+
+    @property
+    def days(self) -> float:
+        """Duration of the run; infinite if it does not fit."""
+        return math.inf if self.best is None else self.best.time.mean * self.config.train.steps / 86_400
+
+
+def ladder(name: str, config: Config) -> list[Rung]:
+    """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
+
+    The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
+    the depth goes from the config's ratio of depth to width to three quarters more, so that rungs are close to each
+    other.
+    """
+    model = config.model
+    unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
+    depth = 4 if model.layers % 4 == 0 else 1
+    widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
+    sizes: dict[ModelConfig, int] = {model: count_parameters(model)}
+    for heads in range(unit, WIDEST * model.heads + 1, unit):
+        wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})
+        least = max(round(model.layers * heads / model.heads / depth), 1)
+        # All layers of a width have the same number of parameters: two models tell the size of the rest.
+        first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
+        for n in range(least, max(7 * least // 4, least + 1)):
+            sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
+    return [Rung(name, replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
+
+
+def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
+    """True if the model is valid and can be divided among the devices."""
+    try:
+        config.model.check(config)
+    except UsageError:
+        return False
+    return any(candidates(config, devices, keep))
+
+
+def family_ladder(family: str) -> list[Rung]:
+    """The configs whose name begins with `family`, smallest first, without demonstrations.
+
+    Of configs with the same model at several lengths, the shortest is chosen.
+
+    Raises:
+      UsageError: there are none.
+    """
+    names = [name for name in available_configs() if not name.endswith("_demo")]
+    chosen = [name for name in names if name.startswith(family)]
+    if not chosen:
+        families = sorted({re.match("[a-z]+", name)[0] for name in names})
+        raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
+    rungs = defaultdict(list)
+    for name in chosen:
+        config = load_config(name)
+        size = count_parameters(config.model)
+        rungs[size].append(Rung(name, config, size))
+    lengths = {size: min(rung.config.model.sequence for rung in rungs[size]) for size in sorted(rungs)}
+    return [rung for size in lengths for rung in rungs[size] if rung.config.model.sequence == lengths[size]]
+
+
+def in_known_ways(arguments: SearchArguments, gpu: Gpu, calibration: Calibration) -> Search:
+    """A search for one rung after the other, among the settings that were the fastest for the first."""
+    fastest: list[dict[str, Any]] = []
+    machine = *predictions(gpu, calibration), gpu.usable_bytes
+
+    def ways(config: Config) -> SearchResult:
+        known = [
+            way for values in fastest for way in candidates(with_values(config, values), arguments.devices, SEARCHED)
+        ]
+        result = search(config, arguments.devices, *machine, SEARCHED, host=gpu.host_bytes, among=known)
+        if not result.roomy:
+            top = max(arguments.top, 10)  # as the plan of it does
+            result = find(config, arguments.devices, gpu, calibration, arguments.keep, top)
+            fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
+        return result
+
+    return ways
+
+
+def largest_model(
+    rungs: list[Rung], arguments: SearchArguments, gpu: Gpu, search: Search, say: Callable[[str], None]
+) -> tuple[Trial, list[Trial]]:
+    """The largest rung that is trained within the days, and all that were tried, smallest first.
+
+    Args:
+      rungs: smallest first.
+      arguments: with devices and days.
+      gpu: each of the devices.
+      search: all ways to run a config.
+      say: told about each trial.
+
+    Raises:
+      UsageError: not even the smallest is.
+    """
+    tried: dict[int, Trial] = {}
+
+    def order(number: int) -> float:
+        """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
+        tried[number] = trial = attempt(rungs[number - 1], arguments, gpu, search)
+        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
+        return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * arguments.days))
+
+    seconds, peak = arguments.days * 86_400, gpu.peak_tflops.get(rungs[0].config.precision.compute, math.inf) * 1e12
+    # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
+    fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
+    first = bisect_right(rungs, fitting, key=lambda rung: rung.parameters)
+    best = largest(order, math.log(arguments.days), min(max(first, 1), len(rungs)), len(rungs))
+    if not best:
+        smallest = tried[1]
+        raise UsageError(
+            f"{arguments.devices} × {gpu.name} in {arguments.days:g} days train no model of this ladder: the smallest, "
+            f"{in_units(smallest.parameters)} parameters on {in_units(smallest.tokens)} tokens, takes "
+            f"{duration(smallest, arguments)}; give more --days or --devices, or fewer --tokens-per-parameter"
+        )
+    return tried[best], [tried[number] for number in sorted(tried)]
+
+
+def duration(trial: Trial, arguments: SearchArguments) -> str:
+    """'34.5 days', or why there is no prediction."""
+    if trial.best is not None:
+        return f"{trial.days:.3g} days"
+    if trial.days_at_peak > arguments.days:
+        return f"{trial.days_at_peak:,.0f} days at peak speed"
+    return "more memory than there is"
+
+
+def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) -> Trial:
+    """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
+    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * rung.parameters))
+    sample = config.model.sequences * config.model.sequence
+    samples = BatchSizes.of(config).samples_before(config.train.steps)
+    flops = model_flops(config) * samples / config.train.global_batch
+    peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
+    days_at_peak = flops / (arguments.devices * peak) / 86_400
+    ranked = search(config).ranked if days_at_peak <= arguments.days else []
+    return Trial(rung, config, rung.parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """`config` with the steps for this many tokens, and a schedule that ends with them."""
+    steps = BatchSizes.of(config).steps_for(-(-tokens // (config.model.sequences * config.model.sequence)))
+    optimizer = replace(config.optimizer, decay_steps=None, wsd_decay_steps=None)
+    shorter = replace(config, train=replace(config.train, steps=steps), optimizer=optimizer)
+    warmup = shorter_warmup(shorter, config)
+    return shorter if warmup is None else replace(shorter, optimizer=replace(optimizer, warmup_steps=warmup))
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jax.profiler import ProfileData
 
 from mjax.parallel import scopes
-from mjax.trace.collectives import source_of
+from mjax.planner.ledger import source_of
 
 WINDOW = "profiled steps"  # the event that spans them
 ASIDE = "between steps"  # events within it: evaluations and saves

@@ -29,10 +29,10 @@ from mjax.config.model_file import file_of, run_flags
 from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
 from mjax.parallel.schedules import schedule_of, slot_times
+from mjax.planner.layer import peak_tflops
 from mjax.run.metrics import Record
 from mjax.run.options import Result
 from mjax.step.step import TrainProgram
-from mjax.trace.flops import peak_tflops
 from mjax.utils.figures import duration
 from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses

@@ -32,6 +32,7 @@ from mjax.data.batches import Batches, label_entropy, prefetch
 from mjax.data.sources import open_data
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import make_mesh
+from mjax.planner.layer import model_flops, peak_tflops
 from mjax.run.agreement import Replicas, agree, check_shared, facts_of
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.goodput import Goodput
@@ -43,7 +44,6 @@ from mjax.step.kernels import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.step.train_state import TrainState
-from mjax.trace.flops import model_flops, peak_tflops
 from mjax.utils.progress import status
 from mjax.utils.stores import address_of
 

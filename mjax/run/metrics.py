@@ -60,7 +60,7 @@ class Record:
       tokens: tokens read since the beginning of training.
       seconds: wall time of the step.
       tokens_per_second: over all devices.
-      tflops: model TFLOP/s of one device (`mjax/trace/flops.py` has the formula).
+      tflops: model TFLOP/s of one device (`mjax/planner/layer.py` has the formula).
       mfu: tflops over the device's peak; null if the peak is unknown.
       nonfinite: the first gradient, weight or moment that was not finite, and how many; null if all were finite.
       unhealthy: problem of the step, as on the screen; absent otherwise.

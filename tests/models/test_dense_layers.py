@@ -14,10 +14,10 @@ from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model, count_parameters
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.parallel.zero import cut_into_chunks
+from mjax.planner.layer import model_flops
 from mjax.planner.memory import predict_memory
 from mjax.planner.time import predict_time
 from mjax.step.step import build_program
-from mjax.trace.flops import model_flops
 from tests import reference
 from tests.models.test_balance_bias import biased, steps_on_mesh, trained
 from tests.models.test_mixture import config_of

@@ -13,9 +13,9 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
+from mjax.planner.ledger import ledger
 from mjax.run.agreement import Replicas
 from mjax.step.layout import lay_out
-from mjax.trace.collectives import ledger
 from tests.models.test_mixture import MIXTURE
 from tests.small import named, small_config
 from tests.training.saved import abstract

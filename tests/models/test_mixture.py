@@ -14,8 +14,8 @@ from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.models.router import Router
 from mjax.parallel.mesh import abstract_mesh
+from mjax.planner.layer import model_flops
 from mjax.step.step import build_program
-from mjax.trace.flops import model_flops
 from tests import reference
 from tests.against_reference import in_layer_order
 from tests.small import (

@@ -18,13 +18,13 @@ from mjax.errors import UsageError
 from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters, mixing_class
 from mjax.planner.compile import compile_step
+from mjax.planner.hlo import counted
+from mjax.planner.layer import model_flops
+from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory
 from mjax.planner.search import meshes
 from mjax.planner.time import predict_time
 from mjax.run.metrics import read_metrics
-from mjax.trace.collectives import ledger
-from mjax.trace.flops import model_flops
-from mjax.trace.hlo import counted
 from tests import reference, toy_model
 from tests.conftest import ROOT
 from tests.small import batch_of, gradient_program, named, weights_of

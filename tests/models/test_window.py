@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mjax.trace.flops import hardware_flops, model_flops
+from mjax.planner.layer import hardware_flops, model_flops
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
 

@@ -16,8 +16,8 @@ from mjax.models import attention_kernels, causal
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens
+from mjax.planner.ledger import ledger
 from mjax.step import step
-from mjax.trace.collectives import ledger
 from tests.against_reference import largest_error
 from tests.small import BLOOM, small_config
 from tests.training.test_trainer import losses as losses_of

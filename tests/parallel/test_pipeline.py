@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.parallel.schedules import build_schedule
-from mjax.trace.collectives import ledger
+from mjax.planner.ledger import ledger
 from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
 

@@ -17,8 +17,8 @@ from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.budget import Rung, attempt, family_ladder, ladder, largest, with_tokens
-from mjax.planner.search_flags import SearchArguments
+from mjax.planner.search import Rung, attempt, family_ladder, ladder, largest_model, with_tokens
+from mjax.planner.section import SearchArguments
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
@@ -39,7 +39,7 @@ def at_half_of_the_peak(config):
 def test_largest_is_that_of_exhaustive_count():
     rungs = [rung for rung in llama_ladder() if 4096 <= rung.config.model.hidden <= 7168]
     arguments, lines = SearchArguments(devices=64, days=30), []
-    best, tried = largest(rungs, arguments, H100, at_half_of_the_peak, lines.append)
+    best, tried = largest_model(rungs, arguments, H100, at_half_of_the_peak, lines.append)
     days = {}
     for rung in rungs:
         tokens = 20 * count_parameters(rung.config.model)

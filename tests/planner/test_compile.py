@@ -21,10 +21,10 @@ from mjax.config import axes
 from mjax.errors import UsageError
 from mjax.planner import compile as ahead
 from mjax.planner.compile import compile_section, compile_step, sheet_names
+from mjax.planner.hlo import counted
+from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, kind_of
-from mjax.trace.collectives import ledger
-from mjax.trace.hlo import counted
 from tests.conftest import ROOT
 from tests.small import small_config
 

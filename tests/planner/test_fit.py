@@ -13,9 +13,10 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.planner import fit
-from mjax.planner.fit import changes_that_fit, check_gpu_at_hand, check_memory
+from mjax.planner import command as fit
+from mjax.planner.command import check_gpu_at_hand, check_memory
 from mjax.planner.memory import HEADROOM, predict_memory
+from mjax.planner.search import changes_that_fit
 from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.planner.configs import changed

@@ -11,11 +11,8 @@ from mjax.config import load_config
 from mjax.errors import UsageError
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.calibration import Rates, filled_share
-from mjax.planner.fit import ADA, check_float8
+from mjax.planner.command import ADA, check_float8
 from mjax.planner.memory import predict_memory
-from mjax.trace.float8 import of_weights, transposed
-from mjax.trace.kernel_bytes import depending
-from mjax.trace.layers import Traced, layer_backward, layer_program
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
 
@@ -53,33 +50,7 @@ def test_impossible_float8_is_rejected(changes, gpu, sentence):
     check_float8(config_with(), "an L40S", ADA)
 
 
-# --- The time of rounding ---------------------------------------------------------------------------------------------
-
-H, TOKENS = 1536, 1024  # of gpt_1b, one sequence
-
-
-def _programs(**changes):
-    """The traced forward and backward pass of a layer, each with the values that depend on the tokens."""
-    config = config_with(**changes)
-    of, recompute = Traced.of(config), config.train.recompute
-    (forward, constants), backward = layer_program(of), layer_backward(of, "cudnn", recompute)
-    tokens = [v for n, v in enumerate(backward.program.inputs) if n not in backward.weights]
-    return [
-        (forward, depending(forward, forward.inputs[constants : constants + 1])),
-        (backward.program, depending(backward.program, filter(backward.program.shape, tokens))),
-    ]
-
-
-def test_arrays_and_weights_are_written_transposed_too():
-    """Gathered arrays are copied; a weight is read twice, and written in one byte."""
-    (forward, of_tokens), (backward, of_gradient) = _programs()
-    assert transposed(forward, of_tokens, kept=True)[0] == (1 + 1 + 1 + 4) * TOKENS * H
-    assert transposed(forward, of_tokens, kept=False)[0] == 0
-    assert transposed(backward, of_gradient, kept=False)[0] == (3 + 1 + 4 + 1) * TOKENS * H
-    assert of_weights(forward, of_tokens, kept=True)[0] == (2 + 2 + 1 + 1) * 12 * H**2
-    assert of_weights(backward, of_gradient, kept=False)[0] == 0  # both copies are there
-    again = _programs(recompute="selective")
-    assert of_weights(*again[0], kept=False)[0] == of_weights(*again[1], kept=False)[0] == (2 + 2 + 1) * 12 * H**2
+# --- The time of products and scales ----------------------------------------------------------------------------------
 
 
 def test_agreement_takes_messages_of_a_tree():

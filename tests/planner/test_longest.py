@@ -13,8 +13,9 @@ from mjax.commands import cli
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError
 from mjax.pictures.plan import draw_longest
-from mjax.planner.longest import STEP, WAYS, largest, longest, run_longest
+from mjax.planner.command import run_longest
 from mjax.planner.memory import HEADROOM, Memory
+from mjax.planner.search import STEP, WAYS, largest, longest
 from mjax.utils.figures import GIB
 from tests.small import small_config
 
@@ -46,6 +47,7 @@ def test_largest_number_within_limit_is_found():
     assert largest(lambda number: 5.0 + 0.5 * number, 10.0) == 10
     assert largest(lambda number: max(7.0, 3 * number - 4), 100.0) == 34
     assert largest(lambda number: 11.0 + number, 10.0) == 0
+    assert [largest(float, 10.0, first=4, most=most) for most in (5, 7, 10, 20)] == [5, 7, 10, 10]
 
 
 def test_longest_sequence_fits_and_next_does_not():
@@ -95,7 +97,7 @@ def test_plan_longest_prints_and_draws(tmp_path: Path, capsys):
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    monkeypatch.setattr("mjax.planner.longest.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
+    monkeypatch.setattr("mjax.planner.command.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), None))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None, None)
 

@@ -11,10 +11,9 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import from_dict, load_config, to_dict
 from mjax.config.axes import copies
 from mjax.parallel.schedules import build_schedule
-from mjax.planner.fit import changes_that_fit, memory_section
-from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory
-from mjax.planner.search import CHUNKS, with_loss_chunks
-from mjax.planner.weights import weights_of_device
+from mjax.planner.command import memory_section
+from mjax.planner.memory import _in_flight, kept_by_layer, predict_memory, weights_of_device
+from mjax.planner.search import CHUNKS, changes_that_fit, with_loss_chunks
 from tests.conftest import ROOT
 from tests.planner.configs import changed
 

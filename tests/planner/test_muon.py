@@ -8,12 +8,18 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
-from mjax.planner.memory import predict_memory
+from mjax.planner.ledger import ledger
+from mjax.planner.memory import (
+    matrices_of,
+    muon_collectives,
+    muon_products,
+    muon_width,
+    predict_memory,
+    weights_of_device,
+)
 from mjax.planner.time import predict_time
-from mjax.planner.weights import matrices_of, muon_collectives, muon_products, muon_width, weights_of_device
 from mjax.step import muon as training
 from mjax.step.layout import lay_out
-from mjax.trace.collectives import ledger
 from tests.planner.configs import changed
 from tests.products import one_in
 from tests.small import small_config

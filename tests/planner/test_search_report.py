@@ -7,9 +7,9 @@ import pytest
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
+from mjax.planner.command import Question, report
 from mjax.planner.memory import Memory
 from mjax.planner.search import Candidate, search
-from mjax.planner.search_command import Question, report
 from mjax.planner.time import StepTime
 from mjax.utils.figures import GIB
 
@@ -35,11 +35,12 @@ def time_of(config):
 @pytest.fixture(scope="module")
 def found():
     config = load_config("gpt_8b")
-    return search(config, 64, memory_of, time_of, 71 * GIB, ["mesh.zero", "mesh.schedule", "mesh.sequence_parallel"])
+    keep = ["mesh.zero", "mesh.schedule", "mesh.sequence_parallel"]
+    return search(config, 64, memory_of, time_of, 71 * GIB, keep, top=10**6)
 
 
 def question(**changes):
-    return replace(Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3, time_of), **changes)
+    return Question("gpt_8b", load_config("gpt_8b"), gpu_named("h100"), None, 3)._replace(**changes)
 
 
 def test_report_shows_fastest_cost_and_plain_values(found):

@@ -9,7 +9,7 @@ import pytest
 from mjax.config import available_configs, axes, load_config
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.zero import is_layer, layer_dims
-from mjax.planner.weights import DeviceWeights, weights_of_device
+from mjax.planner.memory import DeviceWeights, weights_of_device
 from mjax.step.layout import lay_out
 from mjax.step.muon import matrices_of
 from mjax.utils.names import leaf_name

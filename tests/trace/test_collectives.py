@@ -14,8 +14,8 @@ from mjax.config import MeshConfig, load_config
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import build_schedule, schedule_of
-from mjax.trace import collectives
-from mjax.trace.collectives import OPERATIONS, Ledger, read_collectives
+from mjax.planner import ledger as collectives
+from mjax.planner.ledger import OPERATIONS, Ledger, read_collectives
 from tests.planner.configs import changed
 from tests.products import one_in
 from tests.small import small_config

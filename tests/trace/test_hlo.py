@@ -4,7 +4,7 @@
 import pytest
 
 from benchmarks.aot.schedule import Beside, read_launches, read_overlaps
-from mjax.trace.hlo import HloError, counted, read_collectives
+from mjax.planner.hlo import HloError, counted, read_collectives
 
 MESH = {"pipe": 2, "data": 2, "model": 2}
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from mjax.config import MeshConfig
+from mjax.planner import layer as trace
+from mjax.planner.ledger import ledger
 from mjax.step import forward
 from mjax.step import step as one_step
-from mjax.trace import layers as trace
-from mjax.trace.collectives import ledger
 from tests.against_reference import STEP, in_layer_order
 from tests.small import batch_of, gradient_program, initial_state, program_of, small_config
 from tests.training.test_step_equals_reference import config_of, simplest_row

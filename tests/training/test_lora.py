@@ -22,12 +22,11 @@ from mjax.models.build import count_parameters
 from mjax.models.context import Context
 from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
-from mjax.planner.memory import predict_memory
-from mjax.planner.weights import weights_of_device
+from mjax.planner.layer import model_flops
+from mjax.planner.memory import predict_memory, weights_of_device
 from mjax.run.continuing import choose_origin
 from mjax.step.layout import initial_weights
 from mjax.step.step import build_program
-from mjax.trace.flops import model_flops
 from tests.small import batch_of, named, small_config
 from tests.tiny_config import config as tiny
 from tests.training.test_trainer import losses

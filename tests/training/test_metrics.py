@@ -21,9 +21,9 @@ from mjax.pictures import curves, runs
 from mjax.pictures.curves import Curve, smoothed
 from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import draw_experts, draw_loss
+from mjax.planner.layer import hardware_flops, model_flops, peak_tflops
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record, read_metrics
-from mjax.trace.flops import hardware_flops, model_flops, peak_tflops
 
 
 def record(step, **changes):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.trace.collectives import ledger
+from mjax.planner.ledger import ledger
 from tests.small import batch_of, gradient_program, named, packing_of, small_config
 from tests.training.test_bert_step import Validation, expected_of, run_of
 

@@ -12,16 +12,42 @@ differ, one of each kind is traced (`kinds_of`). Dropout is left out, since its 
     layer_program    its forward pass as it runs, with sequence parallelism
     layer_backward   what a layer keeps, and what its backward pass does
     head             products of the head, and what it keeps
+
+**Bytes.** A product, a collective or a cuDNN kernel reads and writes whole arrays, and what is between two of them
+fuses. So fused operations move the arrays at these boundaries: each is written once in front of a product, and read
+once behind it. The result of a collective that is no product's operand is added to something first, by a kernel of
+its own (docs/results/log/2026-11-22-compiled-steps.md). Only arrays that depend on the tokens count; weights are
+counted once a step, with the optimizer.
+
+**Model FLOPs** are those of the forward and backward pass as arXiv 2205.05198, appendix A, counts them: matrix products
+only, attention over the full s × s matrix, nothing for recomputation. With a feed-forward width of 4 h they are
+
+    72 B L s h² (1 + s / 6h + v / 12hL)
+
+MFU is these over the peak, so recomputation lowers it. A causal model needs half of its attention, and who counts it so
+(Megatron today) gives s / 12h for s / 6h: `causal=True`.
+
+The backward pass has two products for one of the forward pass: the gradient of its input, and that of its weight, if
+that is trained. A frozen weight, of a model with adapters, has only the first.
+
+**Hardware FLOPs** add the forward products that `train.recompute` repeats, and those of the logits with
+`train.loss_chunks`. With full recomputation they are those of arXiv 2104.04473, equation 3,
+
+    96 B L s h² (1 + s / 6h + v / 16hL)
+
+and selective recomputation repeats the attention core, (1 + 2s / 9h + …) for (1 + s / 6h + …). (Appendix A of
+2205.05198 has s / 3h there: it counts the repeated core three times, as if its backward pass were repeated too.) What a
+kernel repeats inside itself, as flash attention does in its backward pass, is not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +56,9 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
+from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
+from mjax.config.axes import MODEL
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
 from mjax.models.attention_kernels import FLASH_STAND_IN
@@ -41,12 +69,23 @@ from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.weights import joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights, is_layer
+from mjax.planner.program import (
+    SAMPLE_TAGS,
+    TAGS,
+    Operation,
+    Part,
+    Product,
+    Program,
+    Value,
+    bytes_of,
+    inner_jaxprs,
+    is_float8,
+    without_factors,
+)
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
-from mjax.trace.program import Product, Program, Value, bytes_of, inner_jaxprs
-from mjax.trace.scaling import SAMPLE_TAGS, TAGS, Part, Parts, without_factors
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
@@ -54,17 +93,15 @@ Kind = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layer:
-    """The forward pass of a layer, for one sample on one rank of `model`, without sequence parallelism.
+    """The forward pass of a layer, for one sample on one rank of `model`.
 
     Attributes:
       program: of it, with attention written out; first come `constants` inputs, then the stream, then weights.
       constants: inputs that are the same in every layer.
-      elements: of the residual stream.
+      elements: of the residual stream on all ranks of `model`.
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
       of_activations: products of two activations, as in attention.
-      joined: for each of `of_weights` the columns of the products that it stands for: one, or those of queries, keys
-        and values.
       trained: for each of `of_weights` whether its weight is trained, so that the backward pass has its gradient.
     """
 
@@ -73,7 +110,6 @@ class Layer:
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     of_activations: tuple[Product, ...]
-    joined: tuple[tuple[int, ...], ...]
     trained: tuple[bool, ...]
 
     @property
@@ -170,10 +206,6 @@ class Traced:
         compute, split = config.precision.compute, mesh.splits_tokens
         return cls(model, data, compute, mesh.model, split, mesh.expert, mesh.context, config.across)
 
-    def of_sample(self) -> Traced:
-        """The same on one rank of `model` and `context`, which has the sample as a whole."""
-        return replace(self, ranks=1, context=1, across=None, sequence_parallel=False)
-
     @property
     def scores(self) -> tuple[int, int]:
         """The last dims of attention's scores: positions of a rank's queries, and of their keys."""
@@ -236,8 +268,7 @@ def layer_forward(of: Traced) -> Layer:
     """The forward pass of a layer.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
-    compute = "bf16" if of.compute == "fp8" else of.compute
-    return _layer_forward(replace(of, sequence_parallel=False, compute=compute))
+    return _layer_forward(replace(of, compute="bf16" if of.compute == "fp8" else of.compute))
 
 
 @lru_cache(maxsize=1024)
@@ -296,20 +327,16 @@ def _head_of(of: Traced) -> Head:
 
 def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
     """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
-    how = part, kernel, recompute
-
-    def on_ranks(of: Traced) -> Part:
-        return PARTS.on(
-            (of.ranks, of.context),
-            (replace(of, ranks=1, context=1), how),
-            lambda: _trace(of, of.config(*how[1:]), part),
-        )
-
     if (found := _tagged(of)) is not None:
         tagged, *factors = found
-        if (untagged := on_ranks(tagged).with_factors(*factors)) is not None:
+        if (untagged := _traced(tagged, part, kernel, recompute).with_factors(*factors)) is not None:
             return untagged
-    return on_ranks(of)
+    return _traced(of, part, kernel, recompute)
+
+
+@lru_cache(maxsize=1024)
+def _traced(of: Traced, part: Callable, kernel: str, recompute: str) -> Part:
+    return _trace(of, of.config(kernel, recompute), part)
 
 
 def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
@@ -338,14 +365,6 @@ def _tiles(of: Traced) -> int:
         return 1
     tokens = of.expert * of.samples * of.model.sequence // of.context
     return tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
-
-
-def _tiles_of(others: tuple[Traced, Any], ranks: int, context: int) -> int:
-    return _tiles(replace(others[0], ranks=ranks, context=context))
-
-
-PARTS = Parts(_tiles_of)
-"""All that was traced."""
 
 
 def _trace(of: Traced, config: Config, part: Callable) -> Part:
@@ -384,8 +403,7 @@ def _layout(config: Config) -> Layout:
 def layer_program(of: Traced) -> tuple[Program, int]:
     """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
     rank has, and with the rounding of operands to float8."""
-    apart = of.sequence_parallel or of.compute == "fp8"
-    layer = _layer(of, _part(of, _forward)) if apart else layer_forward(of)
+    layer = _layer_forward(of)
     return layer.program, layer.constants
 
 
@@ -413,17 +431,15 @@ def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
 
 def _layer(of: Traced, part: Part) -> Layer:
     (program,), (constants, frozen) = part.programs, part.same
-    branches, joined, trained, last = [[]], [], [], None
+    branches, trained, last = [[]], [], None
     x = program.values[program.inputs[constants]]
     for operation in program.operations:
         if (product := operation.product) is not None and product.of_weight:
             product = _of_assignments(of, product)
             factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
             if factors == last:  # such as queries, keys and values: the backward pass has them as one
-                joined[-1] += (product.n,)
                 product = product._replace(n=product.n + branches[-1].pop().n)
             else:
-                joined.append((product.n,))
                 trained.append(factors[1])
             branches[-1].append(product)
             last = factors
@@ -432,10 +448,9 @@ def _layer(of: Traced, part: Part) -> Layer:
     return Layer(
         program=program,
         constants=constants,
-        elements=x.size,
+        elements=x.size * (of.ranks if of.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
         of_activations=tuple(product for product in program.products if not product.of_weight),
-        joined=tuple(joined),
         trained=tuple(trained),
     )
 
@@ -507,3 +522,211 @@ def _scans(jaxpr) -> Iterator[Any]:
         else:
             for inner in inner_jaxprs(equation):
                 yield from _scans(inner)
+
+
+# --- Bytes that the kernels between the products read and write -------------------------------------------------------
+
+
+OF_COLLECTIVE = 3
+"""Passes over the result of a collective: it is read, and the sum with it is written and read."""
+OF_FLOAT8, SCALE_KERNELS = 6, 3
+"""Passes over an array in float8: two in 16 bit, for its scale and to round it, and one each to write it as it is and
+transposed. Launches that find a scale."""
+# Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of
+# stacks; before, each stack is filled with zeros.
+COPIES_OF_KEPT, COPIES_OF_WEIGHTS, COPY_KERNELS = 3, 6, 20
+
+
+class Moved(NamedTuple):
+    """The bytes that kernels move, for the samples of the trace.
+
+    Attributes:
+      bytes: read and written, without `scores`.
+      scores: of arrays [..., s, s].
+      kernels: launches, whatever the number of samples.
+      weights: bytes that are read and written to round weights to float8, whatever the number of samples.
+      agreed: of scales of arrays in float8, the mesh axes of each all-reduce.
+    """
+
+    bytes: float
+    scores: float
+    kernels: int
+    weights: float = 0.0
+    agreed: tuple[tuple[str, ...], ...] = ()
+
+
+class Kernels(NamedTuple):
+    """The bytes that the kernels of a layer and of the head move, backward with what is computed again; and the bytes
+    that a layer keeps for its backward pass."""
+
+    forward: Moved
+    backward: Moved
+    head: Moved
+    kept: int
+
+
+@lru_cache(maxsize=1024)
+def kernels_of(of: Traced, kernel: str, recompute: str) -> Kernels:
+    """The kernels of a traced model; arguments as in `layer_backward`."""
+    layer, constants = layer_program(of)
+    backward, end = layer_backward(of, kernel, recompute), head(of).program
+    program, first = backward.program, backward.constants
+    # A scale is a number, which weights have as well.
+    tokens = [
+        value
+        for number, value in enumerate(program.inputs)
+        if number >= first and number not in backward.weights and program.shape(value)
+    ]
+    stream = layer.inputs[constants : constants + 1]
+    return Kernels(
+        moved(layer, stream, of, agree=stream),
+        moved(program, tokens, of, agree=program.inputs[first : first + backward.carried]),
+        moved(end, end.inputs[-1:], of),
+        backward.kept,
+    )
+
+
+def kernels_of_micro_batch(of: Traced, kernel: str, recompute: str, samples: int) -> Kernels:
+    """`kernels_of` for the samples of a micro-batch."""
+    one = kernels_of(of, kernel, recompute)
+
+    def proportional(of: Traced) -> tuple[float, ...]:
+        *passes, kept = kernels_of(of, kernel, recompute)
+        return (*(op.bytes for op in passes), *(op.scores for op in passes), kept)
+
+    *bytes_and_scores, kept = of_micro_batch(of, samples, proportional)
+    moved, scores = bytes_and_scores[:3], bytes_and_scores[3:]
+    passes = (op._replace(bytes=b, scores=s) for op, b, s in zip(one, moved, scores, strict=False))
+    return Kernels(*passes, kept)
+
+
+def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
+    """Bytes and launches that a loop over layers adds to each.
+
+    Args:
+      kept: bytes that the layer keeps for its backward pass.
+      weights: bytes of its weights in the compute dtype.
+      beside: copies run beside products, and cost nothing.
+    """
+    fills = kept + weights
+    return (fills, 0) if beside else (fills + COPIES_OF_KEPT * kept + COPIES_OF_WEIGHTS * weights, COPY_KERNELS)
+
+
+def moved(program: Program, tokens: Iterable[int], of: Traced, agree: Iterable[int] = ()) -> Moved:
+    """The bytes that the fused operations of a program move.
+
+    Args:
+      tokens: inputs that depend on the tokens.
+      of: what was traced.
+      agree: inputs on which arrays depend that ranks find a scale for: one all-reduce each. XLA combines those of
+        weights with each other, and those of arrays that are computed again with these.
+    """
+    depends, ranks = depending(program, tokens), of.ranks
+    is_kernel = [op.is_kernel and not (ranks == 1 and op.axes == (MODEL,)) for op in program.operations]
+    kernels, fused = (
+        [op for op, kernel in zip(program.operations, is_kernel, strict=True) if kernel == wanted]
+        for wanted in (True, False)
+    )
+    written = _outputs(fused) & (_inputs(kernels) | set(program.outputs))
+    read = _inputs(fused) & (_outputs(kernels) | set(program.inputs))
+    sent = _outputs(op for op in kernels if op.is_collective)
+    total = scores = weights = launches = 0
+    for value in [*written, *read]:
+        size, narrow = program.bytes(value), is_float8(program.values[value])
+        if value not in depends:
+            weights += OF_FLOAT8 * size * narrow
+        elif program.ends_with(value, of.scores):
+            scores += size
+        else:
+            total += size * (OF_FLOAT8 if narrow else OF_COLLECTIVE if value in sent else 1)
+        if value in written and (narrow or value in depends):
+            launches += 1 + SCALE_KERNELS * narrow
+    scales, agreeing = [op for op in program.operations if op.name == "pmax"], depending(program, agree)
+    of_weights = {op.axes for op in scales if depends.isdisjoint(op.inputs)}
+    agreed = *(op.axes for op in scales if agreeing.intersection(op.inputs)), *of_weights
+    return Moved(total, scores, launches, weights, agreed)
+
+
+def depending(program: Program, inputs: Iterable[int]) -> set[int]:
+    """The values of a program that depend on some of its inputs, and these."""
+    depends = set(inputs)
+    for operation in program.operations:
+        if depends.intersection(operation.inputs):
+            depends.update(operation.outputs)
+    return depends
+
+
+def _inputs(operations: Iterable[Operation]) -> set[int | None]:
+    return {value for operation in operations for value in operation.inputs}
+
+
+def _outputs(operations: Iterable[Operation]) -> set[int]:
+    return {value for operation in operations for value in operation.outputs}
+
+
+# --- FLOPs of a step --------------------------------------------------------------------------------------------------
+
+
+def model_flops(config: Config, causal: bool = False) -> float:
+    """FLOPs of one step over all devices, nothing counted twice.
+
+    Args:
+      config: validated.
+      causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
+    """
+    of_head = head(_whole(Traced.of(config)))
+    forward = _layers(config, causal) + of_head.flops
+    frozen = _frozen(config) + (0.0 if of_head.trained else of_head.flops)
+    return config.train.global_batch * (3 * forward - frozen)
+
+
+def hardware_flops(config: Config, causal: bool = False) -> float:
+    """FLOPs of a step: `model_flops` and the forward products that `train.recompute` and `train.loss_chunks` do
+    again."""
+    train = config.train
+    whole = _layers(config, causal)
+    again = {"none": 0.0, "selective": _attention(config, causal), "full": whole, "offload": whole}
+    scores = head(_whole(Traced.of(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
+    return model_flops(config, causal) + train.global_batch * (again[train.recompute] + scores)
+
+
+def _layers(config: Config, causal: bool) -> float:
+    """Forward FLOPs of the layers per sample."""
+    weights = sum(count * sum(op.flops for op in layer.of_weights) for count, layer in _kinds(config))
+    return weights + _attention(config, causal)
+
+
+def _frozen(config: Config) -> float:
+    """Forward FLOPs of the layers' frozen weights per sample."""
+    return sum(
+        count * (sum(op.flops for op in layer.of_weights) - sum(op.flops for op in layer.of_trained))
+        for count, layer in _kinds(config)
+    )
+
+
+def _attention(config: Config, causal: bool) -> float:
+    """FLOPs of scores and weighted sums."""
+    full = sum(count * sum(op.flops for op in layer.of_activations) for count, layer in _kinds(config))
+    return full / 2 if causal and config.model.causal else full
+
+
+def _kinds(config: Config) -> list[tuple[int, Layer]]:
+    """For each kind of layers how many the model has, and one of them."""
+    return [(layers, layer_forward(_whole(of))) for layers, of in kinds_of(config)]
+
+
+def _whole(of: Traced) -> Traced:
+    """The traced model without any split."""
+    return replace(of, ranks=1, sequence_parallel=False, expert=1, context=1, across=None)
+
+
+def peak_tflops(device_kind: str, compute: str) -> float | None:
+    """Dense peak of one device that an MFU is a share of, in TFLOP/s, or None if it is unknown: then no MFU is printed.
+
+    Args:
+      device_kind: as named by JAX. `mjax/cluster/hardware.py` has the table, and describes how to add a device.
+      compute: compute dtype of the config; fp8 has the peak of bf16 (`Gpu.mfu_peak`).
+    """
+    gpu = gpu_of(device_kind)
+    peak = None if gpu is None else gpu.mfu_peak(compute)
+    return None if peak is None else peak / 1e12

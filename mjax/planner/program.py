@@ -7,9 +7,12 @@ removed, so that products, bytes and collectives can be counted on one list.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +26,10 @@ VIEWS = {
     "reshape", "squeeze", "expand_dims", "transpose", "pvary", "name", "copy", "stop_gradient", "reduce_precision",
     "device_put",
 }  # fmt: skip
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
-KERNELS = {"dot_general", "pure_callback", "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
+STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/attention_kernels.py`)
+KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These give all of their input, where that has no more and no fewer elements: a broadcast of a dim of 1 to 1.
 RESIZING = {"broadcast_in_dim", "pad", "reduce_sum", "slice"}
 # With float8 values a product on a GPU does these by itself (`parallel/float8.py`).
@@ -47,13 +50,12 @@ class Value(NamedTuple):
 
 class Operation(NamedTuple):
     """One equation: its name, its inputs and outputs as numbers of values (None is a constant), the mesh axes that it
-    names, the dims that it reduces, and its product, if it is one."""
+    names, and its product, if it is one."""
 
     name: str
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     axes: tuple[str, ...] = ()
-    dims: tuple[int, ...] = ()
     product: Product | None = None
 
     @property
@@ -139,6 +141,10 @@ class Program:
         """Shape of a value."""
         return self.values[value].shape
 
+    def ends_with(self, value: int, dims: tuple[int, int]) -> bool:
+        """Whether a value has these last dims, after others, as the scores of attention have."""
+        return len(self.shape(value)) > 2 and self.shape(value)[-2:] == dims
+
     def _new(self, variable) -> int:
         self.values.append(Value(variable.aval.shape, variable.aval.dtype))
         return len(self.values) - 1
@@ -173,9 +179,8 @@ class Program:
                 self._views[outputs[0]] = inputs[0]
                 continue
             product = product_of(equation) if name == "dot_general" else None
-            dims = tuple(equation.params["axes"]) if name in REDUCTIONS else ()
             inputs = tuple(map(self._viewed, inputs))
-            operations.append(Operation(name, inputs, outputs, axes_of(equation), dims, product))
+            operations.append(Operation(name, inputs, outputs, axes_of(equation), product))
         return [number(variable) for variable in jaxpr.outvars]
 
     def _is_whole(self, name: str, inputs: Sequence[int | None], outputs: Sequence[int]) -> bool:
@@ -260,3 +265,74 @@ def product_of(equation) -> Product:
     return Product(
         math.prod(left) // (k * times), math.prod(right) // (k * times), k, times, grouped or not batch, grouped
     )
+
+
+# --- Layers with experts: any numbers of samples, experts and ranks from one trace ------------------------------------
+#
+# It is traced for numbers whose prime factors no other size has (`TAGS`), so each size shows which of them it has.
+# Where a dim becomes 1, operations such as its broadcast do nothing and are left out (`RESIZING`). Where a size has
+# further factors, or would not be whole, the layer is traced as it is.
+
+
+TAGS = 59, 61
+"""Primes: ranks of `expert`, and experts of such a rank as multiples of what a model has."""
+SAMPLE_TAGS = 53, 83, 89, 113, 131
+"""Primes that the number of samples is chosen from; 2 s + 1 is prime too."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A traced part of a model on a rank.
+
+    Attributes:
+      programs: of it.
+      values: abstract values besides theirs.
+      same: the rest, which is the same with other numbers.
+    """
+
+    programs: tuple[Program, ...]
+    values: tuple[Any, ...]
+    same: Hashable
+
+    def sizes(self) -> Iterator[tuple[int, ...]]:
+        """The sizes of all arrays and products."""
+        for program in self.programs:
+            yield from program.sizes()
+        yield from (value.shape for value in self.values)
+
+    def with_factors(self, factors: Mapping[int, Fraction | int], others: int) -> Part | None:
+        """The same with other numbers for factors of sizes, or of sizes but for 1 or 2; None if a size has further
+        factors, or would not be whole.
+
+        Args:
+          factors: what takes their place; the first go before the others.
+          others: a number with all prime factors of sizes that stay.
+        """
+
+        @cache
+        def changed(size: int) -> Fraction:
+            for beyond in (0, 1, 2):
+                rest, ratio = size - beyond, Fraction(1)
+                for factor, number in factors.items():
+                    while rest and rest % factor == 0:
+                        rest, ratio = rest // factor, ratio * number
+                if rest == 0 or without_factors(rest, others) == 1:
+                    return rest * ratio + beyond
+            return Fraction(1, 2)
+
+        shapes = [tuple(map(changed, shape)) for shape in self.sizes()]
+        if any(size.denominator > 1 for shape in shapes for size in shape):
+            return None
+        return self.resized(iter([tuple(map(int, shape)) for shape in shapes]))
+
+    def resized(self, shapes: Iterator[tuple[int, ...]]) -> Part:
+        """The same with other sizes."""
+        programs = tuple(program.resized(shapes) for program in self.programs)
+        return Part(programs, tuple(Value(next(shapes), value.dtype) for value in self.values), self.same)
+
+
+def without_factors(number: int, others: int) -> int:
+    """`number` without all prime factors of `others`."""
+    while (common := gcd(number, others)) > 1:
+        number //= common
+    return number

@@ -1,4 +1,4 @@
-"""Flags of the planner's search, checked before any slow import."""
+"""A config as a file of short Python that has only the differences from the defaults."""
 
 from __future__ import annotations
 
@@ -6,72 +6,14 @@ import dataclasses
 import json
 import secrets
 import textwrap
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import mjax.config
 from mjax.config import Config, load_config, to_dict
-from mjax.config.bounds import Count, NotNegative, Positive
 from mjax.config.model_file import file_of
 from mjax.errors import UsageError, check_folder
 from mjax.utils.files import put
-
-
-@dataclass(frozen=True)
-class SearchArguments:
-    """Flags of the search."""
-
-    devices: Count | None = None
-    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
-    target_batch: Count | None = None
-    """Search at this global batch, in sequences; samples and learning rate of the run stay, so the number of steps
-    changes."""
-    keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context,
-    mesh.context_attention, mesh.sequence_parallel, mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch,
-    train.recompute, train.loss_chunks."""
-    top: Count = 10
-    """Number of candidates to show, fastest first."""
-    price: NotNegative | None = None
-    """Price of a GPU-hour, in any currency, for the cost of the run."""
-    days: Positive | None = None
-    """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
-    default llama3_8b), or of --family."""
-    tokens_per_parameter: Positive = 20.0
-    """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
-    family: str | None = None
-    """With --days: choose among the configs whose name begins so: gpt, llama, qwen, …"""
-    write: Path | None = None
-    """Write the fastest config into this new file for `mjax train`; must end in .py."""
-
-
-def check_search(arguments: SearchArguments, gpu: str | None) -> None:
-    """Refuse flags that cannot work.
-
-    Raises:
-      UsageError: a flag has no effect without another one, or the file cannot be written.
-    """
-    if arguments.devices is not None and gpu is None:
-        raise UsageError(f"--devices {arguments.devices} needs a GPU to plan for; add --gpu, such as --gpu h100")
-    if arguments.devices is None:
-        for flag in fields(SearchArguments):
-            if getattr(arguments, flag.name) != flag.default:
-                name = flag.name.replace("_", "-")
-                raise UsageError(f"--{name} is for the search; add --devices, such as --devices 8")
-        return
-    for name in ("tokens_per_parameter", "family"):
-        value = getattr(arguments, name)
-        if arguments.days is None and value != getattr(SearchArguments, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} {value} is for a budget of time; add --days, such as --days 30"
-            )
-    if arguments.write is not None:
-        check_new(arguments.write)
-
-
-# --- The config file: short Python, only the differences from the defaults --------------------------------------------
-
 
 WIDTH = 120
 

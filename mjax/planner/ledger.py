@@ -32,8 +32,8 @@ from mjax.config.axes import NAMES
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
+from mjax.planner.program import axes_of, inner_jaxprs
 from mjax.step.step import build_program
-from mjax.trace.program import axes_of, inner_jaxprs
 
 OPERATIONS = {
     "psum": "all-reduce",
