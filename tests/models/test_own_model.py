@@ -271,7 +271,7 @@ def test_class_that_may_mix_positions_is_refused_under_context(parts):
 def test_layer_answers_for_the_modules_in_it():
     model = toy_of(block=BalancedBlock, mlp=Shifted)
     assert mixing_class(model) is None
-    assert {context for _, _, context, _ in meshes(config_of(replace(model, sequence=2**14)), 8)} == {1, 2, 4, 8}
+    assert {context for _, _, context, _ in meshes(config_of(replace(model, sequence=2**15)), 8)} == {1, 2, 4, 8}
 
 
 def test_flops_and_memory_of_stacks_are_those_of_layers_added():
