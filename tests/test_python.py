@@ -141,7 +141,9 @@ def test_mesh_that_does_not_divide_is_refused(use, run):
     with pytest.raises(UsageError, match=r"^mesh.model 3 does not divide heads 4; use 1, 2 or 4$"):
         use(run, mesh=MeshConfig(model=3))
     with pytest.raises(UsageError, match=r"^mesh.pipe 3 does not divide 4 layers"):
-        use(run, mesh=MeshConfig(pipe=3))
+        use(run, mesh={"pipe": 3})
+    with pytest.raises(UsageError, match="unknown field tensor"):
+        use(run, mesh={"tensor": 3})
 
 
 def test_weights_called_outside_mesh_are_one_sentence(run):

@@ -15,6 +15,7 @@ from mjax.checkpoint.mirror import local_run
 from mjax.config import Config, DataConfig, MeshConfig, axes, load_own_model, read_config, read_settings
 from mjax.config.checks import validate
 from mjax.config.model import ModelConfig
+from mjax.config.plain_values import build
 from mjax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError, in_python
 from mjax.models.protocol import Model
@@ -74,13 +75,14 @@ class OpenRun:
 
 
 @in_python("step")
-def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | None = None) -> OpenRun:
+def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | dict[str, int] | None = None) -> OpenRun:
     """Open a run folder: its config, and the weights of checkpoint `step`, by default of the newest intact one.
 
     Args:
       folder: of the run.
       step: of the checkpoint.
-      mesh: for the weights, by default one device; may differ from the mesh of training.
+      mesh: for the weights, or its fields, such as {"model": 2}; by default one device; may differ from the mesh of
+        training.
 
     Raises:
       UsageError: there is no such run or checkpoint; the mesh cannot split its model or needs more devices than there
@@ -88,7 +90,8 @@ def open_run(folder: str | Path, step: int | None = None, mesh: MeshConfig | Non
         defined, imported nor loaded with `load_config`.
       RunError: the checkpoint is damaged.
     """
-    folder, mesh = without_parents(local_run(folder)), mesh or MeshConfig()
+    mesh = build(MeshConfig, mesh, "mesh") if isinstance(mesh, dict) else mesh or MeshConfig()
+    folder = without_parents(local_run(folder))
     load_own_model(None, folder, print)
     config = read_config(folder / "config.json")
     inference_config(config, mesh)  # Orbax would explain in kilobytes

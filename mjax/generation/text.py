@@ -187,7 +187,7 @@ def continuations_of(
     ids: Sequence[Sequence[int]] | None = None,
     num_samples: int = 1,
     step: int | None = None,
-    mesh: MeshConfig | None = None,
+    mesh: MeshConfig | dict[str, int] | None = None,
     tokenizer: str | None = None,
     compute: str | None = None,
     **sampling,
@@ -236,7 +236,7 @@ def logits_of(
     ids: Sequence[Sequence[int]],
     *,
     step: int | None = None,
-    mesh: MeshConfig | None = None,
+    mesh: MeshConfig | dict[str, int] | None = None,
     compute: str | None = None,
 ) -> list[np.ndarray]:
     """The logits of the next token after every position of texts, on any mesh: `mjax.logits`.
@@ -257,7 +257,7 @@ def logits_of(
 
 
 def _opened(
-    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | None, compute: str | None
+    run: str | Path | OpenRun, step: int | None, mesh: MeshConfig | dict[str, int] | None, compute: str | None
 ) -> tuple[OpenRun, Generator, CausalModel]:
     """A run, what reads and continues texts with it, and its weights for that."""
     if isinstance(run, OpenRun) and (step is not None or mesh is not None):
