@@ -201,7 +201,7 @@ def refuse_too_big(
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
-        f"{describe(nearest)}, takes at least {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}; {advice}"
+        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}; {advice}"
     )
 
 
