@@ -35,7 +35,18 @@ from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import weights_of_device
-from mjax.planner.time import MJAX, PARTS, TILE, Overlap, bubble, predict_time, run_tokens, ticks, time_section
+from mjax.planner.time import (
+    MJAX,
+    PARTS,
+    TILE,
+    Overlap,
+    TimePredictor,
+    bubble,
+    predict_time,
+    run_tokens,
+    ticks,
+    time_section,
+)
 from tests.planner.configs import changed
 from tests.products import one_in
 
@@ -335,7 +346,7 @@ def test_mean_of_run_counts_each_batch_size():
     each = {size: predict_time(at_batch(config, size), H100) for size in set(sizes)}
     found = predict_time(config, H100)
     assert found.mean == pytest.approx(sum(each[size].total for size in sizes) / 100, rel=1e-12)
-    assert found.total == each[64].total > found.mean
+    assert found.total == each[64].total > found.mean == TimePredictor(H100).mean(config)
     assert all(step.mean == step.total for step in each.values())
     assert time_section(config, H100).values["run"]["seconds"] == pytest.approx(100 * found.mean)
 
