@@ -182,7 +182,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
     about = ""
     if search.days is not None:
-        from mjax.planner.search import run_budget
+        from mjax.planner.command import run_budget
 
         Rates(gpu, calibration, config.precision.compute)  # refuses a dtype without known rates
         source = name if arguments.run is None else f"{arguments.run}/config.json"

@@ -201,7 +201,7 @@ def refuse_too_big(
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
-        f"{describe(nearest)}, takes at least {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}; {advice}"
+        f"{describe(nearest)}, takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}; {advice}"
     )
 
 
@@ -831,45 +831,33 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             rows["layers"] += (
                 " (a pattern of windows then took more: 16 layers of qwen3_8b on 8 GPUs 14.7 GiB, not 9.3)"
             )
-        free = free_share(memory.total, gpu.usable_bytes)
+        free, in_host = free_share(memory.total, gpu.usable_bytes), fits_host(memory, gpu.host_bytes)
         changes = [] if free >= HEADROOM else changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
+        values |= {"gpu": gpu.name, "usable": gpu.usable_bytes, "fits": free >= 0 and in_host, "free": free}
+        values["changes"] = [
+            {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
+            for change in changes
+        ]
         if memory.host:
             needed, available = min(gpu.gpus_per_node, config.mesh.devices) * memory.host, gpu.host_memory_per_node
             values |= {"host_of_server": needed, "host_memory": available}
-            rows["host memory"] += f"; {_server_in_words(needed, available)}"
-        values |= {
-            "gpu": gpu.name,
-            "usable": gpu.usable_bytes,
-            "fits": free >= 0 and fits_host(memory, gpu.host_bytes),
-            "free": free,
-            "changes": [
-                {"flags": change.flags, "total": change.memory.total, "devices": change.config.mesh.devices}
-                for change in changes
-            ],
-        }
+            of_server = "unknown memory" if available is None else f"{available / GIB:,.0f} GiB"
+            rows["host memory"] += f"; {needed / GIB:,.1f} of the {of_server} of a server"
+            rows["host memory"] += "" if in_host else ", which is too much: use --train.recompute full"
         verdict = "it fits" if free >= HEADROOM else "it may not fit" if free >= 0 else "it does not fit"
         rows["verdict"] = f"{verdict} into the {gpu.usable_bytes / GIB:.1f} GiB that are usable on {gpu.name}"
-        if not fits_host(memory, gpu.host_bytes):
-            share = f"{gpu.host_bytes / GIB:,.0f} GiB of host memory that a server has for each GPU"
-            rows["verdict"] += f", but not into the {share}: use --train.recompute full, or a smaller micro-batch"
         if 0 <= free < HEADROOM:
             rows["verdict"] += f": {free:.1%} are left free, and the prediction may be off by {HEADROOM:.0%}"
-        lines = [f"{change.flags}  →  {change.needs(config)}" for change in changes]
-        if lines:
-            lines = [f"what fits and leaves {HEADROOM:.0%}, cheapest first:", *(f"  {line}" for line in lines)]
+        rows["verdict"] += "" if in_host else ", but not into the host memory of its server"
+        if changes:
+            listed = (f"  {change.flags}  →  {change.needs(config)}" for change in changes)
+            lines = [f"what fits and leaves {HEADROOM:.0%}, cheapest first:", *listed]
         elif free < HEADROOM:
             lines = [f"no change of mesh or recomputation makes it fit and leaves {HEADROOM:.0%}"]
     if figure is not None:
         draw_modes(config, figure, gpu, name)
         rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
-
-
-def _server_in_words(needed: float, available: float | None) -> str:
-    if available is None:
-        return f"{needed / GIB:,.1f} GiB in a server, whose memory is not known"
-    words = f"{needed / GIB:,.1f} of the {available / GIB:,.0f} GiB of a server"
-    return words if needed <= available else f"{words}, which is too much: use --train.recompute full"
 
 
 def draw_modes(config: Config, file: Path | BinaryIO, gpu: Gpu | None = None, name: str = "") -> None:

@@ -618,8 +618,8 @@ def moved(program: Program, tokens: Iterable[int], of: Traced, agree: Iterable[i
     Args:
       tokens: inputs that depend on the tokens.
       of: what was traced.
-      agree: inputs on which arrays depend that ranks find a scale for: one all-reduce each. XLA combines those of
-        weights with each other, and those of arrays that are computed again with these.
+      agree: inputs on which arrays depend that ranks find a scale for: one all-reduce each, with which XLA combines
+        those of weights and of arrays that are computed again.
     """
     depends, ranks = depending(program, tokens), of.ranks
     is_kernel = [op.is_kernel and not (ranks == 1 and op.axes == (MODEL,)) for op in program.operations]
@@ -642,8 +642,7 @@ def moved(program: Program, tokens: Iterable[int], of: Traced, agree: Iterable[i
         if value in written and (narrow or value in depends):
             launches += 1 + SCALE_KERNELS * narrow
     scales, agreeing = [op for op in program.operations if op.name == "pmax"], depending(program, agree)
-    of_weights = {op.axes for op in scales if depends.isdisjoint(op.inputs)}
-    agreed = *(op.axes for op in scales if agreeing.intersection(op.inputs)), *of_weights
+    agreed = tuple(op.axes for op in scales if agreeing.intersection(op.inputs))
     return Moved(total, scores, launches, weights, agreed)
 
 

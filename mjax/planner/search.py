@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -449,8 +449,10 @@ def _changes(config: Config, factor: int) -> Iterator[tuple[tuple[int, int], dic
     for those of one price the GPUs of a replica: one axis has more ranks at most, besides `data`."""
     mesh, train = config.mesh, config.train
     keep = "mesh.expert", "mesh.context_attention", "mesh.schedule", "mesh.chunks", "mesh.replica", "train.loss_chunks"
+    splits = {mesh.sequence_parallel: config, True: with_values(config, {"mesh.sequence_parallel": True})}
     losses = [train.loss_chunks, *(c.train.loss_chunks for c in with_loss_chunks(config, predict_memory(config)))]
-    for candidate in candidates(config, factor * mesh.devices, keep):
+    candidates_of = partial(candidates, devices=factor * mesh.devices, keep=(*keep, "mesh.sequence_parallel"))
+    for candidate in chain.from_iterable(map(candidates_of, splits.values())):
         new = candidate.mesh
         ranks = [(getattr(new, axis), getattr(mesh, axis)) for axis in ("pipe", "context", "model")]
         steps = {

@@ -579,10 +579,7 @@ class TimePredictor:
     ):
         self.gpu, self.calibration = gpu, calibration or default_calibration(gpu)
         self.software, self.worst = software, worst
-        self._rates, self._work, self._model = (
-            lru_cache(maxsize=4096)(function)
-            for function in (partial(Rates, gpu, self.calibration), self._work_of, self._model_of)
-        )
+        self._rates, self._work = lru_cache(partial(Rates, gpu, self.calibration)), lru_cache(4096)(self._work_of)
 
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
@@ -599,11 +596,10 @@ class TimePredictor:
     def __call__(self, config: Config) -> StepTime:
         """The time of a step of `config`."""
         step, train = self._step(config), config.train
-        flops, parameters = self._model(config.model, config.data, config.precision.compute, train.global_batch)
         work, seconds = step.work, step.seconds(config.micro_batches)
         total = sum(seconds.values())
-        tflops = flops / total / config.mesh.devices / 1e12
-        error, caveats = self.calibration.error_of(config, parameters, self.gpu)
+        tflops = model_flops(config) / total / config.mesh.devices / 1e12
+        error, caveats = self.calibration.error_of(config, count_parameters(config.model), self.gpu)
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")
@@ -646,11 +642,6 @@ class TimePredictor:
         )
         config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
         return _MicroBatch(config, self._rates(compute), self.software, self.worst)
-
-    def _model_of(self, model: ModelConfig, data: DataConfig, compute: str, batch: int) -> tuple[float, int]:
-        """FLOPs of a step, and parameters."""
-        train, precision = TrainConfig(global_batch=batch), PrecisionConfig(compute=compute)
-        return model_flops(Config(model=model, data=data, precision=precision, train=train)), count_parameters(model)
 
 
 class _MicroBatch(Common):

@@ -36,18 +36,17 @@ PACKAGES_BELOW = {
     "data": "config utils",
     "pictures": "cluster config parallel utils",
     "step": "config models parallel utils",
-    "trace": "cluster config models parallel step utils",
+    "planner": "cluster config models parallel pictures step utils",
     "checkpoint": "cluster config models parallel step utils",
-    "run": "checkpoint cluster config data models parallel pictures step trace utils",
+    "run": "checkpoint cluster config data models parallel pictures planner step utils",
     "generation": "checkpoint config data models parallel run step utils",
     "interop": "checkpoint config data lora models parallel step utils",
-    "planner": "cluster config models parallel pictures step trace utils",
-    "profiling": "parallel run trace utils",
+    "profiling": "parallel planner run utils",
     "tasks": "checkpoint config data generation models parallel pictures step utils",
     "finetuning": "checkpoint cluster config data models parallel pictures run step tasks utils",
     "doctor": "checkpoint cluster config models parallel utils",
     "commands": "checkpoint cluster config data doctor finetuning generation interop models parallel pictures planner "
-    "profiling run step tasks trace utils",
+    "profiling run step tasks utils",
 }
 """What a room of mjax may import from, besides itself and `errors`."""
 

@@ -20,11 +20,12 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import axes
 from mjax.errors import UsageError
 from mjax.planner import compile as ahead
-from mjax.planner.compile import compile_section, compile_step, sheet_names
-from mjax.planner.hlo import counted
+from mjax.planner.compile import AllocatedMemory, Compilation, compile_section, compile_step, sheet_names
+from mjax.planner.hlo import ScheduledCollective, counted
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import Memory, predict_memory
 from mjax.profiling.trace import ELSEWHERE, INSTRUCTION, KINDS, kind_of
+from mjax.utils.figures import GIB
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -101,6 +102,22 @@ def check_report(config, compiled, expected, folder):
     # Of each layer's backward all-reduces at least one runs beside the products that make weight gradients.
     hidden = [c for c in read_overlaps(compiled.text, axes.sizes(config.mesh)) if c.overlap == "products"]
     assert {c.axes for c in hidden} == {("model",)}
+
+
+def test_report_compares_with_formula_and_ledger():
+    sent, key = ScheduledCollective("all-reduce", ("model",), "float32", 8, 3, 3, True), ("all-reduce", "float32")
+    memory, config = AllocatedMemory(GIB, GIB, GIB, GIB, GIB, host=GIB), config_of({"data": 1, "model": 2})
+    compiled = Compilation("h100", "NVIDIA H100", 0, config, 1.0, 2.0, memory, [sent], "", None)
+    section = compile_section(
+        compiled, {(("model",), *key): (3, 24), (("data",), *key): (1, 4)}, Memory(2.2 * GIB, 0, 0)
+    )
+    assert "2.00 GiB on each device, 1.00 of them temporaries; the formula predicts 2.20 GiB, +10.0%" in section.text
+    rows = [line.split() for line in section.lines if line.startswith("all-reduce")]
+    assert rows == [["all-reduce", "data", "float32", "1", "0", "4", "0", "-4"],
+                    ["all-reduce", "model", "float32", "3", "3", "24", "24", "equal"]]  # fmt: skip
+    assert "Calls are those of a stage that runs every pass in every tick" in section.text
+    assert section.values["memory"]["host"] == GIB
+    assert section.values["ledger"][1]["compiled"] == {"calls": 3, "bytes": 24}
 
 
 @pytest.mark.compiler

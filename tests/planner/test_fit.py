@@ -38,6 +38,7 @@ def test_proposals_fit_run_and_differ(monkeypatch, name, gib):
     config = load_config(name)
     assert predict_memory(config).total > gib * GIB
     changes = changes_that_fit(config, gib * GIB)
+    assert len(changes) == 3
     assert [change.price for change in changes] == sorted(change.price for change in changes)
     for change in changes:
         assert predict_memory(change.config) == change.memory

@@ -55,8 +55,8 @@ def test_memory_is_within_five_percent_of_xla(row):
 
 @pytest.mark.parametrize("names", [OFTEN, pytest.param(ROWS, marks=pytest.mark.ci)], ids=["often", "all"])
 def test_memory_is_off_by_one_percent_on_average(names):
-    """2.5 for mixtures, 3 for sequences over context."""
-    limits, errors = {"dense": 0.01, "mixture": 0.025, "over context": 0.03}, defaultdict(list)
+    """1.1 at most, 2.5 for mixtures, 3 for sequences over context."""
+    limits, errors = {"dense": 0.011, "mixture": 0.025, "over context": 0.03}, defaultdict(list)
     for row in map(ROWS.get, names):
         config = config_of(row)
         kind = "mixture" if config.model.parted_experts() else "dense"

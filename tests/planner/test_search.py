@@ -237,7 +237,7 @@ def test_refusal_names_smallest_and_enough_gpus():
     found = search(SMALL, 8, shared, time_of, 30 * 2**30)
     with pytest.raises(UsageError) as refused:
         refuse_too_big(found, SMALL, "small", "h100", shared, [])
-    assert "takes at least 101.0 GiB of 30.0; use --devices 32, where it fits" in str(refused.value)
+    assert "takes 101.0 GiB of 30.0; use --devices 32, where it fits" in str(refused.value)
     assert enough_devices(SMALL, 8, shared, 27.5 * 2**30) == 32
     assert enough_devices(SMALL, 8, shared, 27 * 2**30) == 64  # 32 would leave less than 5% free
     assert enough_devices(SMALL, 8, shared, 2**30) is None

@@ -35,7 +35,18 @@ from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.layer import hardware_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import weights_of_device
-from mjax.planner.time import MJAX, PARTS, TILE, Overlap, bubble, predict_time, run_tokens, ticks, time_section
+from mjax.planner.time import (
+    MJAX,
+    PARTS,
+    TILE,
+    Overlap,
+    TimePredictor,
+    bubble,
+    predict_time,
+    run_tokens,
+    ticks,
+    time_section,
+)
 from tests.planner.configs import changed
 from tests.products import one_in
 
@@ -126,7 +137,7 @@ MORE_COMPILED_STEPS = (
     ("gpt_8b", 8, "offload", "off", "bf16", SPLIT, 1, 217.9, 0.08),
     ("gpt_1b", 16, "none", "on", "fp8", {}, 1, 217.7, 0.06),
     ("llama3_8b, 4", 1, "none", "on", "fp8", {}, 1, 134.8, 0.07),
-    ("gpt_8b", 8, "selective", "off", "fp8", SPLIT, 1, 160.3, 0.09),
+    ("gpt_8b", 8, "selective", "off", "fp8", SPLIT, 1, 160.3, 0.1),
     ("llama3_8b", 1, "selective", "off", "bf16", {"data": 64, "zero": 3}, 1, 865.6, 0.04),
     ("qwen3_8b", 1, "selective", "on", "bf16", {"data": 8, "zero": 3}, 2, 812.3, 0.1),
 )
@@ -329,7 +340,7 @@ def test_mean_of_run_counts_each_batch_size():
     each = {size: predict_time(at_batch(config, size), H100) for size in set(sizes)}
     found = predict_time(config, H100)
     assert found.mean == pytest.approx(sum(each[size].total for size in sizes) / 100, rel=1e-12)
-    assert found.total == each[64].total > found.mean
+    assert found.total == each[64].total > found.mean == TimePredictor(H100).mean(config)
     assert all(step.mean == step.total for step in each.values())
     assert time_section(config, H100).values["run"]["seconds"] == pytest.approx(100 * found.mean)
 
