@@ -144,12 +144,12 @@ def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, na
     """
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     plot = figure.add_subplot(yscale="log")
-    for (way, pairs), color, marker in zip(points.items(), PALETTE, "os^", strict=False):
-        plot.plot(*zip(*pairs, strict=True), color=color, marker=marker, linewidth=2, label=way)
+    for index, (way, pairs) in enumerate(points.items()):
+        color, lowest = PALETTE[index], index == len(points) - 1
+        plot.plot(*zip(*pairs, strict=True), color=color, marker="os^"[index], linewidth=2, label=way)
+        beside = {"xytext": (3, -13) if lowest else (-3, 5), "ha": "left" if lowest else "right"}
         for count, length in pairs:
-            plot.annotate(
-                format_positions(length), (count, length), (-3, 5), textcoords="offset points", ha="right", color=color
-            )
+            plot.annotate(format_positions(length), (count, length), textcoords="offset points", color=color, **beside)
     plot.set_xscale("log", base=2)
     plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
     plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

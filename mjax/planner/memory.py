@@ -315,7 +315,8 @@ def _temporaries(of: trace.Traced, layer: trace.Layer, program: Program) -> tupl
     gathered = largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part))
     dense = max(LARGEST * largest(set(written) - scores), LARGEST_SCORES * largest(scores.intersection(written)))
     biases = largest(scores.intersection(v for op in kernels if op.name == STAND_IN for v in op.inputs))
-    return (_of_experts(of, layer) or dense) + 2 * gathered, biases
+    # The stream, or keys and values of all positions, whose gradients are whole too.
+    return (_of_experts(of, layer) or dense) + (4 if of.across == "gather" else 2) * gathered, biases
 
 
 def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
