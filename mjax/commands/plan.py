@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.planner.section import SearchArguments, Section, check_search
 from mjax.utils.figures import human_bytes, named_rows, table
+from mjax.utils.files import cache_home
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,13 @@ def plan(argv: Sequence[str]) -> int:
         settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
     for line in taken:
         print(line, file=sys.stderr)
+    from mjax.planner.layer import earlier_traces
+
     gc.disable()  # a search makes millions of objects and no cycles to speak of: a sixth of its time
     try:
-        return run_plan(replace(arguments, settings=settings))
+        home = cache_home()
+        with nullcontext() if home is None else earlier_traces(home / "traces"):
+            return run_plan(replace(arguments, settings=settings))
     finally:
         gc.enable()
 

@@ -42,11 +42,15 @@ kernel repeats inside itself, as flash attention does in its backward pass, is n
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +60,7 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
+import mjax
 from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
@@ -86,9 +91,12 @@ from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
+from mjax.utils.files import write_whole
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
+MOST = 500
+"""Traces in a file, of about 50 KB each."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,7 @@ def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
         program=program,
         constants=constants,
         carried=carried,
-        weights=weights,
+        weights=frozenset(weights),
         kept=sum(map(layer.bytes, here)),
         offloaded=layer.bytes(x) if recompute == "offload" else 0,
         kept_unrolled=sum(map(layer.bytes, set(here))),
@@ -336,7 +344,39 @@ def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "non
 
 @lru_cache(maxsize=1024)
 def _traced(of: Traced, part: Callable, kernel: str, recompute: str) -> Part:
-    return _trace(of, of.config(kernel, recompute), part)
+    key = hashlib.sha256(repr((of, part.__name__, kernel, recompute)).encode()).hexdigest()
+    if _STORES and key in _STORES[-1]:
+        return Part.of_plain(_STORES[-1][key])
+    made = _trace(of, of.config(kernel, recompute), part)
+    if _STORES and type(of.model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
+        _STORES[-1][key] = made.plain()
+    return made
+
+
+_STORES: list[dict[str, list]] = []
+"""Of `earlier_traces`: plain values of traces by a digest of what they depend on."""
+
+
+@contextmanager
+def earlier_traces(folder: Path) -> Iterator[None]:
+    """Within it, traces are those that a command of the same sources of mjax and version of jax has left in `folder`.
+    New ones are left there too, until there are `MOST`."""
+    sources = b"".join(file.read_bytes() for file in sorted(Path(mjax.__file__).parent.rglob("*.py")))
+    file, store = folder / f"{hashlib.sha256(sources + jax.__version__.encode()).hexdigest()[:16]}.json", {}
+    with suppress(OSError, ValueError, TypeError):  # missing or damaged: everything is traced
+        store |= json.loads(file.read_text())
+    before = len(store)
+    _STORES.append(store)
+    try:
+        yield
+    finally:
+        _STORES.pop()
+    if before < len(store) <= MOST:
+        with suppress(OSError):  # a full disk, or the folder of someone else
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in folder.glob("*.json"):
+                other.unlink(missing_ok=True)
+            write_whole(file, json.dumps(store))
 
 
 def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
@@ -425,7 +465,7 @@ def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
     frozen = {v for v, of in zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True) if of}
-    frozen = frozenset(i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen)
+    frozen = tuple(i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen)
     return Part((Program(scan.params["jaxpr"]),), (), (_constants_and_carried(scan)[0], frozen))
 
 
@@ -477,7 +517,7 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:
     first, backward = _scans(jaxpr)
     (begin, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
     layer, stacks = Program(first.params["jaxpr"]), set(jaxpr.invars[:-2])
-    inputs = frozenset(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks)
+    inputs = tuple(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks)
     return Part((layer, Program(backward.params["jaxpr"])), (), (begin, kept, constants, carried, inputs))
 
 

@@ -7,7 +7,7 @@ removed, so that products, bytes and collectives can be counted on one list.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from fractions import Fraction
@@ -141,6 +141,22 @@ class Program:
         """Shape of a value."""
         return self.values[value].shape
 
+    def plain(self) -> list:
+        """Plain values for JSON, from which `of_plain` makes the program again."""
+        return [_plain_values(self.values), self.inputs, self.outputs, self.operations]
+
+    @classmethod
+    def of_plain(cls, plain: list) -> Program:
+        """The program of `plain`."""
+        values, inputs, outputs, operations = plain
+        program = cls.__new__(cls)
+        program.values, program.inputs, program.outputs, program._views = _values_of(values), inputs, outputs, {}
+        program.operations = [
+            Operation(name, *map(tuple, numbers), product and Product(*product))
+            for name, *numbers, product in operations
+        ]
+        return program
+
     def ends_with(self, value: int, dims: tuple[int, int]) -> bool:
         """Whether a value has these last dims, after others, as the scores of attention have."""
         return len(self.shape(value)) > 2 and self.shape(value)[-2:] == dims
@@ -195,6 +211,14 @@ class Program:
             return False
         value = self.values[self._viewed(inputs[0])]
         return value.dtype == np.uint8 or is_float8(value)
+
+
+def _plain_values(values: Iterable[Value]) -> list:
+    return [[value.shape, value.dtype.name] for value in values]
+
+
+def _values_of(plain: list) -> list[Value]:
+    return [Value(tuple(shape), np.dtype(dtype)) for shape, dtype in plain]
 
 
 def _used(operations: Sequence[Operation], outputs: Iterable[int | None]) -> list[Operation]:
@@ -291,8 +315,18 @@ class Part:
     """
 
     programs: tuple[Program, ...]
-    values: tuple[Any, ...]
-    same: Hashable
+    values: tuple[Value, ...]
+    same: Any
+
+    def plain(self) -> list:
+        """Plain values for JSON, from which `of_plain` makes the part again."""
+        return [[program.plain() for program in self.programs], _plain_values(self.values), self.same]
+
+    @classmethod
+    def of_plain(cls, plain: list) -> Part:
+        """The part of `plain`."""
+        programs, values, same = plain
+        return cls(tuple(map(Program.of_plain, programs)), tuple(_values_of(values)), same)
 
     def sizes(self) -> Iterator[tuple[int, ...]]:
         """The sizes of all arrays and products."""

@@ -126,3 +126,23 @@ def test_search_traces_each_layer_once(traces):
     made = traces()
     find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
     assert Counter(each.ranks for each in made) == dict.fromkeys((1, 2, 4, 8), 5)
+
+
+def test_traces_of_earlier_commands_are_read(traces, tmp_path):
+    """Of a mixture, and of a layer in float8; a damaged file is as none."""
+    mixture = Traced.of(load_config("olmoe_1b_7b"))
+    narrow = replace(Traced.of(load_config("gpt_345m")), compute="fp8")
+    made = traces()
+    with layers.earlier_traces(tmp_path):
+        sizes = [sizes_of(of) for of in (mixture, narrow)]
+    assert made
+    made = traces()
+    with layers.earlier_traces(tmp_path):
+        assert [sizes_of(of) for of in (mixture, narrow)] == sizes
+    assert not made
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:-1])
+    made = traces()
+    with layers.earlier_traces(tmp_path):
+        assert sizes_of(narrow) == sizes[1]
+    assert made
