@@ -91,7 +91,7 @@ from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
-from mjax.utils.files import write_whole
+from mjax.utils.files import make_private, write_whole
 from mjax.utils.names import leaf_name
 
 Kind = tuple[int, int]
@@ -360,23 +360,25 @@ _STORES: list[dict[str, list]] = []
 @contextmanager
 def earlier_traces(folder: Path) -> Iterator[None]:
     """Within it, traces are those that a command of the same sources of mjax and version of jax has left in `folder`.
-    New ones are left there too, until there are `MOST`."""
+    New ones are left there too, the last `MOST`, if nobody else can write there."""
     sources = b"".join(file.read_bytes() for file in sorted(Path(mjax.__file__).parent.rglob("*.py")))
     file, store = folder / f"{hashlib.sha256(sources + jax.__version__.encode()).hexdigest()[:16]}.json", {}
+    private = False
     with suppress(OSError, ValueError, TypeError):  # missing or damaged: everything is traced
-        store |= json.loads(file.read_text())
+        private = make_private(folder) is None
+        if private:
+            store |= json.loads(file.read_text())
     before = len(store)
     _STORES.append(store)
     try:
         yield
     finally:
         _STORES.pop()
-    if before < len(store) <= MOST:
-        with suppress(OSError):  # a full disk, or the folder of someone else
-            folder.mkdir(parents=True, exist_ok=True)
+    if private and before < len(store):
+        with suppress(OSError):  # such as a full disk
             for other in folder.glob("*.json"):
                 other.unlink(missing_ok=True)
-            write_whole(file, json.dumps(store))
+            write_whole(file, json.dumps(dict(list(store.items())[-MOST:])))
 
 
 def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:

@@ -129,20 +129,25 @@ def test_search_traces_each_layer_once(traces):
 
 
 def test_traces_of_earlier_commands_are_read(traces, tmp_path):
-    """Of a mixture, and of a layer in float8; a damaged file is as none."""
-    mixture = Traced.of(load_config("olmoe_1b_7b"))
+    """Of a mixture, and of a layer in float8; a damaged file is as none, and a folder of all."""
+    folder, mixture = tmp_path / "traces", Traced.of(load_config("olmoe_1b_7b"))
     narrow = replace(Traced.of(load_config("gpt_345m")), compute="fp8")
     made = traces()
-    with layers.earlier_traces(tmp_path):
+    with layers.earlier_traces(folder):
         sizes = [sizes_of(of) for of in (mixture, narrow)]
     assert made
     made = traces()
-    with layers.earlier_traces(tmp_path):
+    with layers.earlier_traces(folder):
         assert [sizes_of(of) for of in (mixture, narrow)] == sizes
     assert not made
-    (file,) = tmp_path.iterdir()
+    (file,) = folder.iterdir()
     file.write_text(file.read_text()[:-1])
     made = traces()
-    with layers.earlier_traces(tmp_path):
+    with layers.earlier_traces(folder):
+        assert sizes_of(narrow) == sizes[1]
+    assert made
+    folder.chmod(0o777)
+    made = traces()
+    with layers.earlier_traces(folder):
         assert sizes_of(narrow) == sizes[1]
     assert made
