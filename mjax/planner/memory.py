@@ -152,7 +152,6 @@ class _Sizes:
       stream: this rank's rows of the residual stream.
       kept: residuals of a chunk's layers on the device.
       host: the same in host memory.
-      factors: operands and results of the products with weights of a chunk's layers.
       work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
       biases: written-out bias of cuDNN's attention, and its unused gradient.
       logits: vocabulary scores, of a chunk of the loss.
@@ -183,7 +182,7 @@ class _Sizes:
         twice = recompute == "selective" and (mesh.model > 1 or (mesh.zero == 3 and shards(mesh) > 1))
         masks = (config.model.attention_dropout > 0) + self.width * twice
         sample = max(of_kinds, key=lambda sample: sample.work + masks * sample.scores)
-        self.stream, self.factors = sample.stream, self.of_layers(lambda kind: kind.sample.factors)
+        self.stream = sample.stream
         self.kept = self.of_layers(self._kept)
         self.host = self.of_layers(lambda kind: kind.sample.offloaded)
         self.work = sample.work + masks * sample.scores
