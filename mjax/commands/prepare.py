@@ -73,7 +73,6 @@ from mjax.data.indexed import (
     temporary_tokenizer,
     token_dtype,
     token_file,
-    tokenizer_folder,
 )
 from mjax.data.samples import advice
 from mjax.data.tokenizers import (
@@ -109,6 +108,7 @@ class PrepareSummary:
       encoding_seconds: time from the first text to the last token on disk, without training a tokenizer.
       dropped, cut: conversations that were too long.
       endless: conversations whose last turn ends without a special token.
+      for_bert: whether the tokenizer has the tokens of a BERT's samples.
     """
 
     metadata: DatasetMetadata
@@ -120,6 +120,7 @@ class PrepareSummary:
     dropped: int = 0
     cut: int = 0
     endless: int = 0
+    for_bert: bool = False
 
 
 def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSummary | None:
@@ -327,6 +328,7 @@ class PrepareJob(tasks.Job):
         workers = (how.workers or self.tasks) if how.executor else max(self.processes, 1)
         now, encoder = time.time(), min(part.encoder for part in parts)  # gigatoken, if it took some
         values = {"metadata": metadata, "encoder": encoder, "workers": workers}
+        values["for_bert"] = isinstance(tokenizer, BertTokenizer)
         values |= {"seconds": now - self.began, "encoding_seconds": now - self.encoding_began}
         return values | dict(zip(("dropped", "cut", "endless"), counts, strict=True))
 
@@ -343,12 +345,13 @@ class PrepareJob(tasks.Job):
             rates = {"documents_per_second": metadata.documents / result.encoding_seconds}
             rates["megabytes_per_second"] = metadata.text_bytes / result.encoding_seconds / 1e6
             values = dataclasses.asdict(result)
+            del values["for_bert"]
             values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
         show(arguments, result)
         if self.following:
-            print(f"\nNext: {_following(arguments, metadata)}")
+            print(f"\nNext: {_following(arguments, metadata, result.for_bert)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -495,11 +498,10 @@ def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
     console.print(f"encoded with {summary.encoder}, {workers}: {rates}", markup=False)
 
 
-def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
+def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert: bool) -> str:
     """The command that trains on the dataset."""
     config = "gpt_demo"
-    of_bert = isinstance(tokenizer_from_folder(tokenizer_folder(arguments.output)), BertTokenizer)
-    if of_bert:
+    if for_bert:
         config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
     file = config.partition(" ")[0]
@@ -516,7 +518,7 @@ def _following(arguments: PrepareArguments, metadata: DatasetMetadata) -> str:
         command = f"{command.partition(' --data.split')[0]} --train.eval-interval 0"
     elif documents == 1:
         command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
-    if of_bert and (metadata.append_eod or not arguments.split_sentences):
+    if for_bert and (metadata.append_eod or not arguments.split_sentences):
         command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
     return command
 
