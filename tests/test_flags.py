@@ -13,11 +13,17 @@ from mjax.commands import cli
 from mjax.commands.convert import ToHfArguments
 from mjax.commands.evaluate import EvaluateArguments
 from mjax.commands.finetune import FinetuneArguments
-from mjax.commands.flags import ELSEWHERE, NOTES, flags_of, parse
+from mjax.commands.flags import ELSEWHERE, NOTES, documented_flags, parse
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments, name_of
 from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
+
+
+def flags_of(cls, default=None):
+    """Names of the flags of a class, without leading dashes."""
+    return (flag.name for flag in documented_flags(cls, default))
+
 
 TYPED = {
     "train --lr 3e-4": "mjax train has no --lr; type --optimizer.learning-rate 3e-4",

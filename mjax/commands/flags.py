@@ -183,11 +183,6 @@ def typed_flags(argv: Sequence[str]) -> set[str]:
     return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
 
 
-def flags_of(cls: type, default: object = None) -> Iterator[str]:
-    """Names of the flags of `cls`, without leading dashes: 'config', 'mesh.data'."""
-    return (flag.name for flag in documented_flags(cls, default))
-
-
 # --- Flags that are not there, and values of flags that take none ----------------------------------------------------
 
 

@@ -109,8 +109,8 @@ class DataConfig:
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
     samples: Count | None = None
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
-    depends on it, so set it to lengthen a run later without changing the order. Of
-    conversations, padding follows them in the last batch."""
+    depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
+    in the last batch."""
     reset_positions: bool = False
     """Restart positions at 0 after each end of document."""
     reset_attention: bool = False

@@ -60,7 +60,6 @@ from jax import Array
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
-import mjax
 from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
@@ -93,6 +92,7 @@ from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
 from mjax.utils.names import leaf_name
+from mjax.utils.packages import source_hashes
 
 Kind = tuple[int, int]
 MOST = 500
@@ -361,8 +361,8 @@ _STORES: list[dict[str, list]] = []
 def earlier_traces(folder: Path) -> Iterator[None]:
     """Within it, traces are those that a command of the same sources of mjax and version of jax has left in `folder`.
     New ones are left there too, the last `MOST`, if nobody else can write there."""
-    sources = b"".join(file.read_bytes() for file in sorted(Path(mjax.__file__).parent.rglob("*.py")))
-    file, store = folder / f"{hashlib.sha256(sources + jax.__version__.encode()).hexdigest()[:16]}.json", {}
+    software = json.dumps([jax.__version__, source_hashes()])
+    file, store = folder / f"{hashlib.sha256(software.encode()).hexdigest()[:16]}.json", {}
     private = False
     with suppress(OSError, ValueError, TypeError):  # missing or damaged: everything is traced
         private = make_private(folder) is None

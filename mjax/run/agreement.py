@@ -14,7 +14,6 @@ connections of the watchdog: a collective would need the agreement that is still
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -36,7 +35,6 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import mjax
 from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
 from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
@@ -51,7 +49,7 @@ from mjax.parallel import mappings
 from mjax.parallel.random import words_of
 from mjax.run.continuing import PATHS, Origin
 from mjax.utils.names import leaf_name
-from mjax.utils.packages import installed
+from mjax.utils.packages import installed, source_hashes
 
 PACKAGES = re.compile(
     r"(jax|nvidia).*|flax|optax|orbax-checkpoint|tensorstore|ml-dtypes|numpy|sentencepiece|tokenizers"
@@ -170,9 +168,7 @@ def software_facts() -> Facts:
     # Each process may write its dumps where it likes.
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump")]
     facts["XLA_FLAGS"] = " ".join(sorted(flags)) or "none"
-    package = Path(mjax.__file__).parent
-    for file in sorted(package.rglob("*.py")):
-        facts[f"mjax/{file.relative_to(package).as_posix()}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    facts |= source_hashes()
     return {name: (value, value) for name, value in facts.items()}
 
 

@@ -1,9 +1,14 @@
-"""Installed versions, from package metadata: nothing is imported, so broken packages are listed too."""
+"""Installed versions, from package metadata: nothing is imported, so broken packages are listed too; and mjax's own
+sources."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from importlib import metadata
+from pathlib import Path
+
+import mjax
 
 
 def installed() -> dict[str, str]:
@@ -15,6 +20,13 @@ def installed() -> dict[str, str]:
         if name and version:  # an interrupted installation leaves a folder without them
             versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return versions
+
+
+def source_hashes() -> dict[str, str]:
+    """A hash of each of mjax's source files, by path: 'mjax/config/run.py'."""
+    root = Path(mjax.__file__).parent.parent
+    files = sorted((root / "mjax").rglob("*.py"))
+    return {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
 
 
 def cuda_build() -> int | None:
