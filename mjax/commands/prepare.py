@@ -22,7 +22,6 @@ import json
 import random
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -86,8 +85,7 @@ from mjax.data.tokenizers import (
     train_sentencepiece,
     train_wordpiece,
 )
-from mjax.data.tokenizers.fast import EncodersDiffer
-from mjax.errors import RunError, UsageError
+from mjax.errors import UsageError
 from mjax.utils.progress import facts, watched
 from mjax.utils.remote import RemoteFile, put, remove
 
@@ -130,7 +128,6 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
       UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
       RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
     """
-    began = time.time()
     _check(arguments)
     if arguments.chat:
         run = Path((arguments.tokenizer or "").partition(":")[2])
@@ -138,16 +135,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         corpus = Questions() if arguments.demo else conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    job = PrepareJob(arguments, corpus, began, following)
-    try:
-        return tasks.run(job)
-    except RunError as error:  # with any number of tasks the dataset is the same: begin again
-        reason = job.differ.read_text() if job.differ.exists() else str(error)
-        if not (job.differ.exists() or isinstance(error, EncodersDiffer)):
-            raise
-    print(f"{reason}; begin again with tokenizers alone", file=sys.stderr)
-    shutil.rmtree(job.folder, ignore_errors=True)
-    return tasks.run(PrepareJob(arguments, corpus, began, following, fast=False))
+    return tasks.run(PrepareJob(arguments, corpus, following))
 
 
 class EncodedShare(NamedTuple):
@@ -168,7 +156,7 @@ class EncodedShare(NamedTuple):
 
 
 class PrepareJob(tasks.Job):
-    """The stages of `mjax prepare`; not `fast`: without gigatoken.
+    """The stages of `mjax prepare`.
 
     Raises:
       UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
@@ -176,14 +164,12 @@ class PrepareJob(tasks.Job):
 
     readers = ("lines", "encode")
 
-    def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool, fast: bool = True):
+    def __init__(self, arguments: PrepareArguments, corpus: Corpus, following: bool):
         super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
-        self.began, self.following, self.encoding_began = began, following, began
+        self.following, self.encoding_began = following, self.began
         self.given = None if _trains(arguments) else _with_bos(load_tokenizer(arguments.tokenizer), arguments)
         tokenizer = [] if _trains(arguments) else files_of(arguments.tokenizer)
         self.settings = [*tokenizer, Path(arguments.template or "")]
-        self.differ, self.slow = self.folder / "differ", self.folder / "slow"
-        self.fast = fast and not self.slow.exists()
 
     @property
     def _tokenizer_folder(self) -> Path:
@@ -192,10 +178,6 @@ class PrepareJob(tasks.Job):
     def begin(self) -> None:
         """Train the tokenizer, if none is given, and save it for the tasks."""
         how, folder = self.arguments, self._tokenizer_folder
-        if self.differ.exists():  # a task that Slurm ran
-            raise EncodersDiffer(self.differ.read_text())
-        if not self.fast:
-            self.slow.touch()
         given, self.given = self.given, None  # tasks read it from the folder
         if not folder.exists():
             part = self.folder / "tokenizer.part"
@@ -228,10 +210,7 @@ class PrepareJob(tasks.Job):
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        encoder = make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
-        if not self.fast:
-            encoder.tokenizer.leave_gigatoken()
-        return encoder
+        return make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
 
     @cached_property
     def _dtype(self) -> np.dtype:
@@ -244,11 +223,7 @@ class PrepareJob(tasks.Job):
         counts, stops = np.zeros(3, np.int64), set()
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
-                try:
-                    block = encoder.encode(raw)
-                except EncodersDiffer as error:
-                    self.differ.write_text(str(error))
-                    raise
+                block = encoder.encode(raw)
                 malformed.add(block.malformed)
                 check_ids(block.tokens, encoder.tokenizer.vocabulary)
                 block.tokens.astype(encoder.dtype, copy=False).tofile(token_stream)
@@ -325,7 +300,7 @@ class PrepareJob(tasks.Job):
             for name, file in (("bin", token_file(prefix)), ("mask", mask_file(prefix)), ("idx", index_file(prefix))):
                 if (self.folder / name).exists():
                     put(self.folder / name, file)
-        workers = (how.workers or self.tasks) if how.executor else max(self.processes, 1)
+        workers = (how.workers or self.tasks) if how.sbatch else max(self.processes, 1)
         now, encoder = time.time(), min(part.encoder for part in parts)  # gigatoken, if it took some
         values = {"metadata": metadata, "encoder": encoder, "workers": workers}
         values["for_bert"] = isinstance(tokenizer, BertTokenizer)

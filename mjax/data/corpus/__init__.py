@@ -220,14 +220,12 @@ class TextArguments:
     """Largest document, in bytes: an unpacked .txt file or line of .jsonl. A larger one is malformed."""
     workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
     """Worker processes; by default one per core, fewer for little text. The result is the same with any number."""
-    executor: Literal["local", "slurm", "ray"] | None = None
-    """Run the tasks with datatrove (pip install 'mjax[data]'): on this machine, a Slurm cluster or a Ray cluster; by
-    default in worker processes here."""
     tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
     """Parts of the input, each a task that runs again if it was killed; by default one for 4 MB, at most 256 until each
     has 1 GB. The result is the same with any number."""
     sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
-    """Options of sbatch for --executor slurm: partition=NAME, time=HH:MM:SS (default 24 hours), account=NAME, …"""
+    """Run the tasks as jobs of Slurm, with these options of sbatch: partition=NAME, time=HH:MM:SS (default 24 hours),
+    account=NAME, … --workers limits the jobs that run at once."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an existing output."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -87,7 +87,6 @@ class FilterJob(Job):
     def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
         arguments = dataclasses.replace(arguments, output=located(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
-        self._started = time.time()  # of any machine
 
     def merge(self, rank: int) -> None:
         """Copy a task's parts to their places."""
@@ -118,7 +117,7 @@ class FilterJob(Job):
             return
         output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{output} is ready after {time.time() - self._started:.1f} s", markup=False)
+        console.print(f"{output} is ready after {time.time() - self.began:.1f} s", markup=False)
         console.print(facts(_steps(report), "right"))
         for remark in self.remarks(report):
             console.print(f"\n{remark}", markup=False)

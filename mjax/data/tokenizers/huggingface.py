@@ -7,7 +7,6 @@ special tokens recognised inside the text, one of which ends documents.
 
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from mjax.data.tokenizer_trial import check_expansion, try_tokenizer
-from mjax.data.tokenizers.fast import WORTH, EncodersDiffer, FastEncoder, fast_encoder
+from mjax.data.tokenizers.fast import WORTH, FastEncoder, fast_encoder
 from mjax.data.tokenizers.library import WHOLE_FILES, Tokenizer, library_errors, utf8
 from mjax.errors import UsageError
 
@@ -80,12 +79,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of the tokens of each text; special tokens written out in it are text like any other."""
         if self._is_worth(texts):
-            try:
-                ids, lengths = self._fast.encode(texts)
-                return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-            except EncodersDiffer as error:
-                print(f"{error}; mjax continues with tokenizers alone", file=sys.stderr)
-                self._fast = None
+            ids, lengths = self._fast.encode(texts)
+            return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
         return self._encode_slowly(texts)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -94,10 +89,6 @@ class HuggingFaceTokenizer(Tokenizer):
             return super().encode_flat(texts)
         self.encoder = "gigatoken"
         return self._fast.encode(texts)
-
-    def leave_gigatoken(self) -> None:
-        """Encode with tokenizers alone."""
-        self._fast = None
 
     def begin_file(self) -> None:
         """Let gigatoken's ids of the first texts that follow be compared."""

@@ -89,7 +89,7 @@ class Tokenizer:
 
         Raises:
           UsageError: as `encode`.
-          EncodersDiffer: gigatoken encodes a text differently; switch it off and begin again.
+          EncodersDiffer: gigatoken encodes a text differently.
         """
         ids = self.encode_batch(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -97,9 +97,6 @@ class Tokenizer:
 
     def begin_file(self) -> None:
         """Compare the first texts that follow with another encoder, where there are two."""
-
-    def leave_gigatoken(self) -> None:
-        """Encode without gigatoken, where it would be used."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; an end-of-document id becomes `<|endoftext|>`, bytes that are not UTF-8 become "�".
