@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -23,33 +22,32 @@ from mjax.generation.chat import PLAIN, TEMPLATE, Chat
 from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
 
 
-class Encoded(NamedTuple):
+@dataclass
+class Encoded:
     """The documents of one block.
 
     Attributes:
       tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
       lengths: tokens in each sequence, int32 [sequences].
       sequences: sequences in each document, int64 [documents].
-      text_bytes: bytes of their text in UTF-8.
-      size: bytes of the input file they took.
       malformed: what is malformed in the block, in order.
+      counts: documents, sequences, tokens, text_bytes (in UTF-8); of conversations trained tokens; dropped and cut,
+        which were too long; endless, whose last turn ends without a special token.
       trained: of conversations, whether each token is trained, bool [tokens].
-      dropped, cut: conversations that were too long.
-      endless: conversations whose last turn ends without a special token.
-      stops: ids of the special tokens that end the other ones.
+      stops: ids of the special tokens that end conversations.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     sequences: np.ndarray
-    text_bytes: int
-    size: int
     malformed: list[str]
+    counts: dict[str, int]
     trained: np.ndarray | None = None
-    dropped: int = 0
-    cut: int = 0
-    endless: int = 0
     stops: frozenset[int] = frozenset()
+
+    def __post_init__(self):
+        sizes = {"documents": self.sequences, "sequences": self.lengths, "tokens": self.tokens}
+        self.counts |= {name: len(values) for name, values in sizes.items()}
 
 
 ONLY = {
@@ -173,17 +171,20 @@ class ConversationEncoder:
             encoded += [] if one is None else [one]
         lengths = np.array([len(one.ids) for one in encoded], np.int32)
         total = int(lengths.sum())
+        trained = np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total)
         return Encoded(
             tokens=np.fromiter(chain.from_iterable(one.ids for one in encoded), self.dtype, total),
             lengths=lengths,
             sequences=np.ones(len(encoded), np.int64),
-            text_bytes=sum(one.text_bytes for one in encoded),
-            size=block.size,
             malformed=malformed,
-            trained=np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total),
-            dropped=dropped,
-            cut=sum(one.cut for one in encoded),
-            endless=sum(one.stops is None and not one.cut for one in encoded),
+            counts={
+                "text_bytes": sum(one.text_bytes for one in encoded),
+                "trained": int(trained.sum()),
+                "dropped": dropped,
+                "cut": sum(one.cut for one in encoded),
+                "endless": sum(one.stops is None and not one.cut for one in encoded),
+            },
+            trained=trained,
             stops=frozenset(one.stops for one in encoded if one.stops is not None),
         )
 

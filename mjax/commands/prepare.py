@@ -23,11 +23,12 @@ import random
 import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich import filesize
@@ -49,12 +50,9 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data.corpus import (
     Corpus,
-    MalformedLines,
     Questions,
     Wikipedia,
-    load_splitter,
     parse,
-    split_sentences,
     tasks,
 )
 from mjax.data.corpus.blocks import Block
@@ -98,8 +96,8 @@ class PrepareSummary:
     """Result of `prepare`.
 
     Attributes:
+      prefix: of the dataset.
       metadata: of the dataset.
-      files: the dataset's files and its tokenizer's folder.
       encoder: the package that encoded: gigatoken, tokenizers, sentencepiece, or mjax for bytes.
       workers: processes that encoded; 1 means this process alone.
       seconds: total time.
@@ -109,8 +107,8 @@ class PrepareSummary:
       for_bert: whether the tokenizer has the tokens of a BERT's samples.
     """
 
+    prefix: str
     metadata: DatasetMetadata
-    files: list[Path]
     encoder: str
     workers: int
     seconds: float
@@ -119,6 +117,11 @@ class PrepareSummary:
     cut: int = 0
     endless: int = 0
     for_bert: bool = False
+
+    @property
+    def files(self) -> list[Path]:
+        """The dataset's files and its tokenizer's folder."""
+        return dataset_files(self.prefix)
 
 
 def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSummary | None:
@@ -136,23 +139,6 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
-
-
-class EncodedShare(NamedTuple):
-    """Sizes of an encoded share, and the package that encoded.
-
-    Attributes:
-      counts: those of the last fields of a summary.
-      stops: ids of the tokens that end conversations.
-    """
-
-    shape: Shape
-    text_bytes: int
-    trained: int
-    counts: list[int]
-    malformed: MalformedLines
-    encoder: str
-    stops: list[int]
 
 
 class PrepareJob(tasks.Job):
@@ -212,62 +198,53 @@ class PrepareJob(tasks.Job):
         make = ConversationEncoder if self.arguments.chat else Encoder
         return make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
 
-    @cached_property
-    def _dtype(self) -> np.dtype:
-        return np.dtype(token_dtype(self._tokenizer.vocabulary))
+    def encode(self, rank: int) -> dict[str, Any]:
+        """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks.
 
-    def encode(self, rank: int) -> EncodedShare:
-        """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks."""
-        encoder, malformed = self._encoder, self.malformed()
-        documents = sequences = tokens = text_bytes = trained = 0
-        counts, stops = np.zeros(3, np.int64), set()
+        Returns:
+          counts, summed over blocks; malformed lines; encoder, the package that encoded; stops, ids of the tokens that
+          end conversations.
+        """
+        encoder, malformed, counts, stops = self._encoder, self.malformed(), Counter(), set()
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
                 block = encoder.encode(raw)
                 malformed.add(block.malformed)
-                check_ids(block.tokens, encoder.tokenizer.vocabulary)
-                block.tokens.astype(encoder.dtype, copy=False).tofile(token_stream)
-                block.lengths.astype(np.int32, copy=False).tofile(lengths)
-                (np.cumsum(block.sequences, dtype=np.int64) + sequences).tofile(ends)
+                block.tokens.tofile(token_stream)
+                block.lengths.tofile(lengths)
+                (np.cumsum(block.sequences, dtype=np.int64) + counts["sequences"]).tofile(ends)
                 if block.trained is not None:
                     block.trained.astype(np.uint8).tofile(masks)
-                    trained += int(block.trained.sum())
-                documents, sequences = documents + len(block.sequences), sequences + len(block.lengths)
-                tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
-                counts += (block.dropped, block.cut, block.endless)
+                counts.update(block.counts)
                 stops |= block.stops
-        shape = Shape(documents, sequences, tokens)
         used = encoder.tokenizer.encoder
-        return EncodedShare(shape, text_bytes, trained, counts.tolist(), malformed, used, sorted(stops))
-
-    @cached_property
-    def _shares(self) -> list[EncodedShare]:
-        return [EncodedShare(*share) for share in self.results("encode")]
+        return {"counts": counts, "malformed": malformed, "encoder": used, "stops": sorted(stops)}
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        shapes = np.array([part.shape for part in self._shares])
+        fields = Shape._fields
+        shapes = np.array([[share["counts"].get(name, 0) for name in fields] for share in self.results("encode")])
         before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
-        dtype = self._dtype
+        dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
         if self.arguments.chat:
             self.put_part("masks", rank, self.folder / "mask", before.tokens)
         lengths = np.fromfile(self.part("lengths", rank), np.int32)
         put_index(self.folder / "idx", dtype, before, whole, lengths, np.fromfile(self.part("ends", rank), np.int64))
 
-    def finish(self, rank: int) -> dict[str, Any]:
-        """Write the metadata and give all files their names, the index last; returns a summary without its files."""
-        how, parts, prefix = self.arguments, self._shares, self.arguments.output
-        tokenizer = self._tokenizer
-        documents, sequences, tokens = np.array([part.shape for part in parts]).sum(axis=0).tolist()
-        counts = np.sum([part.counts for part in parts], axis=0).tolist()
-        malformed = self.malformed([part.malformed for part in parts])
-        if tokens == 0 and counts[0]:
+    def finish(self, rank: int) -> PrepareSummary:
+        """Write the metadata and give all files their names, the index last."""
+        how, shares, prefix, tokenizer = self.arguments, self.results("encode"), self.arguments.output, self._tokenizer
+        counts = Counter()
+        for share in shares:
+            counts.update(share["counts"])
+        malformed = self.malformed([share["malformed"] for share in shares])
+        if not counts["tokens"] and counts["dropped"]:
             raise UsageError(
-                f"all {counts[0]:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
+                f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
                 "--too-long cut"
             )
-        if tokens == 0:
+        if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
             tokenizer=tokenizer.scheme,
@@ -275,58 +252,56 @@ class PrepareJob(tasks.Job):
             eod=tokenizer.eod,
             append_eod=how.append_eod and not how.chat,
             bos=tokenizer.bos,
-            documents=documents,
-            tokens=tokens,
-            text_bytes=sum(part.text_bytes for part in parts),
+            documents=counts["documents"],
+            tokens=counts["tokens"],
+            text_bytes=counts["text_bytes"],
             inputs=self.corpus.names,
             mjax_version=__version__,
-            sequences=sequences,
+            sequences=counts["sequences"],
             sentences=how.language if how.split_sentences else None,
             malformed=malformed.count,
             malformed_examples=malformed.examples,
-            trained=sum(part.trained for part in parts) if how.chat else None,
+            trained=counts["trained"] if how.chat else None,
         )
         self.copies = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
             shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
             shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
-            add_ends_of_text(
-                temporary_tokenizer(prefix), tokenizer.eod, {stop for part in parts for stop in part.stops}
-            )
+            stops = {stop for share in shares for stop in share["stops"]}
+            add_ends_of_text(temporary_tokenizer(prefix), tokenizer.eod, stops)
             put_beside(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
-            self.complete()
-            for name, file in (("bin", token_file(prefix)), ("mask", mask_file(prefix)), ("idx", index_file(prefix))):
-                if (self.folder / name).exists():
-                    put(self.folder / name, file)
-        workers = (how.workers or self.tasks) if how.sbatch else max(self.processes, 1)
-        now, encoder = time.time(), min(part.encoder for part in parts)  # gigatoken, if it took some
-        values = {"metadata": metadata, "encoder": encoder, "workers": workers}
-        values["for_bert"] = isinstance(tokenizer, BertTokenizer)
-        values |= {"seconds": now - self.began, "encoding_seconds": now - self.encoding_began}
-        return values | dict(zip(("dropped", "cut", "endless"), counts, strict=True))
+        self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
+        now = time.time()
+        return PrepareSummary(
+            prefix=prefix,
+            metadata=metadata,
+            encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
+            workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
+            seconds=now - self.began,
+            encoding_seconds=now - self.encoding_began,
+            for_bert=isinstance(tokenizer, BertTokenizer),
+            **{name: counts[name] for name in ("dropped", "cut", "endless")},
+        )
 
     def result(self) -> PrepareSummary:
-        """The summary, with the files of the dataset."""
+        """The summary."""
         values = super().result()
-        metadata, files = DatasetMetadata(**values["metadata"]), dataset_files(self.arguments.output)
-        return PrepareSummary(**{**values, "metadata": metadata, "files": files})
+        return PrepareSummary(**values | {"metadata": DatasetMetadata(**values["metadata"])})
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
-        arguments, metadata = self.arguments, result.metadata
-        if arguments.json:
-            rates = {"documents_per_second": metadata.documents / result.encoding_seconds}
-            rates["megabytes_per_second"] = metadata.text_bytes / result.encoding_seconds / 1e6
+        if self.arguments.json:
+            rates = {"documents_per_second": result.metadata.documents / result.encoding_seconds}
+            rates["megabytes_per_second"] = result.metadata.text_bytes / result.encoding_seconds / 1e6
             values = dataclasses.asdict(result)
-            del values["for_bert"]
-            values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
+            values = {**values, **values.pop("metadata"), "files": result.files, **rates}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
-        show(arguments, result)
+        show(self.arguments, result)
         if self.following:
-            print(f"\nNext: {_following(arguments, metadata, result.for_bert)}")
+            print(f"\nNext: {_following(self.arguments, result.metadata, result.for_bert)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -418,14 +393,9 @@ class Encoder:
         if block.first == 1:
             self.tokenizer.begin_file()
         tokens, lengths, sequences = self._encode(texts)
-        return Encoded(
-            tokens=tokens.astype(self.dtype),
-            lengths=lengths,
-            sequences=sequences,
-            text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
-            size=block.size,
-            malformed=malformed,
-        )
+        check_ids(tokens, self.tokenizer.vocabulary)
+        counts = {"text_bytes": sum(len(text) if text.isascii() else len(text.encode()) for text in texts)}
+        return Encoded(tokens.astype(self.dtype), lengths, sequences, malformed, counts)
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, the lengths of sequences, and the number of sequences in each document, 0 without text."""
@@ -449,6 +419,40 @@ class Encoder:
         # The end of a document is inserted before the beginning of the next, which is at the same place.
         values = np.repeat([self.tokenizer.eod, self.begin or 0], [len(after), len(before)]).astype(tokens.dtype)
         return np.insert(tokens, np.concatenate([after, before]), values), lengths, sequences
+
+
+# --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
+
+# Punkt (Kiss and Strunk, Computational Linguistics 32:4, 2006) ends a sentence at a full stop unless an abbreviation,
+# an initial or a number stands before it, as learned from plain text of the language. The algorithm is NLTK's, so the
+# sentences are those of Megatron's preprocess_data. The learned tables are not part of NLTK: `punkt_tab`, plain text in
+# a folder tokenizers/punkt_tab/LANGUAGE under $NLTK_DATA or one of NLTK's usual folders. Megatron's older `punkt` is a
+# pickle, which can execute anything; mjax never opens it.
+
+PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
+
+
+def load_splitter(language: str) -> Any:
+    """NLTK's Punkt with the tables of a language, such as "english"; sentences do not include the spaces between them.
+
+    Raises:
+      UsageError: the language's tables are missing; says where to get them.
+    """
+    from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
+
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
+            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
+        ) from None
+
+
+def split_sentences(text: str, splitter: Any) -> list[str]:
+    """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
+    parts = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    return [sentence for part in parts for sentence in splitter.tokenize(part)]
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------

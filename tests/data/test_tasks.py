@@ -220,14 +220,14 @@ def test_interruption_keeps_finished_tasks(corpus, monkeypatch, capsys, command,
 def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd, command):
     """The same command could not continue: it would refuse to replace the output."""
     run(command, corpus, tasks=1)
-    expected, module = hashes(), "mjax.commands.prepare" if command == "prepare" else "mjax.data.corpus.outputs"
+    expected = hashes()
 
     def put_and_interrupt(file, path):
         files.put(file, path)
         if file.name in ("kept", "idx"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(f"{module}.put", put_and_interrupt)
+    monkeypatch.setattr("mjax.data.corpus.tasks.put", put_and_interrupt)
     run(command, corpus, tasks=1, overwrite=True)
     assert f"{OUTPUTS[command]} is complete; removing {OUTPUTS[command]}.tmp" in capfd.readouterr().err
     assert hashes() == expected

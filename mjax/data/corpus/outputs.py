@@ -27,7 +27,7 @@ from mjax.data.corpus import Corpus, Document, FilterArguments, MalformedLines
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
 from mjax.utils.progress import facts
-from mjax.utils.remote import RemoteFile, located, put
+from mjax.utils.remote import RemoteFile, located
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -100,10 +100,7 @@ class FilterJob(Job):
         if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
             (self.folder / "report").write_bytes(text.encode())
         self.copies = isinstance(self.arguments.output, RemoteFile)
-        self.complete()
-        for name, file in output_files(self.arguments.output).items():
-            if (self.folder / name).exists():
-                put(self.folder / name, file)
+        self.put_outputs(output_files(self.arguments.output))
         return json.loads(text)
 
     def remarks(self, report: dict[str, Any]) -> Iterable[str]:

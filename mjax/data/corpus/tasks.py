@@ -44,7 +44,7 @@ from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, useful
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
-from mjax.utils.remote import beside
+from mjax.utils.remote import beside, put
 
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
@@ -92,10 +92,13 @@ class Job:
         """The last stage: put the output in place; it can be repeated."""
         raise NotImplementedError
 
-    def complete(self) -> None:
-        """Call before the last files get their names: an interruption comes too late."""
+    def put_outputs(self, files: dict[str, Path]) -> None:
+        """Give files of the folder, by name, their final names in this order; an interruption comes too late then."""
         if not self.copies:
             INTERRUPTS.too_late = f"{self.output} is complete; removing {self.folder}\n"
+        for name, file in files.items():
+            if (self.folder / name).exists():  # else it was put before the run was killed
+                put(self.folder / name, file)
 
     def result(self) -> Any:
         """The result of the command, from the marker of the last stage."""
