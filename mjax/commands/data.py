@@ -28,9 +28,9 @@ from mjax.commands.arguments import InspectArguments, MergeArguments
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
 from mjax.data.corpus import EXAMPLES
-from mjax.data.indexed import IndexedDataset, tokenizer_folder
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.errors import UsageError, check_picture
+from mjax.errors import RunError, UsageError, check_picture
 from mjax.utils.progress import facts, progress
 
 QUANTILES = {"shortest": 0.0, "1%": 0.01, "25%": 0.25, "median": 0.5, "75%": 0.75, "99%": 0.99, "longest": 1.0}
@@ -162,14 +162,17 @@ def merge(arguments: MergeArguments) -> None:
             raise UsageError(f"{parts[0]} holds {kinds[0]} and {other.prefix} {kinds[1]}; merge one kind")
     known = [read_metadata(part) for part in parts]
     metadata = None if None in known else _merged(parts, known)
-    with indexed.writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
-        with progress("copying", tokens * dtype.itemsize) as advance:
-            for dataset in datasets:
-                for copied in writer.add_dataset(dataset):
-                    advance(copied)
-        if metadata is not None:
-            shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
-        indexed.put_beside(output, metadata)
+    try:
+        with IndexedDatasetWriter(output, int(np.iinfo(dtype).max) + 1, dtype) as writer:
+            with progress("copying", tokens * dtype.itemsize) as advance:
+                for dataset in datasets:
+                    for copied in writer.add_dataset(dataset):
+                        advance(copied)
+            if metadata is not None:
+                shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
+            indexed.put_beside(output, metadata)
+    except OSError as error:
+        raise RunError(f"merging into {output} stopped: {error}; nothing was left under that name") from error
 
     documents = sum(dataset.documents for dataset in datasets)
     size = filesize.decimal(tokens * dtype.itemsize)
