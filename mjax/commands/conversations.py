@@ -74,19 +74,13 @@ def check_chat(arguments: ConversationArguments, tokenizer: str | None, of_text:
             if getattr(arguments, name) != default:
                 raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
         return
-    for flag, value in of_text.items():
-        if value:
-            raise UsageError(f"{flag} is for text, and --chat for conversations; leave one out")
+    if flags := [flag for flag, value in of_text.items() if value]:
+        raise UsageError(f"{flags[0]} is for text, and --chat for conversations; leave one out")
     kind, _, run = (tokenizer or "").partition(":")
     if kind != "run":
-        raise UsageError(
-            "--chat needs the tokenizer and the chat template of the model to train; add --tokenizer run:RUN"
-        )
+        raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
     if arguments.template is None and not (Path(run) / "tokenizer" / TEMPLATE).is_file():
-        raise UsageError(
-            f"{run} has no chat template ({run}/tokenizer/{TEMPLATE}); add --template FILE, or --template plain for "
-            "User: … Assistant: …"
-        )
+        raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
     if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
         raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
 

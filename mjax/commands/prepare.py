@@ -17,14 +17,13 @@ PREFIX.tmp, where the same command continues, with the same result.
 """
 
 import dataclasses
-import functools
 import json
 import random
 import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,57 +34,22 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.commands import conversations
 from mjax.commands.arguments import PrepareArguments
-from mjax.commands.conversations import (
-    ConversationEncoder,
-    Encoded,
-    check_chat,
-    conversations_of,
-    longest_of,
-    save_chat,
-    show_first,
-)
+from mjax.commands.conversations import ConversationEncoder, Encoded
 from mjax.config import DataConfig, load_config
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
-from mjax.data.corpus import (
-    Corpus,
-    Questions,
-    Wikipedia,
-    parse,
-    tasks,
-)
+from mjax.data import indexed, tokenizers
+from mjax.data.corpus import Corpus, Questions, Wikipedia, parse, tasks
 from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.outputs import speed
-from mjax.data.corpus.workers import Workers
-from mjax.data.indexed import (
-    Shape,
-    check_ids,
-    check_output,
-    dataset_files,
-    index_file,
-    mask_file,
-    put_beside,
-    put_index,
-    temporary_tokenizer,
-    token_dtype,
-    token_file,
-)
+from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
-from mjax.data.tokenizers import (
-    TRAINABLE,
-    BertTokenizer,
-    Tokenizer,
-    add_ends_of_text,
-    files_of,
-    load_tokenizer,
-    tokenizer_from_folder,
-    train_sentencepiece,
-    train_wordpiece,
-)
+from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.utils.progress import facts, watched
-from mjax.utils.remote import RemoteFile, put, remove
+from mjax.utils.progress import facts
+from mjax.utils.remote import RemoteFile, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
@@ -121,7 +85,7 @@ class PrepareSummary:
     @property
     def files(self) -> list[Path]:
         """The dataset's files and its tokenizer's folder."""
-        return dataset_files(self.prefix)
+        return indexed.dataset_files(self.prefix)
 
 
 def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSummary | None:
@@ -134,8 +98,8 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     _check(arguments)
     if arguments.chat:
         run = Path((arguments.tokenizer or "").partition(":")[2])
-        arguments = dataclasses.replace(arguments, longest=arguments.longest or longest_of(run))
-        corpus = Questions() if arguments.demo else conversations_of(arguments)
+        arguments = dataclasses.replace(arguments, longest=arguments.longest or conversations.longest_of(run))
+        corpus = Questions() if arguments.demo else conversations.conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -148,50 +112,59 @@ class PrepareJob(tasks.Job):
       UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
     """
 
-    readers = ("lines", "encode")
+    single = ("tokenizer", "finish")
+    readers = ("lines", "tokenizer", "encode")
 
     def __init__(self, arguments: PrepareArguments, corpus: Corpus, following: bool):
-        super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
-        self.following, self.encoding_began = following, self.began
-        self.given = None if _trains(arguments) else _with_bos(load_tokenizer(arguments.tokenizer), arguments)
-        tokenizer = [] if _trains(arguments) else files_of(arguments.tokenizer)
-        self.settings = [*tokenizer, Path(arguments.template or "")]
+        stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
+        super().__init__(arguments, corpus, arguments.output, stages)
+        self.following, self.given = following, None
+        self.settings = [Path(arguments.template or "")]
+        if not _trains(arguments):
+            self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
+            self.settings += tokenizers.files_of(arguments.tokenizer)
 
     @property
     def _tokenizer_folder(self) -> Path:
         return self.folder / "tokenizer"
 
     def begin(self) -> None:
-        """Train the tokenizer, if none is given, and save it for the tasks."""
+        """Save the tokenizer for the tasks, if one is given, and show the first conversations."""
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
-        if not folder.exists():
-            part = self.folder / "tokenizer.part"
-            shutil.rmtree(part, ignore_errors=True)
-            if given is None:
-                self._train(part)
-            else:
-                if how.chat:
-                    save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part, given)
-                    given.bos = None  # the template writes it
-                given.save(part)
-            put(part, folder)
+        if how.chat:
+            conversations.save_chat(how.template, Path(how.tokenizer.partition(":")[2]), folder, given)
+            given.bos = None  # the template writes it
+        if given is not None:
+            given.save(folder)
         if how.preview and not how.json:
-            show_first(how, self.corpus, folder)
-        self.encoding_began = time.time()
+            conversations.show_first(how, self.corpus, folder)
 
-    def _train(self, folder: Path) -> None:
-        """Train a tokenizer and save it, in a process that Ctrl-C can end: the training is one call of a library."""
-        read, train = functools.partial(self.counted, "tokenizer"), functools.partial(_train, self)
-        label, after = "reading for the tokenizer", "training the tokenizer"
-        shown = watched(label, self.corpus.size, read, self.pace, after=after)
-        with Workers(min(self.processes, 1)) as workers, shown:
-            list(workers.map(train, [folder]))
+    def tokenizer(self, rank: int) -> None:
+        """Train the tokenizer: sentencepiece or BERT's vocabulary, on a fixed random sample of a large corpus."""
+        how = self.arguments
+        of_demo = 4096 if how.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
+        vocabulary = how.vocabulary or (of_demo if how.demo else 8192)
+        share, draw = TRAINING_CHARACTERS / max(self.corpus.size, 1), random.Random(0)
+
+        def chunks() -> Iterator[str]:
+            for document in self.corpus:
+                for first in range(0, len(document.text), CHUNK):
+                    if draw.random() < share:
+                        yield document.text[first : first + CHUNK]
+                self.advance(document.size)
+            self.advance(self.corpus.size)  # of blank lines too
+
+        if how.tokenizer is None:
+            trained = tokenizers.train_sentencepiece(chunks(), vocabulary)
+        else:
+            trained = tokenizers.train_wordpiece(chunks(), vocabulary, how.tokenizer)
+        _with_bos(trained, how).save(self._tokenizer_folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that the tasks use, loaded once in each process."""
-        return tokenizer_from_folder(self._tokenizer_folder)
+        return tokenizers.tokenizer_from_folder(self._tokenizer_folder)
 
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
@@ -229,8 +202,8 @@ class PrepareJob(tasks.Job):
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
         if self.arguments.chat:
             self.put_part("masks", rank, self.folder / "mask", before.tokens)
-        lengths = np.fromfile(self.part("lengths", rank), np.int32)
-        put_index(self.folder / "idx", dtype, before, whole, lengths, np.fromfile(self.part("ends", rank), np.int64))
+        lengths, ends = np.array(self.mapped("lengths", rank, np.int32)), self.mapped("ends", rank, np.int64)
+        indexed.put_index(self.folder / "idx", dtype, before, whole, lengths, ends)
 
     def finish(self, rank: int) -> PrepareSummary:
         """Write the metadata and give all files their names, the index last."""
@@ -265,11 +238,11 @@ class PrepareJob(tasks.Job):
         )
         self.copies = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
-            shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
-            shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
+            shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
+            shutil.copytree(self._tokenizer_folder, indexed.temporary_tokenizer(prefix))
             stops = {stop for share in shares for stop in share["stops"]}
-            add_ends_of_text(temporary_tokenizer(prefix), tokenizer.eod, stops)
-            put_beside(prefix, metadata)
+            tokenizers.add_ends_of_text(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
+            indexed.put_beside(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
         self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
@@ -280,7 +253,7 @@ class PrepareJob(tasks.Job):
             encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
             workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
             seconds=now - self.began,
-            encoding_seconds=now - self.encoding_began,
+            encoding_seconds=now - (self._tokenizer_folder / DESCRIPTION).stat().st_mtime,
             for_bert=isinstance(tokenizer, BertTokenizer),
             **{name: counts[name] for name in ("dropped", "cut", "endless")},
         )
@@ -309,28 +282,23 @@ class PrepareJob(tasks.Job):
 
 def _trains(arguments: PrepareArguments) -> bool:
     """True if the vocabulary is learned from the text."""
-    return arguments.tokenizer is None or arguments.tokenizer in TRAINABLE
+    return arguments.tokenizer is None or arguments.tokenizer in tokenizers.TRAINABLE
 
 
 def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
-    if arguments.demo and arguments.inputs:
-        raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
-    if arguments.demo and arguments.split_documents is not None:
-        raise UsageError("--demo brings its own documents; leave out --split-documents, or leave out --demo")
+    if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
+        raise UsageError("--demo brings its own documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(
-            f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out, "
-            f"or leave out --tokenizer {arguments.tokenizer}"
-        )
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
     of_text = {"--split-sentences": arguments.split_sentences, "--split-documents": arguments.split_documents}
-    check_chat(arguments, arguments.tokenizer, of_text)
+    conversations.check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
-    check_output(arguments.output, arguments.overwrite)
+    indexed.check_output(arguments.output, arguments.overwrite)
 
 
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
@@ -338,36 +306,8 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(
-                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
-            )
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
     return tokenizer
-
-
-def _train(job: PrepareJob, folder: Path) -> None:
-    """Train the tokenizer of a job and save it."""
-    with job.counting("tokenizer", 0):
-        _with_bos(_learned(job.corpus, job.arguments, job.advance), job.arguments).save(folder)
-
-
-def _learned(corpus: Corpus, arguments: PrepareArguments, advance: Callable[[int], None]) -> Tokenizer:
-    """Train a sentencepiece or BERT vocabulary on the corpus, or on a fixed random sample of a large one."""
-    of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
-    vocabulary = arguments.vocabulary or (of_demo if arguments.demo else 8192)
-    share = TRAINING_CHARACTERS / max(corpus.size, 1)
-    draw = random.Random(0)
-
-    def chunks() -> Iterator[str]:
-        for document in corpus:
-            for first in range(0, len(document.text), CHUNK):
-                if draw.random() < share:
-                    yield document.text[first : first + CHUNK]
-            advance(document.size)
-        advance(corpus.size)  # of blank lines too
-
-    if arguments.tokenizer is None:
-        return train_sentencepiece(chunks(), vocabulary)
-    return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -393,7 +333,7 @@ class Encoder:
         if block.first == 1:
             self.tokenizer.begin_file()
         tokens, lengths, sequences = self._encode(texts)
-        check_ids(tokens, self.tokenizer.vocabulary)
+        indexed.check_ids(tokens, self.tokenizer.vocabulary)
         counts = {"text_bytes": sum(len(text) if text.isascii() else len(text.encode()) for text in texts)}
         return Encoded(tokens.astype(self.dtype), lengths, sequences, malformed, counts)
 
@@ -479,27 +419,24 @@ def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
 
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert: bool) -> str:
     """The command that trains on the dataset."""
-    config = "gpt_demo"
-    if for_bert:
-        config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
-    file = config.partition(" ")[0]
-    if kind == "run":  # of a model, which the text is for
-        file = f"{run}/config.json"
-        config = f"{shlex.quote(file)} --init {shlex.quote(run)} --name NEW"
-    command = f"mjax train --config {config} --data.path {shlex.quote(arguments.output)}"
-    if arguments.chat:
-        command = f"mjax sft --init {shlex.quote(run)} --data.path {shlex.quote(arguments.output)} --name NEW"
-    documents = metadata.documents
-    if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation
-        command += f" --data.split {documents - 1},1,0"
-    if documents == 1 and arguments.chat:
-        command = f"{command.partition(' --data.split')[0]} --train.eval-interval 0"
-    elif documents == 1:
-        command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
+    data, documents = f"--data.path {shlex.quote(arguments.output)}", metadata.documents
     if for_bert and (metadata.append_eod or not arguments.split_sentences):
-        command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
-    return command
+        return "for a BERT, prepare it again with --split-sentences --no-append-eod"
+    config, more = "gpt_demo", ""
+    if for_bert:
+        config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
+    if kind == "run":  # of a model, which the text is for
+        config, more = f"{run}/config.json", f" --init {shlex.quote(run)} --name NEW"
+    command = f"mjax train --config {shlex.quote(config)}{more} {data}"
+    if arguments.chat:
+        command = f"mjax sft --init {shlex.quote(run)} {data} --name NEW"
+    if documents == 1 and arguments.chat:
+        return f"{command} --train.eval-interval 0"
+    if documents == 1:
+        return f"for one document, {advice(metadata.tokens, load_config(config).model.sequence + 1)}"
+    has_validation = split_sequences(DataConfig.split, documents)[1]
+    return command if has_validation else f"{command} --data.split {documents - 1},1,0"
 
 
 def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, str]]:

@@ -252,8 +252,8 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         raise _damaged(file, f"it is cut short after {size:,} bytes")
     if version != VERSION or code not in DTYPES or size > expected:
         raise UsageError(
-            f"{file} has version {version}, dtype code {code} and {size - expected:,} more bytes than text has, as if "
-            f"it were multimodal; mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}; prepare it again"
+            f"{file} has version {version}, dtype code {code} and {size - expected:,} more bytes than text (is it "
+            f"multimodal?); mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}; prepare the text"
         )
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 

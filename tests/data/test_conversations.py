@@ -276,7 +276,7 @@ def test_mask_of_other_tokens_is_refused(tmp_path):
     mask.write_bytes(bytes([1 - content[0]]) + content[1:])
     assert IndexedDataset(data.indexed.prefix).digest != before, "another mask is another dataset"
     mask.write_bytes(content[:-1])
-    with pytest.raises(UsageError, match=r"d\.mask is 99 bytes and .*d\.bin holds 100 tokens"):
+    with pytest.raises(UsageError, match=r"d\.mask is 99 bytes and its index describes 100"):
         IndexedDataset(data.indexed.prefix)
 
 
@@ -362,10 +362,10 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
             'talk.jsonl:1: it has no turn of the assistant ({"messages": [{"role": "system"',
         ),
         ([{"messages": TALK}], (), "all 1 conversations are longer than --longest 65; raise it, or add --too-long cut"),
-        ([{"messages": TALK}], ("--demo",), "brings its own text"),
+        ([{"messages": TALK}], ("--demo",), "--demo brings its own documents"),
         ([], ("--template", "none.jinja"), "there is no file none.jinja; give a chat template in Jinja"),
         ([], ("--split-sentences",), "--split-sentences is for text, and --chat for conversations"),
-        ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and the chat template of the model to train"),
+        ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and chat template of the model to train"),
     ],
 )
 def test_wrong_conversations_are_one_sentence(lines, flags, words, run, capsys):

@@ -101,7 +101,7 @@ def test_tokenizer_is_trained_on_a_sample(tmp_path, lines, monkeypatch):
         sampled.extend(texts)
         return train_sentencepiece(sampled, vocabulary)
 
-    monkeypatch.setattr("mjax.commands.prepare.train_sentencepiece", watched)
+    monkeypatch.setattr("mjax.data.tokenizers.train_sentencepiece", watched)
     with lines.open("a") as stream:
         stream.write("{oops}\n")
     run(lines, output=tmp_path / "d", tokenizer=None, vocabulary=320, malformed="skip")

@@ -281,7 +281,7 @@ def run(job: Job) -> Any:
         with Workers(job.processes, _same, (job,)) as workers:
             for stage in job.stages:
                 ranks, task = job.left(stage), functools.partial(_task, stage)
-                results = (task(job, rank) for rank in ranks) if stage in job.single else workers.map(task, ranks)
+                results = workers.map(task, ranks) if stage != job.stages[-1] else (task(job, rank) for rank in ranks)
                 with _watched(job, stage), contextlib.closing(results):
                     for _ in results:
                         pass
