@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.data.corpus.tasks import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -108,7 +108,7 @@ def test_warnings_of_launchers_interrupt(number):
 # --- Workers ----------------------------------------------------------------------------------------------------------
 
 
-def double(number):
+def double(_, number):
     time.sleep(0.01 * (number % 3))
     if number == 50:
         raise UsageError("fifty is no good")

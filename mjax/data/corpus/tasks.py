@@ -23,35 +23,53 @@ import contextlib
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, TextIO
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO, TypeVar
 
 import numpy as np
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines, TextArguments
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, useful_workers
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
 from mjax.utils.remote import beside, put
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
+WAITING = 2  # batches per worker: one in work, one ready
+WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
 STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
 """Set in an array job: its stage, and the second at which the command was typed."""
 SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
 """Options of sbatch by default."""
+
+
+def all_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def useful_workers(asked: int | None, size: int) -> int:
+    """`asked` workers, or by default all cores, but fewer for little input (`size` bytes)."""
+    return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Job:
@@ -278,7 +296,7 @@ def run(job: Job) -> Any:
         if job.arguments.sbatch:
             _submit(job)
             return None
-        with Workers(job.processes, _same, (job,)) as workers:
+        with Workers(job.processes, job) as workers:
             for stage in job.stages:
                 ranks, task = job.left(stage), functools.partial(_task, stage)
                 results = workers.map(task, ranks) if stage != job.stages[-1] else (task(job, rank) for rank in ranks)
@@ -301,10 +319,6 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
     if stage in job.readers:
         return watched(verb, job.corpus.size, lambda: job.counted(stage), job.pace)
     return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
-
-
-def _same(job: Job) -> Job:
-    return job
 
 
 def _task(stage: str, job: Job, rank: int) -> None:
@@ -406,3 +420,138 @@ def _answer(*command: str, script: str = "") -> str:
     if answer.returncode:
         raise RunError(f"{command[0]} failed: {answer.stderr.strip()}")
     return answer.stdout
+
+
+# --- Processes and signals --------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """A pool of `count` processes that have `state`; of 0, this process does the work.
+
+    Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Use it as a context
+    manager: an exception kills the processes, whatever they do, as the end of this process does.
+    """
+
+    def __init__(self, count: int, state: Any = None):
+        self.count, self.state = count, state
+        self._pool: ProcessPoolExecutor | None = None
+        self._others: list[multiprocessing.Process] = []
+
+    def __enter__(self) -> "Workers":
+        self._others = multiprocessing.active_children()
+        if self.count:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=(self.state,))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if self._pool:
+            for process in multiprocessing.active_children() if kind else ():
+                if process not in self._others:
+                    process.kill()
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Any, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """`function(state, item)` of each item, in order. Items are drawn as workers become free: few wait in memory.
+
+        Raises:
+          RunError: a worker was killed. Exceptions of the function are raised here too.
+        """
+        if self._pool is None:
+            yield from (function(self.state, item) for item in items)
+            return
+        running = deque()
+        try:
+            for item in items:
+                running.append(self._submit(function, item))
+                if len(running) >= WAITING * self.count:
+                    yield _wait_for(running.popleft())
+            while running:
+                yield _wait_for(running.popleft())
+        except BrokenProcessPool:
+            which, fix = "the worker process", "more --tasks"
+            if self.count > 1:
+                which, fix = f"one of {self.count} worker processes", "fewer --workers"
+            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
+
+    def _submit(self, function: Callable[[Any, Item], Result], item: Item) -> "Future[Result]":
+        """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
+        with INTERRUPTS.delay():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return self._pool.submit(_call, function, item)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for(future: "Future[Result]") -> Result:
+    """`future.result()`, which a signal always interrupts: another thread may get it, and this one sleep on."""
+    while not wait([future], timeout=0.5).done:
+        pass
+    return future.result()
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Interrupts:
+    """`STOPS` raise KeyboardInterrupt in the block, unless they are `delayed`.
+
+    Attributes:
+      too_late: if set, they print this instead: the output is complete.
+    """
+
+    def __init__(self):
+        self.too_late, self.delayed, self._came = "", False, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        self.too_late, self.delayed, self._came = "", False, False
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPS:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._answer)
+
+    def __exit__(self, *_) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _answer(self, *_) -> None:
+        self._came = self.delayed
+        if self.too_late:
+            os.write(2, self.too_late.encode())  # `print` may be what is interrupted
+        elif not self.delayed:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        """Let the block end first."""
+        self.delayed = True
+        try:
+            yield
+        finally:
+            self.delayed = False
+        if self._came:
+            raise KeyboardInterrupt
+
+
+INTERRUPTS = Interrupts()
+
+
+_state: Any = None  # of a worker process
+
+
+def _start(state: Any) -> None:
+    global _state
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _state = state
+
+
+def _call(function: Callable[[Any, Item], Result], item: Item) -> Result:
+    return function(_state, item)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent ends, even if that was killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
