@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mjax.commands.arguments import ConversationArguments
 from mjax.config import read_settings
-from mjax.data.corpus import Corpus, TextFiles, parse_rows
+from mjax.data.corpus import Corpus, TextFiles, parse
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
@@ -122,7 +122,7 @@ def show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     left = arguments.preview
     for block in corpus.blocks():
-        for document in parse_rows(block)[0][:left]:
+        for document in parse(block, "")[0][:left]:
             try:
                 encoded = encode(chat, document.fields, _trained(arguments))
             except Unfit as error:
@@ -150,7 +150,7 @@ class ConversationEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """The conversations of a block as token ids and masks."""
-        documents, malformed = parse_rows(block)
+        documents, malformed = parse(block, "")
         encoded, dropped = [], 0
         for document in documents:
             try:

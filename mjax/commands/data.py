@@ -27,7 +27,7 @@ from mjax import __version__
 from mjax.commands.arguments import InspectArguments, MergeArguments
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
-from mjax.data.corpus import EXAMPLES
+from mjax.data.corpus.documents import EXAMPLES
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.errors import RunError, UsageError, check_picture

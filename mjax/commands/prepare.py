@@ -41,8 +41,9 @@ from mjax.config import DataConfig, load_config
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import Corpus, Questions, Wikipedia, parse, tasks
+from mjax.data.corpus import Corpus, parse, tasks
 from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.documents import Questions, Wikipedia
 from mjax.data.corpus.outputs import speed
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice

@@ -12,7 +12,7 @@ from tokenizers import processors
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, best_fit
-from mjax.data.corpus import TextFiles, parse_rows
+from mjax.data.corpus import TextFiles, parse
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
@@ -327,7 +327,7 @@ def test_arguments_that_parquet_adds_are_left_out(tmp_path):
     calls = [{"function": {"arguments": {name: [1, None]}}} for name in ("city", "days")]
     rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse_rows(block)[0]]
+    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse(block, "")[0]]
     assert [document.fields for document in documents] == rows
 
 

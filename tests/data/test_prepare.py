@@ -19,7 +19,7 @@ from mjax.commands import cli
 from mjax.commands.prepare import PrepareArguments, load_splitter, prepare, split_sentences
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, load_config
 from mjax.config.datasets import read_metadata
-from mjax.data import corpus
+from mjax.data.corpus import documents as corpus
 from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece

@@ -23,7 +23,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, Document, FilterArguments, MalformedLines
+from mjax.data.corpus import Corpus, Document, MalformedLines
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
 from mjax.utils.progress import facts
@@ -56,7 +56,7 @@ class Tally:
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
 
 
-def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
+def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
     """Check `--output`.
 
     Raises:
@@ -84,7 +84,7 @@ def output_files(output: Path) -> dict[str, Path]:
 class FilterJob(Job):
     """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
 
-    def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: Corpus, stages: Sequence[str]):
         arguments = dataclasses.replace(arguments, output=located(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
 

@@ -44,7 +44,7 @@ from typing import Any, BinaryIO, ClassVar, Literal, TextIO, TypeVar
 import numpy as np
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, MalformedLines, TextArguments
+from mjax.data.corpus import Corpus, MalformedLines
 from mjax.data.corpus.blocks import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
@@ -93,7 +93,7 @@ class Job:
     copies = False
     _counter: tuple[int, int] | None = None
 
-    def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: Corpus, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{beside(output)}.tmp")
