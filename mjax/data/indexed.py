@@ -174,9 +174,8 @@ class IndexedDataset:
         begin = int(self.pointers[index]) // self.dtype.itemsize
         return self._read([(begin, begin + int(self.lengths[index]))], masks=True).astype(bool)
 
-    def join(self, sequences: np.ndarray, begin: int, end: int, part: slice = slice(None)) -> np.ndarray:
-        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last; of
-        these only a `part` is read.
+    def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
@@ -186,10 +185,6 @@ class IndexedDataset:
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
-        if part != slice(None):  # which takes as long as the reading
-            before = np.cumsum(stops - starts) - (stops - starts)  # tokens in front of each sequence
-            first, last, _ = part.indices(int((stops - starts).sum()))
-            starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]], masks: bool = False) -> np.ndarray:

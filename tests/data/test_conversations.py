@@ -264,7 +264,7 @@ def test_packed_sample_is_its_conversations_side_by_side(tmp_path):
 
 
 def test_conversation_beyond_the_sequence_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"2 conversations of .* are longer than --model.sequence 12, up to 17 tokens"):
+    with pytest.raises(UsageError, match=r"2 conversations of .* are longer than --model.sequence 12; raise it to 16"):
         packed(tmp_path, LENGTHS, sequence=12)
 
 

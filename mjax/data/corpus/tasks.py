@@ -332,24 +332,22 @@ def _working_folder(job: Job) -> Iterator[None]:
     _results.cache_clear()
     try:
         _check_private(job)
-        with file.open() if file.is_file() else contextlib.nullcontext() as older:
-            if older is not None:
+        if file.is_file():
+            with file.open() as older:
                 _lock(job, older)
-            if older is None or older.read() != plan:
-                if older is not None:
-                    print(
-                        f"{job.folder} has the work of another command or another --tasks; starting over",
-                        file=sys.stderr,
-                    )
-                job.close()
-                _check_private(job)
-                write_whole(file, plan)
+                reason = None if older.read() == plan else "has the work of another command or another --tasks"
+                if reason := reason or _damage(job):
+                    print(f"{job.folder} {reason}; starting over", file=sys.stderr)
+                    job.close()
+        if not file.is_file():  # what is there was half removed
+            job.close()
+            _check_private(job)
+            write_whole(file, plan)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
     with file.open() as stream:
         _lock(job, stream)
         try:
-            _remove_damaged(job)
             yield
         except UsageError:
             if not (job.arguments.sbatch or job.copies):
@@ -374,18 +372,13 @@ def _check_private(job: Job) -> None:
         raise UsageError(f"{problem}, or choose another --output than {job.output}")
 
 
-def _remove_damaged(job: Job) -> None:
-    """Remove the marker of a damaged result, with those of its stage and of all later ones, which may rely on it."""
-    for index, stage in enumerate(job.stages):
-        for marker in sorted(job.folder.glob(f"{stage}.*.done")):
-            try:
-                json.loads(marker.read_bytes())
-            except ValueError:
-                print(f"{marker} is damaged: {stage} and the stages after it run again", file=sys.stderr)
-                for again in job.stages[index:]:
-                    for file in (job.folder / f"{again}.bytes", *job.folder.glob(f"{again}.*.done")):
-                        remove(file)
-                return
+def _damage(job: Job) -> str | None:
+    for marker in sorted(job.folder.glob("*.done")):
+        try:
+            json.loads(marker.read_bytes())
+        except ValueError:
+            return f"has a damaged {marker.name}"
+    return None
 
 
 def _submit(job: Job) -> None:
