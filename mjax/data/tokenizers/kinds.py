@@ -19,12 +19,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -96,6 +95,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, faster where the library allows; in one thread."""
+        for text in texts:
+            utf8(text)
+        with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
+            batch = self._encode(list(texts))
+        for text, ids in zip(texts, batch, strict=True):
+            check_expansion(text, len(ids), self.scheme)
+        return batch
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, which is valid; special tokens written out in it are text like any other."""
         raise NotImplementedError
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -155,9 +164,8 @@ class ByteTokenizer(Tokenizer):
 
     scheme, vocabulary, eod = "bytes", 257, 256
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Bytes of each text in UTF-8."""
-        return [list(utf8(text)) for text in texts]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
 
     def _text(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -183,25 +191,15 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod < 0 and EOD_PIECE in pieces:
             self.eod = pieces.index(EOD_PIECE)
         if self.eod < 0 or not self._processor.is_control(self.eod):  # text encodes to any other piece
-            problem = "has neither an end-of-sentence piece nor a piece" if self.eod < 0 else "ends documents with"
-            raise UsageError(
-                f"{source} {problem} {EOD_PIECE if self.eod < 0 else pieces[self.eod]}, which is not a control piece, "
-                "so text can hold it; use a model trained with it among --control_symbols, or leave --tokenizer out to "
-                "train one"
-            )
+            fix = "use a model trained with one (--control_symbols), or leave --tokenizer out to train one"
+            raise UsageError(f"{source} has no control piece that ends sentences or is {EOD_PIECE}; {fix}")
 
     def bos_of_files(self) -> int | None:
         """The piece that begins a sentence, if the model has one."""
         return None if (number := self._processor.bos_id()) < 0 else number
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
-        for text in texts:
-            utf8(text)
-        ids = self._processor.encode(list(texts), num_threads=1)
-        for text, tokens in zip(texts, ids, strict=True):
-            check_expansion(text, len(tokens), self.scheme)
-        return ids
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self._processor.encode(texts, num_threads=1)
 
     def _text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
@@ -251,26 +249,25 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(f"{name} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
             self.vocabulary = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocabulary > (size := len(contents[0])):  # a model would have a row for each id
-            raise UsageError(
-                f"{name} has the id {self.vocabulary - 1:,} in {size:,} bytes; get the file again, it is damaged"
-            )
+            raise UsageError(f"{name} has the id {self.vocabulary - 1:,} in {size:,} bytes; {WHOLE_FILES}")
         token = self._find_eod(eod)
         self.eod = library.token_to_id(token)
         self._keep_out_of_text(token)
 
     # --- Encoding and decoding ----------------------------------------------------------------------------------------
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the tokens of each text; special tokens written out in it are text like any other."""
-        if self._is_worth(texts):
-            ids, lengths = self._fast.encode(texts)
-            return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-        return self._encode_slowly(texts)
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not self._is_worth(texts):
+            return self._encode_slowly(texts)
+        ids, lengths = self._fast.encode(texts)
+        return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode all texts as any tokenizer does, and without lists where gigatoken can."""
         if not self._is_worth(texts):
             return super().encode_flat(texts)
+        for text in texts:
+            utf8(text)
         self.encoder = "gigatoken"
         return self._fast.encode(texts)
 
@@ -284,29 +281,19 @@ class HuggingFaceTokenizer(Tokenizer):
         return fast_encoder(self.library, self._encode_slowly)
 
     def _is_worth(self, texts: Sequence[str]) -> bool:
-        """True if gigatoken encodes these texts; they are checked to be valid."""
-        if sum(map(len, texts)) < WORTH or self._fast is None:
-            return False
-        for text in texts:
-            utf8(text)
-        return True
+        return sum(map(len, texts)) >= WORTH and self._fast is not None
 
     def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast method keeps no track of which token came from which characters.
-        return [encoding.ids for encoding in self._encode(texts, self.library.encode_batch_fast)]
+        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        return [(encoding.ids, encoding.offsets) for encoding in self._encode(texts, self.library.encode_batch)]
-
-    def _encode(self, texts: Sequence[str], encode: Callable[..., Any]) -> list[tokenizers.Encoding]:
         for text in texts:
             utf8(text)
         with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
-            encodings = encode(list(texts), add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            check_expansion(text, len(encoding), self.scheme)
-        return encodings
+            encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def _text(self, ids: list[int]) -> str:
         with library_errors(f"the {self.scheme} tokenizer cannot decode these ids", WHOLE_FILES):
@@ -325,9 +312,9 @@ class HuggingFaceTokenizer(Tokenizer):
         before = with_it[: next((i for i in starts if with_it[i : i + len(alone)] == alone), 0)]
         if len(before) > 1:
             tokens = " ".join(self.library.id_to_token(number) for number in before)
+            fix = f"leave one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
             raise UsageError(
-                f"{self.name} puts {len(before)} tokens before every text ({tokens}), and mjax puts at most one; leave "
-                f"one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
+                f"{self.name} puts {len(before)} tokens before every text ({tokens}), mjax at most one; {fix}"
             )
         return before[0] if before else None
 
@@ -350,11 +337,9 @@ class HuggingFaceTokenizer(Tokenizer):
         special = self._special()
         if token is None and (usual := [one for one in ENDS if one in special]):
             return usual[0]
-        wanted = f"none of {' '.join(ENDS)} is" if token is None else f"{token} is not"
-        raise UsageError(
-            f"{wanted} among the special tokens of {self.name} ({' '.join(special[:10]) or 'it has none'}); name the "
-            f"one that ends documents: --tokenizer hf:{self.name},eod=TOKEN"
-        )
+        wanted, fix = token or " ".join(ENDS), f"name the one that ends documents: --tokenizer hf:{self.name},eod=TOKEN"
+        there = " ".join(special[:10]) or "it has none"
+        raise UsageError(f"{wanted} is not among the special tokens of {self.name} ({there}); {fix}")
 
     def _keep_out_of_text(self, token: str) -> None:
         """Make sure that text which spells `token`, an added one, does not encode to it."""
@@ -367,10 +352,8 @@ class HuggingFaceTokenizer(Tokenizer):
             before = self.library.pre_tokenizer
             self.library.pre_tokenizer = cuts if before is None else pre_tokenizers.Sequence([before, cuts])
         if self._is_in_text(token):
-            raise UsageError(
-                f"{self.name} reads {token} in any text, so it cannot end documents; name another token: "
-                f"--tokenizer hf:{self.name},eod=TOKEN"
-            )
+            fix = f"name another token: --tokenizer hf:{self.name},eod=TOKEN"
+            raise UsageError(f"{self.name} reads {token} in any text, so it cannot end documents; {fix}")
 
     def _is_in_text(self, token: str) -> bool:
         return any(self.eod in ids for ids in self.encode_batch([token, f"a {token} b", f"a{token}b"]))
