@@ -17,17 +17,16 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, decontaminate, find_files, outputs, parse, tasks
-from mjax.data.corpus.blocks import Block
 from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
 from mjax.data.corpus.outputs import FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import files_of, load_tokenizer
@@ -110,21 +109,23 @@ class CleanJob(FilterJob):
 
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
-        tallies, malformed = {name: Tally(name) for name in ("read", "kept")}, self.malformed()
-        with self.writing(rank, "kept", "removed") as (kept, removed):
+        malformed = self.malformed()
+        with self.writing(rank, "kept", "removed") as streams:
+            share = CleanShare(*streams, {name: Tally(name) for name in ("read", "kept")})
             for block in self.blocks(rank):
-                part = self._cleaner.clean_block(block)
-                malformed.add(part.malformed)
-                kept.write(part.kept)
-                removed.write(part.removed)
-                _merge(tallies, part.tallies)
-        return tallies, malformed
+                documents, lines = parse(block, self.arguments.key)
+                malformed.add(lines)
+                for document in documents:
+                    share.count("read", document.text)
+                    self._cleaner.clean(document, share)
+        return share.tallies, malformed
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report and give the files their names."""
         how, tallies = self.arguments, {}
         for part, _ in self.results("clean"):
-            _merge(tallies, {name: Tally(**tally) for name, tally in part.items()})
+            for name, tally in part.items():
+                tallies.setdefault(name, Tally(name)).merge(Tally(**tally))
         report = {"command": "clean", "inputs": self.corpus.names}
         report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
@@ -143,11 +144,6 @@ class CleanJob(FilterJob):
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
-def _merge(tallies: dict[str, Tally], later: dict[str, Tally]) -> None:
-    for name, tally in later.items():
-        tallies.setdefault(name, Tally(name)).merge(tally)
-
-
 def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
     """The tallies as in the report: every requested step, in order, even if it removed nothing."""
     cutting = bool(how.decontaminate)
@@ -163,20 +159,18 @@ def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
 
 
 @dataclass
-class CleanPart:
-    """Result of one block.
+class CleanShare:
+    """Result of one task.
 
     Attributes:
-      kept: lines of the documents kept.
-      removed: lines of the record of those removed.
-      malformed: malformed lines.
+      kept: file for lines of the documents kept.
+      removed: file for lines of the record of those removed.
       tallies: documents read, changed, removed and kept, by the names above.
     """
 
-    kept: bytearray = field(default_factory=bytearray)
-    removed: bytearray = field(default_factory=bytearray)
-    malformed: list[str] = field(default_factory=list)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    kept: BinaryIO
+    removed: BinaryIO
+    tallies: dict[str, Tally]
 
     def count(self, name: str, text: str, /, **example: Any) -> None:
         """Add a document to the tally `name`."""
@@ -184,7 +178,7 @@ class CleanPart:
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
         """Record that a document was removed."""
-        self.removed += outputs.json_line({"source": source, "reason": reason, **details})
+        self.removed.write(outputs.json_line({"source": source, "reason": reason, **details}))
         self.count(reason, text, source=source, text=outputs.excerpt(text), **details)
 
 
@@ -201,48 +195,40 @@ class Cleaner:
         self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
         self._keep = [(spec, load_function(spec)) for spec in how.keep]
 
-    def clean_block(self, block: Block) -> CleanPart:
-        """Clean all documents of a block."""
-        documents, malformed = parse(block, self.how.key)
-        part = CleanPart(malformed=malformed)
-        for document in documents:
-            part.count("read", document.text)
-            self._clean(document, part)
-        return part
-
-    def _clean(self, document: Document, part: CleanPart) -> None:
+    def clean(self, document: Document, share: CleanShare) -> None:
+        """Apply all steps to a document."""
         text, source = document.text, document.source
         if self.how.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
                 before, after = outputs.where_they_differ(text, repaired)
-                part.count(REPAIRED, text, source=source, before=before, after=after)
+                share.count(REPAIRED, text, source=source, before=before, after=after)
             text = repaired
         pieces, runs = decontaminate.cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
-            part.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
+            share.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
         elif len(pieces) > MOST_PIECES:
-            part.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
+            share.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
         elif runs:
-            part.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
+            share.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
             for number, piece in enumerate(pieces):
                 if number:
-                    part.count(MORE_PIECES, piece)
-                self._judge(document._replace(text=piece), part, {"split_id": f"{source}-{number:04}"})
+                    share.count(MORE_PIECES, piece)
+                self._judge(document._replace(text=piece), share, {"split_id": f"{source}-{number:04}"})
         else:
-            self._judge(document._replace(text=text), part, {})
+            self._judge(document._replace(text=text), share, {})
 
-    def _judge(self, document: Document, part: CleanPart, split: dict[str, str]) -> None:
+    def _judge(self, document: Document, share: CleanShare, split: dict[str, str]) -> None:
         """Keep or remove a document; `split` names it where it is a piece of one."""
         reason = self.how.short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
                 reason = f"--keep {spec}"
         if reason is not None:
-            part.remove(reason, document.text, document.source, **split)
+            share.remove(reason, document.text, document.source, **split)
             return
-        part.kept += outputs.document_line(document, self.how.key, **split)
-        part.count("kept", document.text)
+        share.kept.write(outputs.document_line(document, self.how.key, **split))
+        share.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
         minimum = self.how.minimum_tokens

@@ -22,7 +22,7 @@ Values of all documents are files that are mapped into memory. A task holds its 
 
 import hashlib
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partialmethod
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -233,9 +233,7 @@ class DedupJob(FilterJob):
                 compared += pairs
         return compared
 
-    def compare_others(self, rank: int) -> int:
-        """Compare in the bands that are left."""
-        return self.compare(rank, 1)
+    compare_others = partialmethod(compare, turn=1)
 
     def join(self, rank: int, turn: int = 0) -> None:
         """Join the similar pairs of a round to clusters; after the last, find the most similar to each document."""
@@ -250,9 +248,7 @@ class DedupJob(FilterJob):
         if turn:
             self._find_most_similar()
 
-    def join_others(self, rank: int) -> None:
-        """Join the pairs of the other bands."""
-        self.join(rank, 1)
+    join_others = partialmethod(join, turn=1)
 
     def _edges(self, turn: int) -> Iterator[np.ndarray]:
         for rank in range(self.tasks):
