@@ -1,9 +1,8 @@
 """`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, and near_duplicates.py
-finds candidates and compares them. Similar pairs are joined into clusters, and the first document of each cluster is
-kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
+above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and
+compares them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
 not be the one that was kept.
 
 The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
@@ -30,9 +29,8 @@ import numpy as np
 
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes, shingle_set
 from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
-from mjax.data.corpus.shingles import shingle_hashes, shingle_set
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"

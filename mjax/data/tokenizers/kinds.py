@@ -13,17 +13,32 @@ A saved tokenizer is a folder with the files it was made from, byte for byte, an
 
 Loading it parses these files and nothing else: there is nothing to execute or unpickle. A file that has changed since
 is refused, because other merges would silently give other tokens.
+
+**gigatoken.** Byte pairs at the speed of memory, for texts that `tokenizers` encodes equally.
+
+gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules are older than those of `tokenizers` by a version of
+Unicode, so a text goes to `tokenizers` if it holds
+
+- a code point that Unicode 16 lacks: gigatoken takes a new letter for one, and finds the contraction in `X's`;
+- a token that `tokenizers` finds in text, such as Qwen's `<think>`;
+- where the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
+
+A tokenizer that gigatoken does not know, or misreads (`_is_read`), or that normalizes in another way, goes to
+`tokenizers` altogether. Both encode the beginning of the first 1,000 texts of every file, and are compared.
+MJAX_GIGATOKEN=0 switches gigatoken off.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import sentencepiece
@@ -31,10 +46,13 @@ import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from mjax.data.tokenizer_trial import check_expansion, try_tokenizer
-from mjax.data.tokenizers.fast import WORTH, FastEncoder, fast_encoder
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
 
+COMPARED, BEGINNING = 1000, 1024
+"""Texts of a file that are compared, and their first characters: `tokenizers` takes half a second for these."""
+WORTH = 2**16  # characters in a call; less is encoded before gigatoken is ready
+SWITCH = "MJAX_GIGATOKEN"
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -277,7 +295,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._fast.compare()
 
     @cached_property
-    def _fast(self) -> FastEncoder | None:
+    def _fast(self) -> "FastEncoder | None":
         return fast_encoder(self.library, self._encode_slowly)
 
     def _is_worth(self, texts: Sequence[str]) -> bool:
@@ -406,3 +424,114 @@ def utf8(text: str) -> bytes:
         raise UsageError(
             f"character {error.start} of the text is {half}, half of a surrogate pair; replace or drop it"
         ) from None
+
+
+# --- gigatoken --------------------------------------------------------------------------------------------------------
+
+
+class EncodersDiffer(UsageError):
+    """gigatoken and `tokenizers` encode a text differently; the message says which."""
+
+
+class FastEncoder:
+    """Encodes with gigatoken the texts that both encode equally, and all others by `slow`.
+
+    Raises:
+      Exception: gigatoken is not there, or does not know this tokenizer.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]):
+        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json  # optional
+
+        values = json.loads(library.to_str())
+        self._slow, self._normalizes = slow, values["normalizer"] is not None
+        self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
+        if self._normalizes and values["normalizer"] != {"type": "NFC"}:
+            raise ValueError("only NFC is known not to change a text")
+        if not _is_read(values["model"], values["pre_tokenizer"]):
+            raise ValueError("gigatoken misreads this kind of byte pairs")
+        # Special tokens are text here, which to gigatoken no added token is.
+        self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
+        if not isinstance(self._library, BPETokenizer):
+            raise ValueError("sentencepiece's byte pairs are not compared")
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare the first of the texts that follow."""
+        self._left = COMPARED
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts, one after the other, uint32 [tokens], and the tokens of each text, int64 [texts].
+
+        Raises:
+          EncodersDiffer: a text that is compared has two encodings.
+        """
+        is_fast = [self._is_fast(text) for text in texts]
+        if self._left:
+            self._compare([text[:BEGINNING] for text, fast in zip(texts, is_fast, strict=True) if fast][: self._left])
+            self._left = max(self._left - len(texts), 0)
+        slow = iter(self._slow([text for text, fast in zip(texts, is_fast, strict=True) if not fast]))
+        rows = [
+            self._library.encode(text) if fast else np.array(next(slow), np.uint32)
+            for text, fast in zip(texts, is_fast, strict=True)
+        ]
+        return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
+
+    def _is_fast(self, text: str) -> bool:
+        if any(token in text for token in self._added):
+            return False
+        if text.isascii():
+            return True
+        if self._normalizes and not unicodedata.is_normalized("NFC", text):
+            return False
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        found = _classes(COMMON if codes.max() < COMMON else 0x110000)[codes].max()
+        return found < (MARK if self._normalizes else UNKNOWN)
+
+    def _compare(self, texts: list[str]) -> None:
+        for text, ids in zip(texts, self._slow(texts), strict=True):
+            if self._library.encode(text).tolist() != ids:
+                raise EncodersDiffer(
+                    f"gigatoken and tokenizers encode {text[:60]!r} differently; to use tokenizers alone set {SWITCH}=0"
+                )
+
+
+def _is_read(model: dict[str, Any], pre_tokenizer: dict[str, Any] | None) -> bool:
+    """True if gigatoken reads every field of a tokenizer.json as `tokenizers` does.
+
+    Of a ByteLevel it ignores `use_regex`; of a Split it ignores `behavior`; of a model it ignores affixes of subwords
+    and `dropout`. It refuses patterns that it does not know, and vocabularies without some byte.
+    """
+    read = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
+    if model["type"] != "BPE" or any(value for name, value in model.items() if name not in read):
+        return False
+    *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    of_bytes = tuple(map(last.get, ("type", "add_prefix_space", "use_regex")))
+    return of_bytes == ("ByteLevel", False, not splits) and all(
+        split["type"] == "Split" and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
+        for split in splits
+    )
+
+
+MARK, UNKNOWN = 1, 2
+COMMON = 0x20000  # code points; more take a second, and are in few texts
+
+
+@cache
+def _classes(end: int) -> np.ndarray:
+    """For each code point before `end` UNKNOWN if Unicode lacks it, MARK if it combines with the one before, else 0."""
+    classes = {"Cn": UNKNOWN, "Mn": MARK, "Mc": MARK, "Me": MARK}
+    categories = map(unicodedata.category, map(chr, range(end)))
+    return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, end)
+
+
+def fast_encoder(library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]) -> FastEncoder | None:
+    """A FastEncoder, or None if gigatoken is missing, switched off, or does not know the tokenizer."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        return FastEncoder(library, slow)
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of Rust is not an Exception
+        return None
