@@ -1,9 +1,9 @@
 """`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and
-compares them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
-not be the one that was kept.
+above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and compares
+them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is
+at least as similar as the threshold to some other document of its cluster, which need not be the one that was kept.
 
 The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
 bands by ranges of their values, sorted in the first reading, so that equal ones meet in one task:
