@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.text import Text
 
-from mjax.data.tokenizers.library import utf8
+from mjax.data.tokenizers.kinds import utf8
 from mjax.errors import UsageError
 from mjax.generation.chat import REASONING, Chat, Message, Spans
 
