@@ -27,8 +27,7 @@ from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
 from mjax.parallel.weights import EXPERT, IN, LAYER, OUT, PART, POSITION, TOKEN, Dims
-from mjax.utils.names import leaf_name
-from mjax.utils.stacks import name_in_layer, numbers_of_layers
+from mjax.utils.names import leaf_name, name_in_layer, numbers_of_layers
 
 ROWS = 4096  # of an embedding to read at once
 ALONE = (EXPERT, TOKEN, POSITION)

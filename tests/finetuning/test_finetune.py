@@ -16,7 +16,7 @@ from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
-from mjax.finetuning.seed import SeedRun, best_of, read_epochs
+from mjax.finetuning.tuning import SeedRun, best_of, read_epochs
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run.metrics import read_metrics
