@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.errors import UsageError
+from mjax.errors import UsageError, first_line
 from mjax.utils.files import path_below
 
 OLDEST_TORCH = (2, 10)  # in older versions a file could get around weights_only
@@ -149,11 +149,6 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 f"{file}: {name} is of type {tensor.dtype}, which mjax does not read; save it as float32"
             ) from None
     return arrays
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error message of a library, or the kind of error without one."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- Files of Megatron ------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config.llama import LlamaConfig
-from mjax.errors import UsageError
+from mjax.errors import UsageError, first_line
 from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, split_dim
 from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
-from mjax.interop.torch_files import Chunk, Stored, as_arrays, first_line, load_tensors
+from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors
 from mjax.models.huggingface.llama import LAYER
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
