@@ -186,12 +186,11 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
-    lines = [metric for metric in metrics if isinstance(metric.shown, str)]
+    lines = [metric for metric in metrics if not isinstance(metric.value, list)]
     if not lines:  # predictions only
         console.print("no metrics: the file has no labels")
         return
     console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in lines))
     for metric in metrics:
         if metric not in lines:
-            console.print()
-            console.print(metric.shown)
+            print(f"\n{metric.shown}")

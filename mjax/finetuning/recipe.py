@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
@@ -26,8 +26,8 @@ from mjax.config import (
 )
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.model import Attention
+from mjax.config.plain_values import read
 from mjax.errors import UsageError
-from mjax.utils.files import read_json
 
 if TYPE_CHECKING:
     from mjax.tasks.labelled import LabelledTask, Recipe
@@ -215,6 +215,12 @@ def request_of(arguments: FinetuneArguments, recipe: Recipe, examples: int, comp
     }
 
 
+class Request(TypedDict):
+    """What every request.json has."""
+
+    step: int
+
+
 def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     """The `request`, with the step that the fine-tuning in the folder `output` started from.
 
@@ -224,9 +230,7 @@ def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     file = output / "request.json"
     if not file.exists():
         return request
-    before = read_json(file, "choose another --output")
-    if not isinstance(before, dict) or type(before.get("step")) is not int:
-        raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
+    before = read(Request, file, "choose another --output")
     if request["step"] is None:
         request = request | {"step": before["step"]}
     for name, now in request.items():

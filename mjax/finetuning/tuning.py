@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 
 from mjax.checkpoint.arrays import named
 from mjax.checkpoint.base import restore_weights
@@ -36,8 +35,9 @@ from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
+from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
-from mjax.errors import UnhealthyError, UsageError
+from mjax.errors import UnhealthyError
 from mjax.models.build import build_model
 from mjax.models.heads import TaskBERT
 from mjax.parallel.mesh import make_mesh
@@ -55,7 +55,8 @@ from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import write_predictions
 from mjax.tasks.labelled_task import Batch, Examples, LabelledTask
 from mjax.tasks.scoring import TaskScorer
-from mjax.utils.files import copy_whole, read_json, rename, write_whole
+from mjax.utils.figures import table
+from mjax.utils.files import copy_whole, rename, write_whole
 
 
 class Finetuning:
@@ -282,21 +283,17 @@ def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
 
 def print_table(report: dict[str, Any], title: str) -> None:
     """Print a `summary` on stdout: one column per seed, then the median of several."""
-    seeds, median = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    for _ in [*seeds, *median]:
-        table.add_column(justify="right", no_wrap=True)
-    table.add_row("seed", *(str(seed["seed"]) for seed in seeds), *["median" for _ in median], style="dim")
-    table.add_row("best epoch", *(str(seed["epoch"]) for seed in seeds))
-    table.add_row("loss", *(f"{seed['loss']:.4f}" for seed in seeds))
-    for name, best in report["best"]["figures"].items():
-        if isinstance(best, float):
-            values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *median)]
-            table.add_row(name.replace("_", " "), *(f"{value:.4f}" for value in values))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{title}\n", markup=False)
-    console.print(table)
+    seeds, medians = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
+    names = [name for name, best in report["best"]["figures"].items() if isinstance(best, float)]
+    rows = [
+        ("best epoch", *(seed["epoch"] for seed in seeds), *("" for _ in medians)),
+        ("loss", *(f"{seed['loss']:.4f}" for seed in seeds), *("" for _ in medians)),
+    ]
+    for name in names:
+        values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *medians)]
+        rows.append((name.replace("_", " "), *(f"{value:.4f}" for value in values)))
+    header = ("seed", *(seed["seed"] for seed in seeds), *("median" for _ in medians))
+    print("\n".join([title, "", *table(header, rows)]))
 
 
 # --- One seed: a training run that the task evaluates after each epoch ------------------------------------------------
@@ -309,6 +306,15 @@ def print_table(report: dict[str, Any], title: str) -> None:
 #         predictions/               of the validation files, in the task's official format
 #
 # An epoch is better than those before it if the task's metric is higher; in a tie the first one is kept.
+
+
+class Epoch(TypedDict):
+    """An entry of epochs.json."""
+
+    epoch: int
+    step: int
+    loss: float
+    figures: dict[str, float]
 
 
 class SeedRun(Run):
@@ -368,19 +374,7 @@ def read_epochs(folder: Path) -> list[dict]:
     file = folder / "epochs.json"
     if not file.exists():
         return []
-    fix = f"remove {folder}, to train this seed from scratch"
-    epochs = read_json(file, fix)
-    if not isinstance(epochs, list) or not all(map(_is_epoch, epochs)):
-        raise UsageError(f"{file} is not a list of epochs with their steps and metrics; {fix}")
-    return epochs
-
-
-def _is_epoch(values: Any) -> bool:
-    """Return True if `values` have the form that `SeedRun.evaluate` writes for an epoch."""
-    if not isinstance(values, dict) or not isinstance(metrics := values.get("figures"), dict):
-        return False
-    numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *metrics.values()]
-    return all(type(number) in (int, float) for number in numbers)
+    return read(list[Epoch], file, f"remove {folder}, to train this seed from scratch")
 
 
 def best_of(epochs: list[dict], metric: str) -> dict:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from rich.table import Table
 
 from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.errors import RunError, UsageError
@@ -84,7 +83,7 @@ class Metric:
 
     name: str
     value: float | int | list[dict[str, Any]] | None
-    shown: str | Table
+    shown: str
     remark: str = ""
 
     @classmethod

@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.table import Column, Table
 
 from mjax.config.datasets import read_metadata
 from mjax.config.model import ModelConfig
@@ -39,6 +38,7 @@ from mjax.tasks.interface import (
     read_documents,
     read_text,
 )
+from mjax.utils.figures import table
 
 
 class Perplexity:
@@ -451,11 +451,10 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return mean, float(values.std(ddof=1, dtype=np.float64) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
-def _table(rows: list[dict[str, float | int | None]]) -> Table:
-    header = (Column(name, justify="right") for name in ("positions", "loss", "±", "perplexity", "tokens"))
-    table = Table(*header, box=None, header_style="bold", pad_edge=False)
+def _table(rows: list[dict[str, float | int | None]]) -> str:
+    cells = []
     for row in rows:
         span = f"{row['first']:,}" if row["first"] == row["last"] else f"{row['first']:,} – {row['last']:,}"
         error = "" if row["standard_error"] is None else f"{row['standard_error']:.4f}"
-        table.add_row(span, f"{row['loss']:.4f}", error, f"{row['perplexity']:,.2f}", f"{row['tokens']:,}")
-    return table
+        cells.append((span, f"{row['loss']:.4f}", error, f"{row['perplexity']:,.2f}", f"{row['tokens']:,}"))
+    return "\n".join(table(("positions", "loss", "±", "perplexity", "tokens"), cells, left=0))
