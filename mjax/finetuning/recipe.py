@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
+from mjax import config as configs
 from mjax.cluster.launch import Distributed
-from mjax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    HealthConfig,
-    LogConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from mjax.config import Config, MeshConfig
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.model import Attention
 from mjax.config.plain_values import read
@@ -168,8 +160,8 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             attention=arguments.attention,
         ),
         mesh=mesh,
-        data=DataConfig(mock=True),  # no pre-training data are read
-        optimizer=OptimizerConfig(
+        data=configs.DataConfig(mock=True),  # no pre-training data are read
+        optimizer=configs.OptimizerConfig(
             learning_rate=recipe.learning_rate,
             min_learning_rate=0.0,
             schedule="linear",
@@ -177,7 +169,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             weight_decay=recipe.weight_decay,
         ),
         precision=precision,
-        train=TrainConfig(
+        train=configs.TrainConfig(
             steps=steps,
             global_batch=recipe.batch,
             micro_batch=micro_batch,
@@ -185,9 +177,9 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             seed=0,
             eval_interval=steps_of_epoch,
         ),
-        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=2),
-        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
-        log=LogConfig(tensorboard=False, sample_tokens=0),
+        checkpoint=configs.CheckpointConfig(interval=steps_of_epoch, keep_last=2),
+        health=configs.HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
+        log=configs.LogConfig(tensorboard=False, sample_tokens=0),
     )
 
 

@@ -31,16 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either, suggestion
 from mjax.tasks.interface import Metric
-from mjax.tasks.labelled_task import (
-    LabelledTask,
-    Outputs,
-    Pair,
-    Role,
-    clean_text,
-    json_object,
-    lines,
-    table,
-)
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, clean_text, json_object, lines, table
 from mjax.tasks.squad import Squad
 from mjax.utils.files import write_whole
 

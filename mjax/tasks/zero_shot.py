@@ -24,21 +24,43 @@ import numpy as np
 
 from mjax.config.datasets import read_metadata
 from mjax.config.model import ModelConfig
-from mjax.data.corpus import Document
+from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.data.indexed import IndexedDataset, index_file, token_file, tokenizer_folder
 from mjax.data.tokenizers import Tokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
-from mjax.tasks.interface import (
-    Metric,
-    Score,
-    Window,
-    check_stride,
-    overlapping_windows,
-    perplexity,
-    read_documents,
-    read_text,
-)
+from mjax.tasks.interface import Metric, Score, Window, overlapping_windows, read_text
 from mjax.utils.figures import table
+
+
+def perplexity(nats: float) -> float:
+    """exp(`nats`), with nats per label; infinite above what a float holds, e^709."""
+    return math.exp(nats) if nats < 709 else math.inf
+
+
+def read_documents(data: str) -> list[Document]:
+    """The documents of a file, a folder or a pattern.
+
+    Raises:
+      UsageError: there is no such file, or its type is unknown; a line is malformed. An evaluation skips nothing.
+    """
+    files = TextFiles(find_files([Path(data)]), malformed="skip", all_fields=False)
+    documents = list(files)
+    if files.malformed.count:
+        raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation skips nothing")
+    return documents
+
+
+def check_stride(stride: int, positions: int) -> int:
+    """`stride`, if it fits a model with so many positions.
+
+    Raises:
+      UsageError: it does not.
+    """
+    if not 1 <= stride <= positions:
+        raise UsageError(
+            f"--stride {stride} does not fit a model of {positions:,} positions; give a number from 1 to {positions}"
+        )
+    return stride
 
 
 class Perplexity:

@@ -266,7 +266,11 @@ REFUSED = [
     (DENSE, {"normalization": "LayerNorm"}, "normalization is 'LayerNorm'"),
     (DENSE, {"num_experts": 8}, "lacks the matrix decoder.layers.0.mlp.experts.0.linear_fc2.weight"),
     (DENSE, LLAMA_3 | {"rotary_seq_len_interpolation_factor": 4}, "both set"),
-    (TENSORS, {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias is True, but mjax supports only None"),
+    (
+        TENSORS,
+        {"moe_router_enable_expert_bias": True},
+        "moe_router_enable_expert_bias is True, but mjax supports only None",
+    ),
     (TENSORS, {"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps is 0.1, but mjax supports only None"),
     (TENSORS, {"moe_expert_capacity_factor": 1.0}, "capacity_factor is 1.0, with which Megatron drops tokens"),
     (TENSORS, {"moe_router_score_function": "sqrtsoftplus"}, "'sqrtsoftplus', and mjax knows softmax and sigmoid"),
