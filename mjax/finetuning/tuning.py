@@ -4,7 +4,7 @@
   request.json                settings; the folder is continued only with the same
   seed-1234/, seed-1235/, …   (`SeedRun`)
   best                        → seed-N/best, the run folder of the seed with the highest metric
-  report.json, report.png     of the finished seeds; the plot is redrawn after every epoch
+  report.json                 of the finished seeds
 
 All seeds share one compiled program. A finished seed is not trained again; an interrupted one continues from its last
 checkpoint, with a bit-identical result.
@@ -44,7 +44,7 @@ from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.display import Display
 from mjax.run.loop import Run
-from mjax.run.metrics import Announced, MetricsLog
+from mjax.run.metrics import MetricsLog
 from mjax.run.options import PREEMPTED
 from mjax.run.start import write_environment
 from mjax.step.layout import lay_out
@@ -95,7 +95,6 @@ class Finetuning:
         self.start = Start(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
-        self._announced = Announced(self._say)
         if is_first():
             write_environment(config, output, self._say)
         self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
@@ -120,7 +119,9 @@ class Finetuning:
             log = None
             if is_first():
                 self._lay_out(seed, folder)
-                log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw, self._say)))
+                log = stack.enter_context(
+                    contextlib.closing(MetricsLog(folder, start, tensorboard=False, say=self._say))
+                )
             display = Display(last, self.console, shown=is_first())
             run = SeedRun(
                 self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
@@ -155,7 +156,7 @@ class Finetuning:
         best = report["best"]
         chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
         self._say(f"\nbest    {self.output / 'best'}: {chosen}")
-        self._say(f"report  {self.output / 'report.json'}, {self.output / 'report.png'}")
+        self._say(f"report  {self.output / 'report.json'}")
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
@@ -182,20 +183,6 @@ class Finetuning:
         source = Path(self.request["checkpoint"]) / "tokenizer"
         shutil.copytree(source, best / "tokenizer", dirs_exist_ok=True, copy_function=copy_whole)
 
-    def _redraw(self) -> None:
-        drawn = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
-        if not drawn:
-            return
-        title, metric = "{task} from {checkpoint}".format(**self.request), self.task.metric
-        with self._announced("report.png"):
-            from mjax.pictures.runs import draw_seeds  # matplotlib takes a second to import
-
-            curves = {
-                seed: {epoch["epoch"]: epoch["figures"][metric] for epoch in epochs} for seed, epochs in drawn.items()
-            }
-            best = {seed["seed"]: seed["epoch"] for seed in summary(metric, drawn)["seeds"]}
-            draw_seeds(metric, curves, best, self.output / "report.png", title)
-
     def _conclude(self) -> None:
         if not is_first():
             return
@@ -205,22 +192,9 @@ class Finetuning:
         link.unlink(missing_ok=True)
         link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
         rename(link, self.output / "best")
-        self._redraw()
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False)
-
-
-class _Log(MetricsLog):
-    """metrics.jsonl of a seed, which shares its plot with the others."""
-
-    def __init__(self, folder: Path, step: int, draw: Callable[[], None], say: Callable[[str], None]):
-        super().__init__(folder, step, tensorboard=False, say=say)
-        self._draw = draw
-
-    def draw(self, last: bool = True) -> None:
-        """Redraw report.png, after every epoch."""
-        self._draw()
 
 
 # --- Batches of training examples, in a new order every epoch ---------------------------------------------------------
@@ -298,7 +272,7 @@ def print_table(report: dict[str, Any], title: str) -> None:
 
 # --- One seed: a training run that the task evaluates after each epoch ------------------------------------------------
 #     seed-1234/
-#       config.json, metrics.jsonl   as in any run
+#       config.json, metrics.jsonl, loss.png   as in any run
 #       epochs.json                  loss and metrics of the validation files after each epoch
 #       checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
 #       best/                        a run folder: config, tokenizer and the weights after the best epoch, and after the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -196,7 +195,7 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import PercentFormatter
 
     layers, experts = shares.shape
     balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
@@ -235,7 +234,7 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
       x: name of the x axis, step or tokens.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from matplotlib.ticker import StrMethodFormatter
 
     ((first, (reference, _)), *others) = runs.items()
     distances = {name: _difference(training, reference) for name, (training, _) in others}
@@ -337,29 +336,4 @@ def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, train
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     add_heading(axes, "Loss by position", about)
-    save(figure, file)
-
-
-def draw_seeds(
-    metric: str, curves: Mapping[int, Mapping[int, float]], best: Mapping[int, int], file: Path, title: str
-) -> None:
-    """The metric after every epoch, one line per seed, its best epoch marked, and the median of these, as a PNG.
-
-    Args:
-      curves: values of the metric by seed and epoch.
-      best: epoch of each seed.
-    """
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    for seed, values in curves.items():
-        (line,) = axes.plot(values.keys(), values.values(), "-", label=f"seed {seed}")
-        axes.plot(best[seed], values[best[seed]], "o", color=line.get_color())
-    if len(curves) > 1:
-        median = statistics.median(values[best[seed]] for seed, values in curves.items())
-        axes.axhline(median, color="grey", linestyle=":", label=f"median of the best, {median:.4f}")
-    axes.set(xlabel="epoch", ylabel=metric.replace("_", " "))
-    axes.set_title(title, parse_math=False)  # a name may contain dollars
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
     save(figure, file)
