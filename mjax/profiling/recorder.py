@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
+from mjax.errors import first_line
 from mjax.profiling.breakdown import Breakdown
 from mjax.profiling.trace import ASIDE, WINDOW, read_trace
 from mjax.run.options import Profile
@@ -130,5 +131,5 @@ class Recorder(Profile):
         try:
             yield
         except Exception as error:  # of a full disk, a profiler in use, a trace in an unknown form
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             self.say(f"the profile failed ({reason}): the run continues")

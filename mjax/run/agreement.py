@@ -44,7 +44,7 @@ from mjax.config.datasets import parse_blend
 from mjax.config.marks import PER_PROCESS, marks_of
 from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
-from mjax.errors import UnhealthyError, UsageError
+from mjax.errors import UnhealthyError, UsageError, and_more
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
 from mjax.run.continuing import PATHS, Origin
@@ -320,7 +320,7 @@ class Replicas:
         places = [self._place(place) for place in sorted(odd, key=self._replica)]
         if len(places) > MOST_DEVICES:
             places[MOST_DEVICES:] = [f"{len(places) - MOST_DEVICES} more"]
-        what = names[0] + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
+        what = and_more(names, " arrays")
         differ = "differs from the others" if len(places) == 1 else "differ"
         return (
             f"after step {step} the replicas have different weights: {' and '.join(places)} {differ} in {what}; "
