@@ -109,7 +109,6 @@ TRAIN_FLAGS = {
     "--precision.loss-scale 8": "--precision.loss-scale needs --precision.compute fp16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
-    "--data.mask-probability 0.3": "is for pairs of text, with --model.kind bert",
     "--data.reset-attention --model.kind bert": "is for text, with --model.kind gpt; leave it out",
     "--data.reset-positions --model.positions alibi": "ALiBi counts distances",
 }

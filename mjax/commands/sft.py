@@ -26,6 +26,7 @@ from mjax.commands.train import TrainArguments, train
 from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
 from mjax.config.datasets import parse_blend, split_sequences
+from mjax.config.marks import Elsewhere
 from mjax.config.run import as_flag, differences
 from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
@@ -56,11 +57,13 @@ SHOWN = (
 class SftArguments(TrainArguments):
     """Fine-tune a model on conversations; all flags of `mjax train` work."""
 
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX")] = ()  # rewritten before flags are parsed
+    data: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Elsewhere("dataset data-dir data-file")
+    ] = ()  # rewritten before flags are parsed
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0)] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Elsewhere("num-epochs num-train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or plain if it has none."""

@@ -18,6 +18,7 @@ from mjax.cluster.xla_flags import be_repeatable
 from mjax.commands.flags import parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
@@ -41,13 +42,15 @@ class TrainArguments:
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
     model of your own."""
-    name: str | None = None
+    name: Annotated[str | None, Elsewhere("run-name wandb-run-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Path = Path("runs")
+    runs: Annotated[Path, Elsewhere("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE] = None
     """Continue the run in this folder with its saved config."""
-    init: Path | None = None
+    init: Annotated[
+        Path | None, Elsewhere("model-name-or-path pretrained pretrained-checkpoint init-from finetune")
+    ] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None

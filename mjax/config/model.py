@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import FREE, NEW_RUN, TUNING
+from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, TUNING, Elsewhere
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -93,24 +93,26 @@ class ModelConfig:
 
     kind: str = ""
     """Architecture of the model."""
-    layers: Count = 24
+    layers: Annotated[Count, Elsewhere("num-layers n-layer n-layers num-hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Count = 1024
+    hidden: Annotated[Count, Elsewhere("hidden-size n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Count = 16
+    heads: Annotated[Count, Elsewhere("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Count = 1024
+    sequence: Annotated[
+        Count, Elsewhere("seq-length seq-len sequence-length max-seq-length max-length block-size context-length")
+    ] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Count | None = None
+    max_position_embeddings: Annotated[Count | None, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Annotated[Count, NEW_RUN] = 50257
+    vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN] = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN, Elsewhere("make-vocab-size-divisible-by")] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
-    init_std: Tuned = 0.02
+    init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, Elsewhere("use-flash-attn attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
@@ -278,15 +280,15 @@ class ModelConfig:
 class TransformerConfig(ModelConfig):
     """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
-    feed_forward: Count | None = None
+    feed_forward: Annotated[Count | None, Elsewhere("ffn-hidden-size intermediate-size n-inner d-ff")] = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING] = "gelu_tanh"
+    activation: Annotated[Gelu, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
-    hidden_dropout: Rate = 0.1
+    hidden_dropout: Annotated[Rate, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Rate = 0.1
+    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: Tuned = 1e-5
+    layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Elsewhere("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
     """Added to the variance in LayerNorm."""
 
     learned_positions: ClassVar[bool] = True
@@ -310,10 +312,10 @@ class GPTConfig(TransformerConfig):
 
     kind: Literal["gpt"] = "gpt"
     """Architecture of the model."""
-    positions: Literal["learned", "alibi"] = "learned"
+    positions: Annotated[Literal["learned", "alibi"], Elsewhere("position-embedding-type")] = "learned"
     """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
     distance between two tokens in attention, without weights."""
-    embedding_layernorm: bool = False
+    embedding_layernorm: Annotated[bool, FILE_ONLY] = False
     """A LayerNorm after the embedding, as in BLOOM."""
     window: Annotated[Count | None, TUNING] = None
     """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
