@@ -106,10 +106,11 @@ TRAIN_FLAGS = {
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
     "--optimizer.muon-adjust-lr original": "is for --optimizer.name muon",
-    "--precision.loss-scale 8": "--precision.loss-scale needs --precision.compute fp16",
+    "--precision.loss-scale 8": "--precision.loss-scale 8.0 is for --precision.compute fp16, and this run has bf16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
-    "--data.reset-attention --model.kind bert": "is for text, with --model.kind gpt; leave it out",
+    "--data.reset-attention --model.kind bert": "is for samples of text, and this run has pairs; leave it out",
+    "--data.no-pack": "is for samples of conversations, and this run has text; leave it out",
     "--data.reset-positions --model.positions alibi": "ALiBi counts distances",
 }
 """Flags after `train --config gpt_345m` on one device."""

@@ -24,6 +24,14 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Only:
+    """A field is for some values of another: `Only("optimizer.schedule", "wsd")`, or of `Config.samples`."""
+
+    field: str
+    values: str
+
+
+@dataclass(frozen=True)
 class Elsewhere:
     """Names that a field has in Megatron-LM, nanoGPT or Hugging Face: `fp16=fp16` is a switch for one value of it, and
     the value of `epochs~` means something else."""

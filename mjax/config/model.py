@@ -315,7 +315,7 @@ class GPTConfig(TransformerConfig):
     positions: Annotated[Literal["learned", "alibi"], Elsewhere("position-embedding-type")] = "learned"
     """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
     distance between two tokens in attention, without weights."""
-    embedding_layernorm: Annotated[bool, FILE_ONLY] = False
+    embedding_layernorm: bool = False
     """A LayerNorm after the embedding, as in BLOOM."""
     window: Annotated[Count | None, TUNING] = None
     """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all

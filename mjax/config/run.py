@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
 from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
-from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, UNPLANNED, Elsewhere
+from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, UNPLANNED, Elsewhere, Only
 from mjax.config.mixture import MixtureConfig as MixtureConfig
 from mjax.config.model import (
     REGISTRY,
@@ -41,6 +41,9 @@ from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
+
+TEXT, PAIRS = Only("samples", "text"), Only("samples", "pairs")
+"""Fields for text read from left to right, and for BERT's pairs of text."""
 
 
 @dataclass(frozen=True)
@@ -113,22 +116,24 @@ class DataConfig:
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
     depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
     in the last batch."""
-    reset_positions: Annotated[bool, PLANNED, Elsewhere("reset-position-ids")] = False
+    reset_positions: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
-    reset_attention: Annotated[bool, PLANNED, Elsewhere("reset-attention-mask")] = False
+    reset_attention: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-attention-mask")] = False
     """Let a token attend only to tokens of its own document."""
-    mask_eod_loss: Annotated[bool, PLANNED, Elsewhere("eod-mask-loss")] = False
+    mask_eod_loss: Annotated[bool, PLANNED, TEXT, Elsewhere("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
-    conversations: Annotated[bool, PLANNED] = False
+    conversations: Annotated[bool, PLANNED, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
     assistant wrote is trained. Set by the data of a new run."""
-    pack: bool = True
+    pack: Annotated[bool, Only("samples", "conversations")] = True
     """For conversations: as many in a sequence as fit; else one in each, padded."""
-    validation_tail: Annotated[bool, FILE_ONLY] = False
+    validation_tail: Annotated[bool, FILE_ONLY, TEXT] = False
     """Keep the last, partial validation sample, padded; padding does not count."""
-    mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15"), FILE_ONLY, Elsewhere("mask-prob")] = 0.15
+    mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15"), FILE_ONLY, PAIRS, Elsewhere("mask-prob")] = (
+        0.15
+    )
     """For pairs of text (BERT): share of masked tokens; Megatron's --mask-prob."""
-    short_probability: Annotated[float, Bounds(ge=0, le=1), FILE_ONLY, Elsewhere("short-seq-prob")] = 0.1
+    short_probability: Annotated[float, Bounds(ge=0, le=1), FILE_ONLY, PAIRS, Elsewhere("short-seq-prob")] = 0.1
     """For pairs of text (BERT): share of samples with a shorter target length, as texts for fine-tuning often are;
     Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
@@ -172,7 +177,7 @@ class PrecisionConfig:
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
-    loss_scale: Annotated[float, Bounds(ge=1)] | None = None
+    loss_scale: Annotated[float, Bounds(ge=1), Only("precision.compute", "fp16")] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial dynamic loss scale."""
@@ -307,6 +312,13 @@ class Config:
     def micro_batches(self) -> int:
         """Micro-batches a data replica accumulates in one step, m."""
         return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
+
+    @property
+    def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
+        """What the model is trained on: examples are those of a labelled task."""
+        if self.model.samples == "text" and self.data.conversations:
+            return "conversations"
+        return self.model.samples or "examples"
 
     @property
     def across(self) -> Literal["heads", "gather"] | None:
