@@ -541,13 +541,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
 
 
-def kinds_with(field: str) -> Iterator[str]:
-    """The kinds of the registered models that have a field."""
-    for kind, cls in REGISTRY.items():
-        if field in _names(cls):
-            yield kind
-
-
 def _lora_defaults(model: ModelConfig) -> Iterator[tuple[str, Any]]:
     """The fields that describe adapters, and their defaults."""
     return ((field.name, field.default) for field in dataclasses.fields(model) if field.name.startswith("lora_"))
