@@ -48,9 +48,7 @@ EVALUATIONS = 5
 class SftArguments(TrainArguments):
     """Fine-tune a model on conversations; all flags of `mjax train` work."""
 
-    data: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Elsewhere("dataset data-dir data-file")
-    ] = ()  # rewritten before flags are parsed
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Elsewhere("dataset data-file")] = ()
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""

@@ -47,9 +47,7 @@ class TrainArguments:
     """Folder that contains the run folders."""
     resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE] = None
     """Continue the run in this folder with its saved config."""
-    init: Annotated[
-        Path | None, Elsewhere("model-name-or-path pretrained pretrained-checkpoint init-from finetune")
-    ] = None
+    init: Annotated[Path | None, Elsewhere("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None

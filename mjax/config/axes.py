@@ -124,6 +124,5 @@ def sharding() -> tuple[str, ...]:
 
 def summed(mesh) -> frozenset[str]:
     """Axes over which the gradients of weights are summed after the backward pass rather than in it."""
-    asked = {"always": lambda axis: True, "above 1": lambda axis: sizes(mesh)[axis.name] > 1}
-    asked["with sequence parallelism"] = lambda axis: mesh.splits_tokens
-    return frozenset(axis.name for axis in AXES if asked[axis.sums](axis))
+    sums = {"always": True, "with sequence parallelism": mesh.splits_tokens}
+    return frozenset(axis.name for axis in AXES if sums.get(axis.sums, sizes(mesh)[axis.name] > 1))

@@ -74,7 +74,4 @@ def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
     return {name: marks for name, _, _, marks in fields_of(cls)}
 
 
-RUN_ELSEWHERE = Elsewhere(
-    "load ckpt checkpoint-path model-path resume-from-checkpoint continue checkpoint resume "
-    "model-name-or-path pretrained pretrained-checkpoint init-from"
-)
+RUN_ELSEWHERE = Elsewhere("load ckpt checkpoint-path resume-from-checkpoint checkpoint resume pretrained init-from")

@@ -58,9 +58,7 @@ class MixtureConfig(LlamaConfig):
     balance_bias: Annotated[Tuned, Elsewhere("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
     """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
     chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
-    balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING, Elsewhere("moe-router-load-balancing-type")] = (
-        "sequence"
-    )
+    balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
     """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
     as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
     z_loss: Annotated[Tuned, Elsewhere("moe-z-loss-coeff")] = 0.0

@@ -99,9 +99,7 @@ class ModelConfig:
     """Width of the residual stream, h."""
     heads: Annotated[Count, Elsewhere("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Annotated[
-        Count, Elsewhere("seq-length seq-len sequence-length max-seq-length max-length block-size context-length")
-    ] = 1024
+    sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
     max_position_embeddings: Annotated[Count | None, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
@@ -112,7 +110,7 @@ class ModelConfig:
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN, Elsewhere("use-flash-attn attn-implementation")] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0

@@ -97,8 +97,6 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
         elif fits(value, hints[name]):
-            if get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
-                value = [] if value is None else [value]
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
             arguments[name] = _as_tuples(value) if listed else value
         else:
@@ -124,8 +122,6 @@ def fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
         if kinds[1:] == (...,):
-            if kinds[0] is str and (value is None or isinstance(value, str)):  # none or one, as it once was (`build`)
-                return value is None or fits(value, str)
             kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
         return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(fits, value, kinds))
     if get_origin(kind) is list:

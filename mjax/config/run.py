@@ -42,6 +42,8 @@ from mjax.config.plain_values import build
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
 
+Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+Recompute = Literal["none", "selective", "full", "offload"]
 TEXT, PAIRS = Only("samples", "text"), Only("samples", "pairs")
 """Fields for text read from left to right, and for BERT's pairs of text."""
 
@@ -54,9 +56,7 @@ class MeshConfig:
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
     data: Annotated[Count, Elsewhere("data-parallel-size dp dp-size num-gpus gpus")] = 1
     """Data-parallel replicas."""
-    model: Annotated[
-        Count, Elsewhere("tensor-model-parallel-size tensor-parallel-size tp tp-size model-parallel-size")
-    ] = 1
+    model: Annotated[Count, Elsewhere("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
     expert: Annotated[Count, Elsewhere("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
@@ -72,9 +72,7 @@ class MeshConfig:
     the same communication. It has no effect with `model` 1."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
-    chunks: Annotated[
-        Count, Elsewhere("num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage~")
-    ] = 1
+    chunks: Annotated[Count, Elsewhere("num-layers-per-virtual-pipeline-stage~")] = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
     zero: Annotated[Literal[0, 1, 3], Elsewhere("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
@@ -129,9 +127,7 @@ class DataConfig:
     """For conversations: as many in a sequence as fit; else one in each, padded."""
     validation_tail: Annotated[bool, FILE_ONLY, TEXT] = False
     """Keep the last, partial validation sample, padded; padding does not count."""
-    mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15"), FILE_ONLY, PAIRS, Elsewhere("mask-prob")] = (
-        0.15
-    )
+    mask_probability: Annotated[float, Bounds(gt=0, lt=1), FILE_ONLY, PAIRS, Elsewhere("mask-prob")] = 0.15
     """For pairs of text (BERT): share of masked tokens; Megatron's --mask-prob."""
     short_probability: Annotated[float, Bounds(ge=0, le=1), FILE_ONLY, PAIRS, Elsewhere("short-seq-prob")] = 0.1
     """For pairs of text (BERT): share of samples with a shorter target length, as texts for fine-tuning often are;
@@ -171,9 +167,7 @@ class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Annotated[
-        Literal["bf16", "fp8", "fp16", "fp32", "fp64"], Elsewhere("fp16=fp16 bf16=bf16 dtype mixed-precision fp8=fp8")
-    ] = "bf16"
+    compute: Annotated[Compute, Elsewhere("fp16=fp16 bf16=bf16 fp8=fp8 dtype mixed-precision")] = "bf16"
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
@@ -189,18 +183,12 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[
-        Count,
-        FREE,
-        Elsewhere("train-iters max-iters max-steps train-samples~ epochs~ num-epochs~ num-train-epochs~"),
-    ] = 300_000
+    steps: Annotated[Count, FREE, Elsewhere("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
     """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
     tokens: Annotated[str | None, FREE, Elsewhere("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up or schedule. The run's config.json has the steps."""
-    global_batch: Annotated[
-        Count, Elsewhere("batch-size global-batch-size train-batch-size gradient-accumulation-steps~")
-    ] = 512
+    global_batch: Annotated[Count, Elsewhere("batch-size global-batch-size gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
     batch_rampup: Annotated[tuple[int, int, int] | None, Elsewhere("rampup-batch-size")] = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
@@ -211,17 +199,11 @@ class TrainConfig:
     taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Annotated[
-        Count,
-        FREE,
-        Elsewhere("batch-size micro-batch-size per-device-train-batch-size gradient-accumulation-steps~"),
-    ] = 8
+    micro_batch: Annotated[Count, FREE, Elsewhere("batch-size micro-batch-size per-device-train-batch-size")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Annotated[
-        Literal["none", "selective", "full", "offload"],
-        FREE,
-        Elsewhere("recompute-activations=selective gradient-checkpointing=full activation-checkpointing=full"),
-    ] = "none"
+    recompute: Annotated[Recompute, FREE, Elsewhere("recompute-activations=selective gradient-checkpointing=full")] = (
+        "none"
+    )
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""

@@ -27,6 +27,7 @@ from mjax.config import (
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
+from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.utils.files import read_json
 
@@ -71,9 +72,7 @@ class FinetuneArguments:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
-    recompute: Annotated[Literal["none", "selective", "full", "offload"], tyro.conf.arg(name="train.recompute")] = (
-        "none"
-    )
+    recompute: Annotated[Recompute, tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matmuls; by default as in pre-training."""
