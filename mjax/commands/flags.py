@@ -61,7 +61,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    _check(argv, {flag.name: flag for flag in _all_flags(cls, default)}, prog)
+    _check(argv, {flag.name: flag for flag in all_fields(cls, default)}, prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
@@ -219,7 +219,7 @@ def _short_help(cls: type, default: object, prog: str) -> str:
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _shown_default(cls, flag))
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
+    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -300,13 +300,13 @@ def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[F
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
-    return (flag for flag in _all_flags(cls, default, prefix) if not flag.hidden)
+    return (flag for flag in all_fields(cls, default, prefix) if not flag.hidden)
 
 
-def _all_flags(
+def all_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
-    """The flags of `cls`, and its fields that are no flags: those with the mark `without`, by default that of `cls`."""
+    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
     without = without or getattr(cls, "without", None)
     for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
         value = getattr(default, name, None) if default is not None else field.default
@@ -315,7 +315,7 @@ def _all_flags(
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
-            yield from _all_flags(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
+            yield from all_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
         elif tyro.conf.Positional not in marks:
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())

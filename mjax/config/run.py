@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mjax.config import axes
-from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
 from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
-from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, UNPLANNED, Elsewhere, Only
+from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only
 from mjax.config.mixture import MixtureConfig as MixtureConfig
 from mjax.config.model import (
     REGISTRY,
@@ -37,13 +37,14 @@ from mjax.config.model import (
 from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
 from mjax.config.model import BERTTaskConfig as BERTTaskConfig
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
-from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
 
 Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
 Recompute = Literal["none", "selective", "full", "offload"]
+WSD, MUON = Only("optimizer.schedule", "wsd"), Only("optimizer.name", "muon")
+Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
 TEXT, PAIRS = Only("samples", "text"), Only("samples", "pairs")
 """Fields for text read from left to right, and for BERT's pairs of text."""
 
@@ -163,6 +164,44 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate. Weight decay applies to matrices and embeddings, never to biases or
+    LayerNorm."""
+
+    name: Annotated[Literal["adamw", "muon"], PLANNED] = "adamw"
+    """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
+    (embeddings, heads, norms, biases)."""
+
+    learning_rate: Annotated[NotNegative, RATE, Elsewhere("lr peak-lr max-lr")] = 1.5e-4
+    """Peak learning rate."""
+    min_learning_rate: Annotated[NotNegative, RATE, Elsewhere("min-lr")] = 1e-5
+    """Learning rate at the end of the schedule."""
+    schedule: Annotated[Schedule, RATE, Elsewhere("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
+    """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
+    warmup_steps: Annotated[CountOrZero, RATE, Elsewhere("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
+    """Steps of linear warm-up."""
+    decay_steps: Annotated[Count | None, RATE, Elsewhere("lr-decay-iters lr-decay-steps")] = None
+    """Step at which min_learning_rate is reached; by default train.steps."""
+    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Elsewhere("lr-wsd-decay-iters")] = None
+    """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
+    wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
+    """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
+    weight_decay: Annotated[NotNegative, Elsewhere("wd")] = 0.01
+    """Decoupled weight decay."""
+    beta1: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta1")] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta2")] = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Elsewhere("adam-eps adam-epsilon eps")] = 1e-8
+    """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], MUON] = "match_rms_adamw"
+    """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
+    and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""
+    clip_norm: Annotated[NotNegative, Elsewhere("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
+    """Largest global L2 norm of the gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
@@ -171,7 +210,7 @@ class PrecisionConfig:
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
-    loss_scale: Annotated[float, Bounds(ge=1), Only("precision.compute", "fp16")] | None = None
+    loss_scale: Annotated[float, Bounds(ge=1), UNPLANNED, Only("precision.compute", "fp16")] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial dynamic loss scale."""
@@ -229,7 +268,7 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
     keep_last: Annotated[Count, Elsewhere("save-total-limit")] = 2
     """Number of most recent checkpoints to keep."""
-    keep_every: Annotated[Count | None, FILE_ONLY] = None
+    keep_every: Count | None = None
     """Keep every checkpoint whose step is a multiple of this."""
 
 
