@@ -105,8 +105,6 @@ TRAIN_FLAGS = {
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
-    "--optimizer.muon-adjust-lr original": "is for --optimizer.name muon",
-    "--precision.loss-scale 8": "--precision.loss-scale 8.0 is for --precision.compute fp16, and this run has bf16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
     "--data.reset-attention --model.kind bert": "is for samples of text, and this run has pairs; leave it out",

@@ -194,7 +194,7 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Elsewhere("adam-eps adam-epsilon eps")] = 1e-8
     """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
-    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], MUON] = "match_rms_adamw"
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], FILE_ONLY, MUON] = "match_rms_adamw"
     """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
     and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""
     clip_norm: Annotated[NotNegative, Elsewhere("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
@@ -210,7 +210,7 @@ class PrecisionConfig:
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
-    loss_scale: Annotated[float, Bounds(ge=1), UNPLANNED, Only("precision.compute", "fp16")] | None = None
+    loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY, Only("precision.compute", "fp16")] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
     initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial dynamic loss scale."""
