@@ -38,8 +38,8 @@ from mjax.config.batch_size import BatchSizes
 from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
 from mjax.errors import UnhealthyError
-from mjax.models.build import build_model
 from mjax.models.bert.heads import TaskBERT
+from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.display import Display
