@@ -31,9 +31,9 @@ from mjax.cluster.processes import is_first
 from mjax.config import Config
 from mjax.errors import UnhealthyError, UsageError
 from mjax.models.build import build_model
-from mjax.models.heads import TaskBERT
 from mjax.parallel.zero import cut_into_chunks
-from mjax.run.loop import Run
+from mjax.run.health import Guard
+from mjax.run.loop import Evaluate, Run
 from mjax.step.layout import lay_out
 from mjax.step.optimizer import adamw
 from mjax.step.precision import parameter_type
@@ -44,35 +44,34 @@ from mjax.tasks.scoring import TaskScorer
 from mjax.utils.files import read_json, write_whole
 
 
-class SeedRun(Run):
-    """A training run with the task's evaluation, which keeps the weights of its best epoch.
+class EvaluateTask(Evaluate):
+    """The task's evaluation after each epoch, which keeps the weights of the best one.
 
     Attributes:
       epochs: results so far, as in epochs.json: one dict per epoch with its number, its last step, loss and metrics.
     """
 
-    def __init__(self, *arguments, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
+    def __init__(self, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
         """Load the folder's results of the epochs up to step `start`.
 
         Args:
-          arguments: as for `Run`.
           folder: seed-N.
           task: provides the validation files.
           scorer: of the run's config.
           best: checkpoints of the folder's best/.
           start: the step the run continues from.
         """
-        super().__init__(*arguments)
         self.folder, self.task, self.scorer, self.best = folder, task, scorer, best
         self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
 
-    def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
+    def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the validation files; saves the results and, if it is the best, the weights of this
         epoch."""
+        validation, model = self.task.validation, run.state.model
         scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
         metrics = {metric.name: metric.value for metric in self.task.metrics(scores)}
         loss = mean_loss(scores, validation)
-        epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
+        epoch = {"epoch": step // run.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
         self.epochs.append(epoch)
         is_best = best_of(self.epochs, self.task.metric) is epoch
         if is_best:
@@ -82,6 +81,10 @@ class SeedRun(Run):
                 write_predictions(self.folder / "best" / "predictions", self.task, scores)
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
         return loss, {name: value for name, value in metrics.items() if isinstance(value, float)}
+
+
+class SeedGuard(Guard):
+    """The health of a seed."""
 
     def give_up(self, problem: str) -> None:
         """End an unhealthy seed.
@@ -109,7 +112,7 @@ def read_epochs(folder: Path) -> list[dict]:
 
 
 def _is_epoch(values: Any) -> bool:
-    """Return True if `values` have the form that `SeedRun.evaluate` writes for an epoch."""
+    """Return True if `values` have the form that `EvaluateTask` writes for an epoch."""
     if not isinstance(values, dict) or not isinstance(metrics := values.get("figures"), dict):
         return False
     numbers = [*(values.get(name) for name in ("epoch", "step", "loss")), *metrics.values()]

@@ -32,9 +32,11 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
 from mjax.data.batches import of_positions
-from mjax.finetuning.seed import SeedRun, Start, best_of, read_epochs
+from mjax.data.sources import TrainingData
+from mjax.finetuning.seed import EvaluateTask, SeedGuard, Start, best_of, read_epochs
 from mjax.parallel.mesh import make_mesh
 from mjax.run.display import Display
+from mjax.run.loop import Run, in_order
 from mjax.run.metrics import Announced, MetricsLog
 from mjax.run.options import PREEMPTED
 from mjax.run.start import write_environment
@@ -50,7 +52,7 @@ class Finetuning:
     """All seeds of one request.
 
     Attributes:
-      epochs: results (`SeedRun.epochs`), by seed.
+      epochs: results (`EvaluateTask.epochs`), by seed.
     """
 
     def __init__(
@@ -109,21 +111,21 @@ class Finetuning:
                 self._lay_out(seed, folder)
                 log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw, self._say)))
             display = Display(last, self.console, shown=is_first())
-            run = SeedRun(
-                self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
-                folder=folder, task=self.task, scorer=self.scorer, best=best, start=start,
-            )  # fmt: skip
-            run.steps_before = self._steps_before
-            self.epochs[seed] = run.epochs
-            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
-                run.evaluate(start, state.model, self.task.validation)
+            guard = SeedGuard(self.config, checkpoints, display.say)
+            batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
+            data = TrainingData(batches, None, None, "examples of the task")
+            run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
+            evaluate = EvaluateTask(folder, self.task, self.scorer, best, start)
+            run.callbacks = in_order(self.watchdog, guard, display, log, evaluate)
+            run.state, run.steps_before = state, self._steps_before
+            epochs = self.epochs[seed] = evaluate.epochs
+            if start == (len(epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
+                evaluate.measure(run, start)
             if start < last:
-                batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
-                result = run.steps(state, start, batches, self.task.validation)
+                result = run.take_steps(state, start)
                 self._steps_before += last
-                checkpoints.wait()
                 if result.stopped:
-                    if run.epochs and run.epochs[-1]["step"] == last:
+                    if epochs and epochs[-1]["step"] == last:
                         self._conclude()
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._say("stopped; run the same command again to continue")
@@ -251,7 +253,7 @@ class EpochBatches:
 # 1909.08053, table 5): the variation between seeds can exceed the difference between two models.
 
 
-Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
+Epochs = Mapping[int, list[dict]]  # `EvaluateTask.epochs`, by seed
 
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:

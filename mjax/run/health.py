@@ -31,11 +31,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+import jax
 import numpy as np
 
 from mjax.checkpoint.checkpoint import Checkpoints
@@ -44,10 +46,16 @@ from mjax.config import Config, HealthConfig
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError
-from mjax.run.metrics import Record
+from mjax.run.agreement import Replicas
+from mjax.run.callbacks import Callback
+from mjax.run.metrics import Record, finite_or_none
+from mjax.run.start import own_state
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.files import write_whole
+
+if TYPE_CHECKING:
+    from mjax.run.loop import Run
 
 T = TypeVar("T")
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
@@ -79,6 +87,7 @@ class HostValues(TypedDict, total=False):
     suspect: bool
     passed_over: list[Rewind]
     continued_from: int | None
+    val_loss: float | None
 
 
 class UnhealthyEnd(TypedDict):
@@ -194,8 +203,19 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-class Guard:
-    """The health of one run, and the checkpoints that depend on it.
+class Judge(Callback):
+    """Judges the metrics of a step, for the callbacks that follow."""
+
+    def __init__(self, guard: Guard):
+        self.guard = guard
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Add what is wrong."""
+        metrics.unhealthy = self.guard.observe(metrics)
+
+
+class Guard(Callback):
+    """The health of one run, and the checkpoints that depend on it. The last callback: it saves or ends the run.
 
     Attributes:
       health: of the last step that was observed.
@@ -205,19 +225,64 @@ class Guard:
       spike: step and loss of a spike that the run has to go back from; None: continue.
     """
 
-    def __init__(self, config: Config, checkpoints: Checkpoints | None, say: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        checkpoints: Checkpoints | None,
+        say: Callable[[str], None],
+        continued_from: int | None = None,
+    ):
         """Nothing is read before `begin`; without checkpoints only the steps are judged."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
         self.folder = checkpoints.folder.parent if checkpoints else Path()
         self.health = Health(config.health)
         self.passed_over: list[Rewind] = []
         self.good: int | None = None
-        self.continued_from: int | None = None
+        self.continued_from = continued_from
         self.spike: tuple[int, float] | None = None
         self._good_before: int | None = None  # the last but one
         self._candidate: int | None = None  # a checkpoint that may become good
         self._healthy_since = 0  # healthy steps after the candidate
         self._put_off = False
+        self._nonfinite = False  # the last step had values that were not finite
+        self._replicas: Replicas | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Load the health at `run.step`."""
+        self._replicas = self._replicas or Replicas(run.program.abstract_state.model, run.mesh)
+        self.begin(run.step)
+
+    def needs_state(self, run: Run, step: int) -> bool:
+        """Return True if the state is to be saved or checked."""
+        every = self.config.health.replica_interval
+        return self.saves(step) or self._nonfinite or bool(every and step % every == 0)
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Check the state and save it, or end the run.
+
+        Raises:
+          UnhealthyError: too many steps were unhealthy, or the state cannot be right: no step would repair that.
+          RunError: two saves in a row failed.
+        """
+        waits = run.step == step
+        saves, run.saves = waits and (run.ends or run.saves or self.saves(step)), False
+        if waits and (saves or self.needs_state(run, step)):
+            self._check(run, step)
+        self._nonfinite = metrics.nonfinite is not None
+        if problem := self.health.problem(ended=step == self.config.train.steps):
+            self.give_up(problem)
+        if saves:
+            run.at(step, "saving")
+            begun = time.perf_counter()
+            if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
+                run.blocked = time.perf_counter() - begun
+
+    def _check(self, run: Run, step: int) -> None:
+        if self.config.health.replica_interval:
+            self._replicas.check(step, run.state.model)
+        counts = jax.device_get(run.program.broken(run.state))
+        if problem := broken_state(counts, run.program.gradient_names):
+            self.give_up(f"after step {step} {problem}")
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
@@ -313,7 +378,7 @@ class Guard:
         interval = self.config.checkpoint.interval
         return self._put_off or bool(interval and step % interval == 0)
 
-    def save(self, step: int, state: Any, ends: bool) -> bool:
+    def save(self, step: int, state: Any, ends: bool, val_loss: float | None = None) -> bool:
         """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun.
 
         Raises:
@@ -335,6 +400,7 @@ class Guard:
             "suspect": suspect,
             "passed_over": self.passed_over,
             "continued_from": self.continued_from,
+            "val_loss": None if val_loss is None else finite_or_none(val_loss),
         }
         self.checkpoints.save(step, state, host, rotate=not suspect, last=ends)
         self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
