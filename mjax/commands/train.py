@@ -112,7 +112,7 @@ def train(
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
         callbacks = [_Samples([] if file is None else read_prompts(file))]
-        if arguments.profile is not None and processes.is_first():
+        if arguments.profile is not None:
             callbacks.append(Recorder(profiled_steps(arguments.profile, config.train.steps)))
         options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
         result = loop.train(config, arguments.resume, options)

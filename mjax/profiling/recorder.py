@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
+from mjax.cluster.processes import is_first
 from mjax.profiling.breakdown import Breakdown
 from mjax.profiling.trace import ASIDE, WINDOW, read_trace
 from mjax.run.callbacks import Callback
@@ -41,7 +42,8 @@ class Recorder(Callback):
 
     def __init__(self, steps: range):
         """Nothing is written before the first of `steps`."""
-        self.steps = steps
+        self._edges = {steps.start - 1, steps[-1]}
+        self.steps = steps if is_first() else range(0)
         self._first: int | None = None  # step, while it records
         self._window, self._aside = ExitStack(), ExitStack()  # annotations in the trace
 
@@ -53,8 +55,8 @@ class Recorder(Callback):
             run.say(f"note: the run continues after step {run.step}, and --profile records later steps only")
 
     def needs_state(self, run: Run, step: int) -> bool:
-        """Return True if no step may be in flight: before the first step to profile, and after the last."""
-        return step in self.steps[-1:] if self._first is not None else step + 1 in self.steps
+        """Return True before the first step to profile, and after the last: no step may be in flight."""
+        return step in self._edges
 
     def on_activity(self, run: Run, step: int, activity: str) -> None:
         """Start to record; leave evaluations and saves out of the table."""

@@ -14,7 +14,7 @@ from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
-from mjax.run.agreement import Replicas
+from mjax.run.health import Replicas
 from mjax.step.layout import lay_out
 from tests.callbacks import StopAt
 from tests.models.test_mixture import MIXTURE
