@@ -14,7 +14,7 @@ from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero
 from mjax.config.model import Attention
 from mjax.data.corpus import FilterArguments, TextArguments, Unit
-from mjax.generation.sampling import Sampling
+from mjax.generation import Sampling
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
 from mjax.config.kernels import SLOTS, padded_width
 from mjax.errors import UsageError
+from mjax.generation import Sampling
 from mjax.generation.decoding import decoder, inference_weights, weight_specs
-from mjax.generation.sampling import Sampling
 from mjax.models.causal import Cache, CausalModel
 from mjax.step.layout import Layout, lay_out
 
