@@ -117,7 +117,7 @@ def _products(config: Config) -> Iterator[Timed]:
 def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     import jax
 
-    from mjax.models.attention_kernels import attend
+    from mjax.models.parts.attention_kernels import attend
 
     model, t, array = _sizes(config)
     s, n, d = model.sequence, model.heads, model.head_size
@@ -140,8 +140,8 @@ def _memory(config: Config) -> Iterator[Timed]:
     import jax
     import jax.numpy as jnp
 
-    from mjax.models.mlp import activate
-    from mjax.models.norms import LayerNorm
+    from mjax.models.parts.mlp import activate
+    from mjax.models.parts.norms import LayerNorm
 
     model, t, array = _sizes(config)
     h, f, layers, dtype = model.hidden, model.mlp_width, model.layers, array(1).dtype

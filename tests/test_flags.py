@@ -16,8 +16,8 @@ from mjax.commands.finetune import FinetuneArguments
 from mjax.commands.flags import ELSEWHERE, NOTES, documented_flags, parse
 from mjax.commands.generate import GenerateArguments
 from mjax.commands.train import TrainArguments, name_of
-from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
+from mjax.models.mixture.config import MixtureConfig
 
 
 def flags_of(cls, default=None):

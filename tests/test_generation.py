@@ -24,9 +24,9 @@ from mjax.errors import UsageError
 from mjax.generation import text as generation
 from mjax.generation.decoding import decoder, inference_weights
 from mjax.generation.generate import Generator, Sampling
-from mjax.models.attention import KeyValues, attend_cached
 from mjax.models.build import build_model
-from mjax.models.gpt import GPT
+from mjax.models.gpt.model import GPT
+from mjax.models.parts.attention import KeyValues, attend_cached
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.step.layout import lay_out

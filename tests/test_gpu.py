@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mjax.data.sources import open_data
-from mjax.models.attention_kernels import FLASH_INTERPRETED, attend
+from mjax.models.parts.attention_kernels import FLASH_INTERPRETED, attend
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.step.step import build_program

@@ -23,21 +23,16 @@ import tyro
 
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
-from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
 from mjax.config.marks import FREE, PER_PROCESS
-from mjax.config.mixture import MixtureConfig as MixtureConfig
 from mjax.config.model import (
     REGISTRY,
     Arrays,
-    GPTConfig,
     ModelConfig,
     config_class,
     is_own,
     kind_of,
     stand_in,
 )
-from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
-from mjax.config.model import BERTTaskConfig as BERTTaskConfig
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
@@ -275,7 +270,7 @@ class LogConfig:
 class Config:
     """One run of mjax."""
 
-    model: ModelConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=lambda: REGISTRY["gpt"]())
     mesh: Annotated[MeshConfig, FREE] = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mjax.config import GPTConfig, ModelConfig
 from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
-from mjax.config.model import GPTConfig, ModelConfig
 from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first_line
 from mjax.doctor.devices import devices_to_check, name_of
-from mjax.models import attention_kernels
-from mjax.models.positions import alibi_slopes
+from mjax.models.parts import attention_kernels
+from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel import grouped
 
 # Largest allowed errors of kernels: products of 16-bit inputs are summed in float32, and probabilities and results

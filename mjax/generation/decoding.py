@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
-from mjax.models.attention import KeyValues
 from mjax.models.block import groups_with_weights, map_layers, period_of
 from mjax.models.causal import CausalModel, DecodeLayers
 from mjax.models.context import Context
+from mjax.models.parts.attention import KeyValues
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout

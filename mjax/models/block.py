@@ -56,8 +56,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.models.attention import Attention, KeyValues
 from mjax.models.context import Context
+from mjax.models.parts.attention import Attention, KeyValues
 from mjax.parallel import random
 from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import all_but_gathered_weights

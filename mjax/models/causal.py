@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.errors import UsageError
-from mjax.models.attention import KeyValues
 from mjax.models.block import run_blocks
 from mjax.models.context import Context
-from mjax.models.output import Output
+from mjax.models.parts.attention import KeyValues
+from mjax.models.parts.output import Output
 from mjax.models.protocol import LanguageModel
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy

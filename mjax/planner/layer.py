@@ -65,9 +65,9 @@ from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, Precision
 from mjax.config.axes import MODEL
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
-from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
+from mjax.models.parts.attention_kernels import FLASH_STAND_IN
 from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
@@ -402,7 +402,7 @@ def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
 
 
 def _tiles(of: Traced) -> int:
-    """The tiles of experts' rows, as many as `models/experts.py` makes; 1 without experts."""
+    """The tiles of experts' rows, as many as `models/parts/experts.py` makes; 1 without experts."""
     if not (experts := of.model.parted_experts()):
         return 1
     tokens = of.expert * of.samples * of.model.sequence // of.context

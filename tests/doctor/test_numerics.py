@@ -12,7 +12,7 @@ from mjax.config import load_config
 from mjax.doctor import GREEN, RED, YELLOW, Facts, numerics
 from mjax.doctor.checks import run_check
 from mjax.doctor.numerics import OPERATIONS, Operation, check_attention, check_experts, check_numerics
-from mjax.models import attention_kernels
+from mjax.models.parts import attention_kernels
 from mjax.parallel import grouped
 
 

@@ -11,9 +11,9 @@ import pytest
 from mjax.config import GPTConfig, load_config
 from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
-from mjax.models.attention_kernels import attend
 from mjax.models.context import Context
-from mjax.models.rotary import Rotary
+from mjax.models.parts.attention_kernels import attend
+from mjax.models.parts.rotary import Rotary
 from mjax.parallel.tokens import Tokens
 from mjax.step.kernels import with_kernel
 from tests.small import small_config

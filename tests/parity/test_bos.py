@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from mjax.config.model import GPTConfig
+from mjax.config import GPTConfig
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer

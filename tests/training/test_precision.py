@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.generation.generate import Generator
-from mjax.models import bert, experts, mlp, norms
+from mjax.models.bert import model as bert
 from mjax.models.gemma3 import model as gemma3
+from mjax.models.parts import experts, mlp, norms
 from mjax.parallel.mesh import abstract_mesh
 from tests.small import BLOOM, small_config
 from tests.traced import carried, equations, subjaxprs, traced_step, writer

@@ -15,9 +15,7 @@ import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from mjax.config.llama import LlamaConfig
-from mjax.config.mixture import MixtureConfig
-from mjax.config.model import BERTConfig, GPTConfig, ModelConfig
+from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.harmless import HARMLESS
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS

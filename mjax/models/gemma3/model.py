@@ -23,14 +23,14 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.models.attention import Attention, KeyValues
 from mjax.models.block import Block, stack
 from mjax.models.context import Context
 from mjax.models.gemma3.config import Gemma3Config
-from mjax.models.llama import Llama, rotary_of
-from mjax.models.mlp import GatedMLP
-from mjax.models.positions import Positions
-from mjax.models.rotary import Rotary
+from mjax.models.llama.model import Llama, rotary_of
+from mjax.models.parts.attention import Attention, KeyValues
+from mjax.models.parts.mlp import GatedMLP
+from mjax.models.parts.positions import Positions
+from mjax.models.parts.rotary import Rotary
 from mjax.parallel import random
 from mjax.parallel.layers import recomputed
 from mjax.parallel.sums import wide_type

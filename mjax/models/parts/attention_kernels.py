@@ -29,8 +29,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
-from mjax.models.flash import MASKED, Aux, How, flash_attention
-from mjax.models.positions import distance_penalty
+from mjax.models.parts.flash import MASKED, Aux, How, flash_attention
+from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
 from mjax.parallel.random import DropoutKey, dropout
 from mjax.parallel.sums import wide_type

@@ -65,8 +65,8 @@ class LlamaConfig(ModelConfig):
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
 
     title: ClassVar[str] = "a Llama"
-    module: ClassVar[str] = "mjax.models.llama:Llama"
-    families: ClassVar[str] = "mjax.models.huggingface.llama:FAMILIES"
+    module: ClassVar[str] = "mjax.models.llama.model:Llama"
+    families: ClassVar[str] = "mjax.models.llama.huggingface:FAMILIES"
 
     @property
     def mlp_width(self) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Count, CountOrZero, Positive
-from mjax.config.llama import LlamaConfig
 from mjax.config.marks import TUNING
 from mjax.config.model import Tuned, register
 from mjax.errors import UsageError
+from mjax.models.llama.config import LlamaConfig
 
 
 @register
@@ -66,8 +66,8 @@ class MixtureConfig(LlamaConfig):
     (arXiv 2202.08906)."""
 
     title: ClassVar[str] = "a mixture of experts"
-    module: ClassVar[str] = "mjax.models.mixture:Mixture"
-    families: ClassVar[str] = "mjax.models.huggingface.mixture:FAMILIES"
+    module: ClassVar[str] = "mjax.models.mixture.model:Mixture"
+    families: ClassVar[str] = "mjax.models.mixture.huggingface:FAMILIES"
 
     @property
     def width_of_expert(self) -> int:

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.config.model import ModelConfig
-from mjax.models.attention_kernels import attend_across
 from mjax.models.context import Context
-from mjax.models.flash import MASKED
-from mjax.models.positions import NO_POSITIONS, Positions, distance_penalty
+from mjax.models.parts.attention_kernels import attend_across
+from mjax.models.parts.flash import MASKED
+from mjax.models.parts.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 

@@ -15,13 +15,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.config.mixture import MixtureConfig
-from mjax.models.attention import KeyValues
 from mjax.models.block import Block, Group, Sums, stack
 from mjax.models.context import Context
-from mjax.models.experts import Experts
-from mjax.models.llama import Llama, llama_layer
-from mjax.models.router import towards_balance
+from mjax.models.llama.model import Llama, llama_layer
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.attention import KeyValues
+from mjax.models.parts.experts import Experts
+from mjax.models.parts.router import towards_balance
 from mjax.parallel import mappings, random
 
 
