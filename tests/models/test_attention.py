@@ -13,6 +13,7 @@ from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
 from mjax.models.context import Context
 from mjax.models.parts.attention_kernels import attend
+from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.rotary import Rotary
 from mjax.parallel.tokens import Tokens
 from mjax.step.kernels import with_kernel
@@ -57,15 +58,15 @@ def test_kernels_equal_textbook_formula(kernel, positions, packed, causal, windo
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
     options = {"documents": jnp.asarray(documents) if packed else None, "causal": causal, "window": window}
-    found = jax.jit(lambda *arrays: attend(*arrays, kernel, **options))(q, k, v)
+    found = jax.jit(lambda *arrays: attend(*arrays, AttentionMask(**options), kernel))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_scores_of_bf16_inputs_are_float32():
     """Large ones: rounded to 8 bits, a score of 60 is off by up to 0.25."""
     q, k, v = (x.reshape(2, 16, 2, 16) for x in inputs(dtype=jnp.bfloat16))
-    found = attend(16 * q, k, v, "xla")
-    expected = attend(16 * q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), "xla")
+    found = attend(16 * q, k, v, AttentionMask(), "xla")
+    expected = attend(16 * q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), AttentionMask(), "xla")
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)
 
 
@@ -81,7 +82,7 @@ def test_rotary_angles_of_bf16_inputs_are_float32():
 
 
 def test_blocks_leave_out_keys_before_window():
-    jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla_blocks", window=3))(*inputs()).jaxpr
+    jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, AttentionMask(window=3), "xla_blocks"))(*inputs()).jaxpr
     scores = [equation.outvars[0].aval.shape for equation in equations(jaxpr, "dot_general")][::2]
     assert scores == [(2, 4, 4, 4), *[(2, 4, 4, 6)] * 3]
 
@@ -94,8 +95,8 @@ def test_cudnn_gets_window_as_jax_counts_it(monkeypatch):
         return right(*inputs, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", run_by_xla)
-    found = attend(*inputs(), "cudnn", window=3)
-    np.testing.assert_allclose(found, attend(*inputs(), "xla", window=3), atol=2e-6)
+    found = attend(*inputs(), AttentionMask(window=3), "cudnn")
+    np.testing.assert_allclose(found, attend(*inputs(), AttentionMask(window=3), "xla"), atol=2e-6)
     assert given == ["cudnn"]
 
 
