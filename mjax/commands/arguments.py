@@ -17,7 +17,7 @@ from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
 from mjax.data.corpus.blocks import MOST_BYTES
 from mjax.errors import UsageError
-from mjax.generation.sampling import Sampling
+from mjax.generation import Sampling
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,11 @@ class ModelConfig:
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """Width of a head's values, e, if it is not d; fused kernels of attention need it to be."""
+        return self.head_size
+
+    @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding: `vocabulary` rounded up to `vocabulary_multiple`."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple

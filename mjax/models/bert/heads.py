@@ -26,7 +26,7 @@ from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.bert.config import BERTTaskConfig
 from mjax.models.bert.model import Encoder, Linear
 from mjax.models.context import Context
-from mjax.models.parts.flash import MASKED
+from mjax.models.parts.mask import MASKED
 from mjax.parallel import mappings, random
 from mjax.parallel.random import dropout
 
