@@ -12,11 +12,12 @@ from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
 from mjax.data.corpus.blocks import MOST_BYTES
 from mjax.errors import UsageError
-from mjax.generation.sampling import Sampling
+from mjax.generation import Sampling
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_ELSEWHERE]
     """Run folder, such as runs/demo; same as --run RUN."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
@@ -101,14 +102,14 @@ class ToHfArguments:
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Elsewhere("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Count = 1
+    num_samples: Annotated[Count, Elsewhere("num-return-sequences")] = 1
     """Continuations of each prompt."""
-    chat: bool = False
+    chat: Annotated[bool, Elsewhere("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
     stdin: lines are the questions of one conversation, JSON is whole conversations."""
-    system: str | None = None
+    system: Annotated[str | None, Elsewhere("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
@@ -304,10 +305,10 @@ class EvaluateArguments(RunArguments):
     task: str
     """wikitext103, lambada, perplexity or positions; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
     squad2.0."""
-    data: str
+    data: Annotated[str, Elsewhere("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    stride: int | None = None
+    stride: Annotated[int | None, Elsewhere("overlap")] = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)

@@ -18,8 +18,7 @@ from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat
-from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
 
 
 @dataclass

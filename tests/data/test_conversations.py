@@ -16,8 +16,7 @@ from mjax.data.corpus import TextFiles, parse
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat
-from mjax.generation.conversations import Trained, Unfit, encode, messages_of, trained_spans
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, messages_of, trained_spans
 from tests.small import small_config
 from tests.test_chat import CHATML, bytes_with_special_tokens
 

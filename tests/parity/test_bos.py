@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
-from mjax.config.model import GPTConfig
+from mjax.config import GPTConfig
 from mjax.data.tokenizers import tokenizer_from_folder
 from mjax.interop.tokenizer_files import fast_tokenizer, find_tokenizer, write_tokenizer
 from tests.data.vocabularies import gpt2_files
