@@ -108,6 +108,7 @@ class Checkpoints:
         was removed; also from the writing thread.
       mirror: copies each checkpoint to an object store, if the run is in one.
       failed: steps whose save failed, the same in every process after `settle`.
+      keep_best: whether to keep the checkpoint with the lowest validation loss, too.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Checkpoints:
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.failed: set[int] = set()
+        self.keep_best = False
         self._error: RunError | None = None  # of the save before the one in progress
         self._pending: tuple[int, Future] | None = None
         self._others_wait = False  # for a part that this process could not write
@@ -369,6 +371,8 @@ class Checkpoints:
             self.on_notice(f"no older checkpoint is removed, as it may be the base of adapters: {reason(error)}")
             return
         stay |= {base.step for base in bases.values()}
+        if self.keep_best and (losses := self._validation_losses()):
+            stay.add(min(losses, key=losses.__getitem__))
         if self.keep_every is not None:
             stay |= {step for step in sound if step % self.keep_every == 0}
         for step in set(sound) - stay:
@@ -449,6 +453,16 @@ class Checkpoints:
             return folders.read_manifest(self.folder / str(step), self.on_notice).get("host") or {}
         except Unusable:
             return {}
+
+    def is_best(self, loss: float) -> bool:
+        """True in every process if the validation loss of every checkpoint is higher than `loss`, nats per label."""
+        self.settle()
+        return bool(from_first(is_first() and all(loss < other for other in self._validation_losses().values())))
+
+    def _validation_losses(self) -> dict[int, float]:
+        """The validation loss of each checkpoint after whose step it was measured."""
+        losses = {step: self.host_values(step).get("val_loss") for step in self._sound()}
+        return {step: loss for step, loss in losses.items() if loss is not None}
 
     def abandon(self, after: int) -> None:
         """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""

@@ -2,7 +2,7 @@
 
     runs/bert_336m-mnli/
   request.json                settings; the folder is continued only with the same
-  seed-1234/, seed-1235/, …   (`SeedRun`)
+  seed-1234/, seed-1235/, …   (`EvaluateTask`)
   best                        → seed-N/best, the run folder of the seed with the highest metric
   report.json                 of the finished seeds
 
@@ -37,13 +37,14 @@ from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
 from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
+from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
 from mjax.models.build import build_model
-from mjax.models.heads import TaskBERT
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.display import Display
-from mjax.run.loop import Run
+from mjax.run.health import Guard
+from mjax.run.loop import Evaluate, Run, in_order
 from mjax.run.metrics import MetricsLog
 from mjax.run.options import PREEMPTED
 from mjax.run.start import write_environment
@@ -63,7 +64,7 @@ class Finetuning:
     """All seeds of one request.
 
     Attributes:
-      epochs: results (`SeedRun.epochs`), by seed.
+      epochs: results (`EvaluateTask.epochs`), by seed.
     """
 
     def __init__(
@@ -123,21 +124,21 @@ class Finetuning:
                     contextlib.closing(MetricsLog(folder, start, tensorboard=False, say=self._say))
                 )
             display = Display(last, self.console, shown=is_first())
-            run = SeedRun(
-                self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
-                folder=folder, task=self.task, scorer=self.scorer, best=best, start=start,
-            )  # fmt: skip
-            run.steps_before = self._steps_before
-            self.epochs[seed] = run.epochs
-            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
-                run.evaluate(start, state.model, self.task.validation)
+            guard = SeedGuard(self.config, checkpoints, display.say)
+            batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
+            data = TrainingData(batches, None, None, "examples of the task")
+            run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
+            evaluate = EvaluateTask(folder, self.task, self.scorer, best, start)
+            run.callbacks = in_order(self.watchdog, guard, display, log, evaluate)
+            run.state, run.steps_before = state, self._steps_before
+            epochs = self.epochs[seed] = evaluate.epochs
+            if start == (len(epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
+                evaluate.measure(run, start)
             if start < last:
-                batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
-                result = run.steps(state, start, batches, self.task.validation)
+                result = run.take_steps(state, start)
                 self._steps_before += last
-                checkpoints.wait()
                 if result.stopped:
-                    if run.epochs and run.epochs[-1]["step"] == last:
+                    if epochs and epochs[-1]["step"] == last:
                         self._conclude()
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._say("stopped; run the same command again to continue")
@@ -238,7 +239,7 @@ class EpochBatches:
 # 1909.08053, table 5): the variation between seeds can exceed the difference between two models.
 
 
-Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
+Epochs = Mapping[int, list[dict]]  # `EvaluateTask.epochs`, by seed
 
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
@@ -291,35 +292,34 @@ class Epoch(TypedDict):
     figures: dict[str, float]
 
 
-class SeedRun(Run):
-    """A training run with the task's evaluation, which keeps the weights of its best epoch.
+class EvaluateTask(Evaluate):
+    """The task's evaluation after each epoch, which keeps the weights of the best one.
 
     Attributes:
       epochs: results so far, as in epochs.json: one dict per epoch with its number, its last step, loss and metrics.
     """
 
-    def __init__(self, *arguments, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
+    def __init__(self, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
         """Load the folder's results of the epochs up to step `start`.
 
         Args:
-          arguments: as for `Run`.
           folder: seed-N.
           task: provides the validation files.
           scorer: of the run's config.
           best: checkpoints of the folder's best/.
           start: the step the run continues from.
         """
-        super().__init__(*arguments)
         self.folder, self.task, self.scorer, self.best = folder, task, scorer, best
         self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
 
-    def evaluate(self, step: int, model: TaskBERT, validation: dict[str, Examples]) -> tuple[float, dict[str, float]]:
+    def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
         """Loss and metrics of the validation files; saves the results and, if it is the best, the weights of this
         epoch."""
+        validation, model = self.task.validation, run.state.model
         scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
         metrics = {metric.name: metric.value for metric in self.task.metrics(scores)}
         loss = mean_loss(scores, validation)
-        epoch = {"epoch": step // self.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
+        epoch = {"epoch": step // run.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
         self.epochs.append(epoch)
         is_best = best_of(self.epochs, self.task.metric) is epoch
         if is_best:
@@ -329,6 +329,10 @@ class SeedRun(Run):
                 write_predictions(self.folder / "best" / "predictions", self.task, scores)
             write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
         return loss, {name: value for name, value in metrics.items() if isinstance(value, float)}
+
+
+class SeedGuard(Guard):
+    """The health of a seed."""
 
     def give_up(self, problem: str) -> None:
         """End an unhealthy seed.

@@ -127,7 +127,7 @@ def test_two_failed_saves_in_a_row_end_the_run(tmp_path, fail, capsys):
 @pytest.mark.parametrize("stop", [False, True], ids=["done", "stopped"])
 def test_last_save_is_tried_twice(stop, tmp_path, fail, monkeypatch, capsys):
     if stop:  # as at SIGTERM
-        monkeypatch.setattr("mjax.run.loop.Run._warn_of_days", lambda run, record: setattr(run, "told_to_end", True))
+        monkeypatch.setattr("mjax.run.display.Display.on_step", lambda display, run, step, metrics: run.stop())
     last, code = ("2", 75) if stop else ("12", 0)
     for tries in (1, 2):
         fail("8", *[last] * tries)

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Literal, NoReturn
 
-from mjax.config.llama import LlamaConfig
-from mjax.config.mixture import MixtureConfig
-from mjax.config.model import BERTConfig, GPTConfig, ModelConfig
+from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS
 from mjax.interop.tensor_files import Tensors

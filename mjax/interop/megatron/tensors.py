@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.config.llama import LlamaConfig
+from mjax.config import LlamaConfig
 from mjax.errors import UsageError, first_line
 from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, split_dim
 from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
 from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
-from mjax.models.huggingface.llama import LAYER
+from mjax.models.llama.huggingface import LAYER
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
 #

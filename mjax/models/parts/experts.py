@@ -39,10 +39,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import EXPERT, MODEL
-from mjax.config.mixture import MixtureConfig
 from mjax.models.context import Context
-from mjax.models.mlp import GatedMLP, gated
-from mjax.models.router import Choice, Router, Sums
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.mlp import GatedMLP, gated
+from mjax.models.parts.router import Choice, Router, Sums
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal, recomputed

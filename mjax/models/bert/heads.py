@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.model import BERTTaskConfig
-from mjax.models.bert import Encoder, Linear
+from mjax.models.bert.config import BERTTaskConfig
+from mjax.models.bert.model import Encoder, Linear
 from mjax.models.context import Context
-from mjax.models.flash import MASKED
+from mjax.models.parts.mask import MASKED
 from mjax.parallel import mappings, random
 from mjax.parallel.random import dropout
 

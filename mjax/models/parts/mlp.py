@@ -13,9 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from mjax.config.llama import LlamaConfig
-from mjax.config.model import TransformerConfig
 from mjax.models.context import Context
+from mjax.models.gpt.config import TransformerConfig
+from mjax.models.llama.config import LlamaConfig
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
 from mjax.parallel.sums import wide_type

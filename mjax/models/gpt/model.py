@@ -3,6 +3,13 @@ layer.
 
 BLOOM (arXiv 2211.05100, section 3.2) is the same with two options: ALiBi instead of learned positions, so that only
 attention depends on positions, and a LayerNorm after the embedding, which stabilises training.
+
+`transformer_layer` is the layer of GPT-2, BERT and Megatron-LM (arXiv 1909.08053, figure 2):
+
+    x ─┬─ LayerNorm ─ QKV (columns) ─ attention ─ projection (rows) ─ dropout ─ + ─┬─ …
+       └───────────────────────────────────────────────────────────────────────┘
+    … ─┬─ LayerNorm ─ MLP up (columns) ─ GELU ─ MLP down (rows) ─ dropout ─ + ─▶
+       └────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -11,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mjax.config.model import GPTConfig
-from mjax.models.block import stack
+from mjax.models.block import Block, stack
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
-from mjax.models.norms import LayerNorm
-from mjax.models.output import Output
-from mjax.models.positions import NO_POSITIONS, ALiBi, positions_of
-from mjax.models.transformer import transformer_layer
+from mjax.models.gpt.config import GPTConfig, TransformerConfig
+from mjax.models.parts.attention import Attention
+from mjax.models.parts.mlp import MLP
+from mjax.models.parts.norms import LayerNorm
+from mjax.models.parts.output import Output
+from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, positions_of
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal
 from mjax.parallel.sums import lookup
@@ -62,3 +70,17 @@ class GPT(CausalModel):
 
     def output(self, x: Float[Array, "t h"]) -> Output:
         return Output(self.embedding, self.final_norm(x))
+
+
+def transformer_layer(
+    key: Array, config: TransformerConfig, dtype, block: type[Block] = Block, positions: Positions = NO_POSITIONS
+) -> Block:
+    """One layer, in the form given by `block`."""
+    attention, mlp = jax.random.split(key)
+    return block(
+        attention_norm=LayerNorm(config.hidden, config.layernorm_epsilon, dtype),
+        attention=Attention(attention, config, dtype, positions),
+        mlp_norm=LayerNorm(config.hidden, config.layernorm_epsilon, dtype),
+        mlp=MLP(mlp, config, dtype),
+        dropout=config.hidden_dropout,
+    )

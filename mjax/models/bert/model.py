@@ -32,15 +32,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.model import BERTConfig, EncoderConfig
+from mjax.models.bert.config import BERTConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock, run_blocks, stack
 from mjax.models.context import Context
-from mjax.models.mlp import activate
-from mjax.models.norms import LayerNorm
-from mjax.models.output import Output
-from mjax.models.positions import positions_of
+from mjax.models.gpt.model import transformer_layer
+from mjax.models.parts.mlp import activate
+from mjax.models.parts.norms import LayerNorm
+from mjax.models.parts.output import Output
+from mjax.models.parts.positions import positions_of
 from mjax.models.protocol import LanguageModel
-from mjax.models.transformer import transformer_layer
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import (
     VocabParallelEmbedding,

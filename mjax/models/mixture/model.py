@@ -10,18 +10,19 @@ before the others; or all but every `expert_interval`-th, as stacks that take tu
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.config.mixture import MixtureConfig
-from mjax.models.attention import KeyValues
 from mjax.models.block import Block, Group, Sums, stack
 from mjax.models.context import Context
-from mjax.models.experts import Experts
-from mjax.models.llama import Llama, llama_layer
-from mjax.models.router import towards_balance
+from mjax.models.llama.model import Llama, llama_layer
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.experts import Experts
+from mjax.models.parts.router import towards_balance
 from mjax.parallel import mappings, random
 
 
@@ -103,8 +104,8 @@ class MixtureBlock(Block):
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], KeyValues]:
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + y
         return x + self.mlp(self.mlp_norm(x), context)[0], new

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
-from mjax.models.positions import Positions
+from mjax.models.parts.positions import Positions
 from mjax.parallel.sums import wide_type
 
 LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mjax.config.llama import LlamaConfig
-from mjax.models.attention import Attention
 from mjax.models.block import Block, OutputNormBlock, stack
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
-from mjax.models.mlp import GatedMLP
-from mjax.models.norms import AllHeadsRMSNorm, RMSNorm
-from mjax.models.output import Output
-from mjax.models.rotary import Rotary
+from mjax.models.llama.config import LlamaConfig
+from mjax.models.parts.attention import Attention
+from mjax.models.parts.mlp import GatedMLP
+from mjax.models.parts.norms import AllHeadsRMSNorm, RMSNorm
+from mjax.models.parts.output import Output
+from mjax.models.parts.rotary import Rotary
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding
 

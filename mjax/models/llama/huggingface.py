@@ -12,9 +12,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from mjax.config.llama import LlamaConfig
 from mjax.errors import UsageError
 from mjax.models.huggingface.family import Family
+from mjax.models.llama.config import LlamaConfig
 
 LAYER = "model.layers.{0}"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from mjax.config.mixture import MixtureConfig
 from mjax.errors import UsageError
-from mjax.models.huggingface.llama import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.models.mixture.config import MixtureConfig
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""
