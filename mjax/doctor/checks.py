@@ -25,8 +25,8 @@ from mjax.errors import UsageError, first_line
 from mjax.utils.child import Child, ChildError
 
 CHECKS = (
-    (None, "installation", ("python", "packages", "jax")),
-    ("driver", "installation", ("driver",)),
+    (None, "host", ("python", "packages", "jax")),
+    ("driver", "host", ("driver",)),
     (None, "host", ("processes",)),
     ("devices", "devices", ("devices", "device memory")),
     ("devices", "numerics", ("attention", "experts", "numerics")),
