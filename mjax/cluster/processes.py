@@ -97,17 +97,22 @@ def start(where: Distributed) -> None:
 
 def _check_port(port: int | None) -> None:
     """Reject a port at which process 0 cannot listen: JAX would end in a segmentation fault."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
         if port is not None:
-            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+            _server(port).close()
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it must be at most 65535"
         raise UsageError(
             f"process 0 cannot listen at port {port} of {socket.gethostname()} ({reason}); give every process "
             "--distributed.coordinator HOST:PORT with another port"
         ) from None
+
+
+def _server(port: int, backlog: int | None = None) -> socket.socket:
+    """A socket that listens on all addresses; port 0: the system chooses one."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def forward_warnings() -> None:
@@ -362,15 +367,19 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     Raises:
       UsageError: some did not connect.
     """
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    server = socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=socket.has_dualstack_ipv6())
-    token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
-    share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
     met: dict[int, tuple[Line, str]] = {}
     deadline = time.monotonic() + where.start_timeout
-    with server, selectors.DefaultSelector() as door:
+    with _server(0, backlog=count) as server, selectors.DefaultSelector() as door:
+        token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
+        share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
         door.register(server, selectors.EVENT_READ)
         while len(met) < count - 1:
+            if time.monotonic() >= deadline:
+                missing = ", ".join(str(index) for index in range(1, count) if index not in met)
+                raise UsageError(
+                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
+                    f"within {where.start_timeout} s; open the port range between the hosts"
+                )
             # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
                 if key.fileobj is server:
@@ -378,22 +387,18 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
                 else:
                     door.unregister(key.fileobj)
                     met |= _welcome(key.fileobj, token)
-            if time.monotonic() >= deadline and len(met) < count - 1:
-                missing = ", ".join(str(index) for index in range(1, count) if index not in met)
-                raise UsageError(
-                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
-                    f"within {where.start_timeout} s; open the port range between the hosts"
-                )
         for key in list(door.get_map().values()):
-            if key.fileobj is not server:
-                key.fileobj.close()
+            key.fileobj.close()
     return met
+
+
+# A stranger may send anything: bytes that are not JSON, JSON too deep for the parser, or another object.
+STRANGE = OSError, ValueError, LookupError, TypeError, RecursionError
 
 
 def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     """The process that has just sent a message, if it knows the token; others are rejected."""
-    # A stranger may send anything: bytes that are not JSON, JSON too deep for the parser, or another object.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+    with contextlib.suppress(*STRANGE):
         hello = line.receive()[0]
         if secrets.compare_digest(hello["token"], token):
             line.send(token=token)
@@ -409,18 +414,19 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Li
       UsageError: it cannot be reached.
     """
     there = json.loads(share(b""))
+    hosts, port = there["hosts"], there["port"]
     deadline = time.monotonic() + where.start_timeout
     while time.monotonic() < deadline:
-        for host in there["hosts"]:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # try the next host
-                line = Line(socket.create_connection((host, there["port"]), timeout=STALL))
+        for host in hosts:
+            with contextlib.suppress(*STRANGE):  # try the next host
+                line = Line(socket.create_connection((host, port), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
                     return line, there["name"]
         time.sleep(RETRY)
     raise UsageError(
-        f"process {index} on {socket.gethostname()} cannot reach process 0 at port {there['port']} of "
-        f"{' or '.join(there['hosts'])}; set --distributed.coordinator to a host that it can reach"
+        f"process {index} on {socket.gethostname()} cannot reach process 0 at port {port} of {' or '.join(hosts)}; "
+        "set --distributed.coordinator to a host that it can reach"
     )
 
 

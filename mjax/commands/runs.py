@@ -39,8 +39,7 @@ from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
-from mjax.pictures.curves import Curve, smoothed
-from mjax.pictures.runs import draw_runs
+from mjax.pictures.runs import Curve, draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines

@@ -22,16 +22,16 @@ from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
+from mjax.run.callbacks import Callback
 from mjax.utils.files import check_run_name, without_parents
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
-    from mjax.data.sources import TrainingData
     from mjax.generation.generate import Generator
     from mjax.generation.text import Sample
     from mjax.run.continuing import Origin
     from mjax.run.loop import Run
-    from mjax.step.train_state import TrainState
+    from mjax.run.metrics import Record
 
 
 @dataclass(frozen=True)
@@ -111,23 +111,15 @@ def train(
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
-        samples = _Samples([] if file is None else read_prompts(file))
-        options = Options(
-            name=label,
-            step=step,
-            origin=origin,
-            on_validation=samples.at_validation,
-            on_end=samples.at_end,
-            watchdog=watchdog,
-        )
-        if arguments.profile is not None and processes.is_first():
-            steps = profiled_steps(arguments.profile, config.train.steps)
-            options = replace(options, profile=Recorder(steps, arguments.resume))
+        callbacks = [_Samples([] if file is None else read_prompts(file))]
+        if arguments.profile is not None:
+            callbacks.append(Recorder(profiled_steps(arguments.profile, config.train.steps)))
+        options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
         result = loop.train(config, arguments.resume, options)
     return result.exit_code
 
 
-class _Samples:
+class _Samples(Callback):
     """Continues prompts with the model of a run: those of `log.sample_prompts` at each validation, and one at the end.
 
     It prints nothing if the run has no tokenizer, or if the model is not causal.
@@ -138,29 +130,30 @@ class _Samples:
         self.prompts = prompts
         self._generator: Generator | None = None
 
-    def at_validation(self, run: Run, state: TrainState, step: int) -> None:
-        """Print the continuations, and add them to samples.jsonl."""
-        if not self.prompts or run.tokenizer is None or not run.config.model.causal:
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """After a validation print the continuations, and add them to samples.jsonl."""
+        folder = run.data.tokenizer
+        if metrics.val_loss is None or not self.prompts or folder is None or not run.config.model.causal:
             return
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         prompts = self.prompts
-        chat = Chat(run.tokenizer) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(run.tokenizer)
+        chat = Chat(folder) if run.config.data.conversations else None
+        tokenizer = tokenizer_from_folder(folder)
         texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
         encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
         ends = tokenizer.eod if chat is None else chat.stops
-        samples = self._continued(run, state, texts, [encode(text) for text in texts], decode, ends)
+        samples = self._continued(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
-            run.display.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
+            run.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
             run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
 
-    def at_end(self, run: Run, state: TrainState, data: TrainingData) -> None:
+    def on_end(self, run: Run) -> None:
         """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if
         `log.sample_tokens` is 0."""
-        log, display = run.config.log, run.display
+        log, display, data = run.config.log, run.display, run.data
         if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
             return
         from rich.text import Text
@@ -179,12 +172,12 @@ class _Samples:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.say("")
         ends = ends_of_text(data.tokenizer, tokenizer.eod)
-        (sample,) = self._continued(run, state, [prompt], [ids], decode, ends)
+        (sample,) = self._continued(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.say("")
 
-    def _continued(self, run: Run, state: TrainState, prompts, encoded, decode, ends) -> list[Sample]:
+    def _continued(self, run: Run, prompts, encoded, decode, ends) -> list[Sample]:
         from mjax.generation.generate import Generator, Sampling
         from mjax.generation.text import continue_ids
         from mjax.utils.progress import status
@@ -192,7 +185,7 @@ class _Samples:
         sampling = Sampling(tokens=max(run.config.log.sample_tokens, 1), seed=run.config.train.seed)
         with status("writing samples", run.display.console):
             self._generator = self._generator or Generator(run.config, run.mesh)
-            return continue_ids(self._generator, state.model, decode, prompts, encoded, sampling, ends)
+            return continue_ids(self._generator, run.state.model, decode, prompts, encoded, sampling, ends)
 
 
 def read_prompts(file: str) -> list[str]:

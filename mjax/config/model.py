@@ -144,6 +144,11 @@ class ModelConfig:
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """Width of a head's values, e, if it is not d; fused kernels of attention need it to be."""
+        return self.head_size
+
+    @property
     def padded_vocabulary(self) -> int:
         """Rows of the embedding: `vocabulary` rounded up to `vocabulary_multiple`."""
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
@@ -274,183 +279,6 @@ class ModelConfig:
         return dataclasses.replace(self, **dict.fromkeys(rates, 0.0))
 
 
-@dataclass(frozen=True)
-class TransformerConfig(ModelConfig):
-    """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
-
-    feed_forward: Annotated[Count | None, Elsewhere("ffn-hidden-size intermediate-size n-inner d-ff")] = None
-    """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
-    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
-    hidden_dropout: Annotated[Rate, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
-    """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
-    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Elsewhere("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
-    """Added to the variance in LayerNorm."""
-
-    learned_positions: ClassVar[bool] = True
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP, f."""
-        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
-
-    def columns(self) -> dict[str, int]:
-        return {
-            "heads": self.heads,
-            "feed-forward width": self.mlp_width,
-            "padded vocabulary": self.padded_vocabulary,
-        }
-
-
-@dataclass(frozen=True)
-class GPTConfig(TransformerConfig):
-    """A decoder that predicts the next token: GPT-2 as Megatron trains it, and BLOOM."""
-
-    kind: Literal["gpt"] = "gpt"
-    """Architecture of the model."""
-    positions: Annotated[Literal["learned", "alibi"], Elsewhere("position-embedding-type")] = "learned"
-    """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
-    distance between two tokens in attention, without weights."""
-    embedding_layernorm: bool = False
-    """A LayerNorm after the embedding, as in BLOOM."""
-    window: Annotated[Count | None, TUNING] = None
-    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
-    before it."""
-
-    title: ClassVar[str] = "a GPT"
-    module: ClassVar[str] = "mjax.models.gpt:GPT"
-    families: ClassVar[str] = "mjax.models.huggingface.gpt:FAMILIES"
-
-    @property
-    def learned_positions(self) -> bool:
-        return self.positions == "learned"
-
-    @property
-    def biased_scores(self) -> bool:
-        return self.positions == "alibi"
-
-    def check(self, config) -> None:
-        if self.positions == "alibi" and config.data.reset_positions:
-            raise UsageError(
-                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
-                "are the same wherever a document begins"
-            )
-
-
-@dataclass(frozen=True)
-class EncoderConfig(TransformerConfig):
-    """Fields shared by BERT models, whatever their head."""
-
-    layernorm: Literal["pre", "post"] = "pre"
-    """LayerNorm before attention and MLP, as rearranged in arXiv 1909.08053 (figure 7b), or after each residual sum, as
-    in the original BERT (7a)."""
-
-    causal: ClassVar[bool] = False
-
-    def check(self, config) -> None:
-        for field in ("sequence", "vocabulary"):
-            if getattr(self, field) < 3:
-                raise UsageError(f"--model.{field} {getattr(self, field)} is too small for a BERT; use 3 or more")
-
-
-@dataclass(frozen=True)
-class BERTConfig(EncoderConfig):
-    """An encoder that predicts masked tokens from both sides, and whether two segments of text are in order."""
-
-    kind: Literal["bert"] = "bert"
-    """Architecture of the model."""
-    mlm_activation: Annotated[Gelu | None, TUNING] = None
-    """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
-    exact form."""
-
-    title: ClassVar[str] = "a BERT"
-    module: ClassVar[str] = "mjax.models.bert:BERT"
-    families: ClassVar[str] = "mjax.models.huggingface.bert:FAMILIES"
-    samples: ClassVar[Literal["pairs"]] = "pairs"
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "mlm_loss",
-            "mlm {value:.4f}  ppl {perplexity:.4g}",
-            verdict="validation perplexity {perplexity:.2f} of masked tokens ({value:.3f} nats); "
-            "by their frequency alone {guess_perplexity:.2f} ({guess:.3f} nats)",
-            axis="loss (nats per masked token)",
-            title="masked tokens",
-            guess="unigram_entropy",
-            guess_label="by frequency alone, {guess:.3f}",
-        ),
-        Metric("order_loss", "order {value:.4f}"),
-        Metric(
-            "order_accuracy",
-            "{value:.0%} right",
-            verdict="order       {value:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance {guess:.0%}",
-            axis="share of pairs whose order is found",
-            title="sentence order",
-            guess=0.5,
-            guess_label="by chance, {guess:.0%}",
-            share=True,
-        ),
-    )
-
-    def batch(self, data, evaluation: bool = False) -> Arrays:
-        """The arrays of a batch.
-
-        tokens          the pair of segments, with masks and padding
-        labels          the original tokens
-        loss_mask       whether a label counts: where a token was masked
-        token_types     0 in the first segment, 1 in the second
-        documents       0 for text, 1 for padding: neither attends to the other
-        sentence_order  [], 0 if the segments are in order, 1 if they are swapped
-        """
-        names = {"tokens": "int32", "labels": "int32", "loss_mask": "bool", "token_types": "int32"}
-        rows = {name: ((self.sequence,), dtype) for name, dtype in {**names, "documents": "int32"}.items()}
-        return {**rows, "sentence_order": ((), "int32")}
-
-    def limits(self) -> dict[str, int]:
-        return {**super().limits(), "token_types": 2, "documents": 2, "sentence_order": 2}
-
-
-@dataclass(frozen=True)
-class BERTTaskConfig(EncoderConfig):
-    """A BERT with the head of a task, as `mjax finetune` trains it."""
-
-    kind: Literal["bert_task"] = "bert_task"
-    """Architecture of the model."""
-    head: Literal["classification", "multiple_choice", "span"] = "classification"
-    """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
-    answers: Count = 2
-    """Number of classes (head classification) or choices (head multiple_choice)."""
-
-    title: ClassVar[str] = "a BERT with the head of a task"
-    module: ClassVar[str] = "mjax.models.heads:TaskBERT"
-    families: ClassVar[str] = "mjax.models.huggingface.bert:OF_TASKS"
-    samples: ClassVar[None] = None
-
-    @property
-    def sequences(self) -> int:
-        return self.answers if self.head == "multiple_choice" else 1
-
-    @property
-    def outputs(self) -> int:
-        """Numbers that the head outputs, per sequence, or per token with head span."""
-        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels of a sample: a class, a choice, or the positions of the first and last token."""
-        return ("start", "end") if self.head == "span" else ("label",)
-
-    def batch(self, data, evaluation: bool = False) -> Arrays:
-        """Tokens, token types and documents [c, s], one row per choice, and the labels [] of `label_names`."""
-        rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
-        return rows | dict.fromkeys(self.label_names, ((), "int32"))
-
-    def limits(self) -> dict[str, int]:
-        labels = {"label": self.answers, "start": self.sequence, "end": self.sequence}
-        return {**super().limits(), "token_types": 2, "documents": 2, **labels}
-
-
 # --- The registry -----------------------------------------------------------------------------------------------------
 
 REGISTRY: dict[str, type[ModelConfig]] = {}
@@ -468,10 +296,6 @@ def register(config: C) -> C:
         raise ValueError(f"{config.__name__} has the kind {name!r}, which is taken or empty; give it another")
     REGISTRY[name] = config
     return config
-
-
-for _config in (GPTConfig, BERTConfig, BERTTaskConfig):
-    register(_config)
 
 
 def register_folders() -> None:

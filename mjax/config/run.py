@@ -21,21 +21,16 @@ from typing import Annotated, Any, Literal
 
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
-from mjax.config.llama import LlamaConfig as LlamaConfig  # for the files in configs/
 from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only
-from mjax.config.mixture import MixtureConfig as MixtureConfig
 from mjax.config.model import (
     REGISTRY,
     Arrays,
-    GPTConfig,
     ModelConfig,
     config_class,
     is_own,
     kind_of,
     stand_in,
 )
-from mjax.config.model import BERTConfig as BERTConfig  # for the files in configs/
-from mjax.config.model import BERTTaskConfig as BERTTaskConfig
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, suggestion
@@ -319,7 +314,7 @@ class LogConfig:
 class Config:
     """One run of mjax."""
 
-    model: ModelConfig = field(default_factory=GPTConfig)
+    model: ModelConfig = field(default_factory=lambda: REGISTRY["gpt"]())
     mesh: Annotated[MeshConfig, FREE] = field(default_factory=MeshConfig)
     data: Annotated[DataConfig, UNPLANNED] = field(default_factory=DataConfig)
     optimizer: Annotated[OptimizerConfig, UNPLANNED] = field(default_factory=OptimizerConfig)

@@ -9,27 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
+from mjax import config as configs
 from mjax.cluster.launch import Distributed
-from mjax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    HealthConfig,
-    LogConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from mjax.config import Config, MeshConfig
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
 from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
+from mjax.config.plain_values import read
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.utils.files import read_json
 
 if TYPE_CHECKING:
     from mjax.tasks.labelled import LabelledTask, Recipe
@@ -168,8 +160,8 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             attention=arguments.attention,
         ),
         mesh=mesh,
-        data=DataConfig(mock=True),  # no pre-training data are read
-        optimizer=OptimizerConfig(
+        data=configs.DataConfig(mock=True),  # no pre-training data are read
+        optimizer=configs.OptimizerConfig(
             learning_rate=recipe.learning_rate,
             min_learning_rate=0.0,
             schedule="linear",
@@ -177,7 +169,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             weight_decay=recipe.weight_decay,
         ),
         precision=precision,
-        train=TrainConfig(
+        train=configs.TrainConfig(
             steps=steps,
             global_batch=recipe.batch,
             micro_batch=micro_batch,
@@ -185,9 +177,9 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             seed=0,
             eval_interval=steps_of_epoch,
         ),
-        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=2),
-        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
-        log=LogConfig(tensorboard=False, sample_tokens=0),
+        checkpoint=configs.CheckpointConfig(interval=steps_of_epoch, keep_last=2),
+        health=configs.HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
+        log=configs.LogConfig(tensorboard=False, sample_tokens=0),
     )
 
 
@@ -215,6 +207,12 @@ def request_of(arguments: FinetuneArguments, recipe: Recipe, examples: int, comp
     }
 
 
+class Request(TypedDict):
+    """What every request.json has."""
+
+    step: int
+
+
 def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     """The `request`, with the step that the fine-tuning in the folder `output` started from.
 
@@ -224,9 +222,7 @@ def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     file = output / "request.json"
     if not file.exists():
         return request
-    before = read_json(file, "choose another --output")
-    if not isinstance(before, dict) or type(before.get("step")) is not int:
-        raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
+    before = read(Request, file, "choose another --output")
     if request["step"] is None:
         request = request | {"step": before["step"]}
     for name, now in request.items():

@@ -150,7 +150,7 @@ def with_positions(config: Config, folder: Path, init: Path | None) -> Config:
 
 def save_digests(folder: Path, data: DataConfig) -> None:
     """Save digests of the run's data in the run folder."""
-    write_whole(folder / DIGESTS, json.dumps(_digests(data), indent=2) + "\n")
+    write_whole(folder / DIGESTS, json.dumps(digests_of(data), indent=2) + "\n")
 
 
 def _meaning(config: Config, name: str) -> Any:
@@ -220,7 +220,7 @@ def _note_on_decay(before: Config, config: Config, steps: list[int], step: int |
 # --- Data -------------------------------------------------------------------------------------------------------------
 
 
-def _digests(data: DataConfig) -> dict[str, list[str]]:
+def digests_of(data: DataConfig) -> dict[str, list[str]]:
     """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
     from mjax.data.indexed import IndexedDataset
 
@@ -234,7 +234,7 @@ def _digests(data: DataConfig) -> dict[str, list[str]]:
 def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """Datasets with other tokens, or with other weights in the blend, than those of the run."""
     saved = _saved_digests(folder / DIGESTS)
-    current = _digests(now) if saved is not None else {}
+    current = digests_of(now) if saved is not None else {}
     changed = []
     for name in PATHS:
         old, new = getattr(before, name), getattr(now, name)

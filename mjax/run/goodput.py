@@ -9,12 +9,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mjax.cluster.launch import COMPILING, STEP
 from mjax.config.plain_values import read
 from mjax.errors import UsageError
+from mjax.run.callbacks import Callback
 from mjax.utils.files import set_aside, write_whole
+
+if TYPE_CHECKING:
+    from mjax.run.loop import Run
 
 FILE = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
@@ -37,7 +41,7 @@ class Start(TypedDict):
     seconds: dict[str, float]
 
 
-class Goodput:
+class Goodput(Callback):
     """Seconds of this start of a run, by activity; they add up to the time since it was made.
 
     A step that an earlier start, or this one before it went back, has taken already counts as repeated.
@@ -70,6 +74,18 @@ class Goodput:
         self._last = step
         if now - self._written > EVERY:
             self.write()
+
+    def on_start(self, run: Run) -> None:
+        """Count the steps after `run.step`: after a rewind they are taken again."""
+        self.go_back(run.step)
+
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Count the time until the next activity as this one's."""
+        self.at(step, activity)
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.write()
 
     def go_back(self, step: int) -> None:
         """The steps after `step` are taken again."""

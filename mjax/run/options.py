@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -15,55 +14,11 @@ import optax
 from mjax.cluster.processes import WARNINGS, forward_warnings
 from mjax.cluster.watchdog import Watchdog
 from mjax.data.sources import TrainingData
+from mjax.run.callbacks import Callback
 from mjax.run.continuing import Origin
-from mjax.run.metrics import Record
 from mjax.step.train_state import TrainState
 
 PREEMPTED = 75  # exit code: saved, run the same command again
-
-
-class Profile:
-    """A profile of no steps. `mjax.profiling.Recorder` has some.
-
-    The loop calls `begin` before the first profiled step, when no step is in flight, and `pause` after the last.
-
-    Attributes:
-      say: prints a line; the loop puts its display here.
-    """
-
-    say: Callable[[str], None] = print
-
-    def starts(self, after: int) -> None:
-        """The run continues after that step, 0 if it is new."""
-
-    def begins(self, step: int) -> bool:
-        """True if `step` is the first one to profile."""
-        return False
-
-    def begin(self, step: int, train_step: Callable, arguments: tuple) -> None:
-        """Start to record; `train_step` is jitted and about to be called with `arguments`."""
-
-    def step(self, step: int) -> AbstractContextManager:
-        """A context in which the loop dispatches `step`; it names the step in any profile, of whatever started it."""
-        return jax.profiler.StepTraceAnnotation("train", step_num=step)
-
-    def ends(self, step: int) -> bool:
-        """True if `step` is the last one to profile."""
-        return False
-
-    def pause(self, step: int, last: bool) -> None:
-        """`step` is finished and no other in flight: time until `resume` belongs to no step.
-
-        Ends a profile whose last step it is; also one that has more to come, if the run has not (`last`).
-        """
-
-    def resume(self) -> None:
-        """The next step follows."""
-
-    @contextlib.contextmanager
-    def or_nothing(self):
-        """A context that leaves nothing recording, however the steps in it end."""
-        yield
 
 
 @dataclass(frozen=True)
@@ -77,12 +32,8 @@ class Options:
       data: used instead of the config's data.
       loss: instead of the model's (`Forward.loss_fn`).
       optimizer: instead of the config's (`build_program`).
-      on_step: called with the record of each step; True ends the run.
-      on_validation: called with the `Run`, its state and step after each validation.
-      on_end: called with the `Run`, its state and data after the last step, before the results are printed; not called
-        if the run was stopped.
+      callbacks: called after those that show the metrics of a step, before those that log and save.
       show: whether to print progress.
-      profile: of some steps.
       watchdog: for the processes of this run; None: a single process.
     """
 
@@ -92,11 +43,8 @@ class Options:
     data: TrainingData | None = None
     loss: Callable | None = None
     optimizer: optax.GradientTransformation | None = None
-    on_step: Callable[[Record], bool] = lambda record: False
-    on_validation: Callable[..., None] = lambda run, state, step: None
-    on_end: Callable[..., None] = lambda run, state, data: None
+    callbacks: Sequence[Callback] = ()
     show: bool = True
-    profile: Profile = field(default_factory=Profile)
     watchdog: Watchdog | None = None
 
 
