@@ -39,6 +39,7 @@ from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
+from mjax.pictures.runs import Curve, draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
@@ -312,8 +313,6 @@ def compare_runs(arguments: CompareArguments) -> int:
         name: {"parameters": _parameters(folder, configs[name]), **results_of(histories[name], common)}
         for name, folder in runs.items()
     }
-    from mjax.pictures.runs import draw_runs
-
     labels = curve_labels(configs)
     draw_runs({labels[name]: history.curves for name, history in histories.items()}, figure, x)
     if arguments.json:
@@ -351,8 +350,6 @@ class History:
         Raises:
           UsageError: the file cannot be read.
         """
-        from mjax.pictures.runs import Curve  # with matplotlib, which takes a second
-
         self.last, self.skipped, self.curves = {}, 0, (Curve(), Curve())
         self.steps, self.losses, self.validation, self.speeds = array("q"), array("d"), array("d"), array("d")
         damaged = []
@@ -385,8 +382,6 @@ def results_of(history: History, common: int) -> dict[str, float | int | None]:
       history: with a loss.
       common: the last step that every run has reached.
     """
-    from mjax.pictures.runs import smoothed
-
     averaged = smoothed(history.losses)
     speeds = sorted(history.speeds[1:] or history.speeds)
     reached = bisect_right(history.steps, common)
