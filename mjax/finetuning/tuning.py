@@ -36,9 +36,8 @@ from mjax.data.sources import TrainingData
 from mjax.finetuning.seed import EvaluateTask, SeedGuard, Start, best_of, read_epochs
 from mjax.parallel.mesh import make_mesh
 from mjax.run.display import Display
-from mjax.run.loop import Run, in_order
+from mjax.run.loop import PREEMPTED, Run, in_order
 from mjax.run.metrics import Announced, MetricsLog
-from mjax.run.options import PREEMPTED
 from mjax.run.start import write_environment
 from mjax.step.step import build_program
 from mjax.step.train_state import TrainState
