@@ -465,8 +465,8 @@ def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     return {}
 
 
-def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Line, str]:
-    """In process `index`: the connection to process 0, and its name. Arguments as for `listen`.
+def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+    """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
       UsageError: it cannot be reached.
@@ -480,7 +480,7 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Li
                 line = Line(socket.create_connection((host, port), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
-                    return line, there["name"]
+                    return {0: (line, there["name"])}
         time.sleep(RETRY)
     raise UsageError(
         f"process {index} on {socket.gethostname()} cannot reach process 0 at port {port} of {' or '.join(hosts)}; "

@@ -165,13 +165,10 @@ class Watchdog:
 
     def _connect(self) -> None:
         """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
-        if self.count > 1 and self.index == 0:
-            met = processes.listen(self.where, self.count, self.place.name, self._share)
-            self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
-        elif self.count > 1:
-            line, name = processes.connect(self.where, self.index, self.place.name, self._share)
-            self._peers = {0: (line, Place(name, heard=math.inf))}
-        for index, (line, _) in self._peers.items():
+        meet, number = (processes.connect, self.index) if self.index else (processes.listen, self.count)
+        met = meet(self.where, number, self.place.name, self._share) if self.count > 1 else {}
+        for index, (line, name) in met.items():
+            self._peers[index] = line, Place(name, heard=math.inf if self.index else time.monotonic())
             self._selector.register(line, selectors.EVENT_READ, index)
 
     def _watch(self) -> None:

@@ -273,13 +273,14 @@ class Guard(Callback):
         """
         waits = run.step == step
         saves, run.saves = waits and (run.ends or run.saves or self.saves(step)), False
+        if saves:
+            run.at(step, "saving")
         if waits and (saves or self.needs_state(run, step)):
             self._check(run, step)
         self._nonfinite = metrics.nonfinite is not None
         if problem := self.health.problem(ended=step == self.config.train.steps):
             self.give_up(problem)
         if saves:
-            run.at(step, "saving")
             begun = time.perf_counter()
             if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
                 run.blocked = time.perf_counter() - begun
