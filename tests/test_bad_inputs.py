@@ -105,12 +105,10 @@ TRAIN_FLAGS = {
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
-    "--optimizer.muon-adjust-lr original": "is for --optimizer.name muon",
-    "--precision.loss-scale 8": "--precision.loss-scale needs --precision.compute fp16",
     "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
-    "--data.mask-probability 0.3": "is for pairs of text, with --model.kind bert",
-    "--data.reset-attention --model.kind bert": "is for text, with --model.kind gpt; leave it out",
+    "--data.reset-attention --model.kind bert": "is for samples of text, and this run has pairs; leave it out",
+    "--data.no-pack": "is for samples of conversations, and this run has text; leave it out",
     "--data.reset-positions --model.positions alibi": "ALiBi counts distances",
 }
 """Flags after `train --config gpt_345m` on one device."""

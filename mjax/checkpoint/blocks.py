@@ -7,7 +7,6 @@ TensorStore completed: `Checkpoints.restore` reads it as any other, on any mesh.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -35,17 +34,16 @@ def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, 
     with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
         checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
     store = folder / "0" / field
-    for begun in ("d", "ocdbt.process_0"):
+    for begun in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one has the chunks of arrays of no size
         shutil.rmtree(store / begun)
     for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
         replaced.unlink()
     leaves = {f"{field}.{name}": (name, leaf) for name, leaf in named(target).items()}
-    chunks = {stored: _chunk(stored, leaf) for stored, (_, leaf) in leaves.items()}
-    _describe(store, chunks)
     for stored, (name, leaf) in leaves.items():
-        array = open_array(store, stored, create=_new_metadata(leaf, chunks[stored]))
-        for start in range(0, leaf.shape[0], chunks[stored][0]):
-            end = min(start + chunks[stored][0], leaf.shape[0])
+        chunk = _chunk(stored, leaf)
+        array = open_array(store, stored, create=_new_metadata(leaf, chunk))
+        for start in range(0, leaf.shape[0], chunk[0]):
+            end = min(start + chunk[0], leaf.shape[0])
             array[start:end].write(read(name, start, end)).result()
     write_manifest(folder / "0", 0, {stored: type_and_shape(leaf) for stored, (_, leaf) in leaves.items()})
 
@@ -88,19 +86,3 @@ def _chunk(name: str, leaf: Any) -> list[int]:
         largest = chunk.index(max(chunk))
         chunk[largest] = -(-chunk[largest] // 2)
     return chunk
-
-
-def _describe(store: Path, chunks: dict[str, list[int]]) -> None:
-    """Correct what Orbax has written about the shapes of chunks."""
-    about = store / "_METADATA"
-    values = json.loads(about.read_text())
-    for entry in values["tree_metadata"].values():
-        (key,) = entry["key_metadata"]
-        entry["value_metadata"]["write_shape"] = chunks[key["key"]]
-    about.write_text(json.dumps(values))
-    (about,) = (store / "array_metadatas").iterdir()
-    values = json.loads(about.read_text())
-    for entry in values["array_metadatas"]:
-        said = entry["array_metadata"]
-        said["write_shape"] = said["chunk_shape"] = chunks[said["param_name"]]
-    about.write_text(json.dumps(values))

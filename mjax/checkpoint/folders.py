@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
-from mjax.errors import UsageError, one_sentence
+from mjax.errors import UsageError, first_line, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, resolved
 
@@ -298,4 +298,4 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(number[1])) if number else (str(error).splitlines() or [type(error).__name__])[0]
+    return os.strerror(int(number[1])) if number else first_line(error)

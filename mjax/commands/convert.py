@@ -39,12 +39,12 @@ from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_run
-from mjax.interop.fast_tokenizer import fast_tokenizer
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.tensors import DecoderTensors
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
+from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of

@@ -25,6 +25,7 @@ from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
+from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.config.source import write_config
 from mjax.errors import UsageError, check_picture, in_python
@@ -40,7 +41,7 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"])] = None
+    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_ELSEWHERE] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -67,6 +68,7 @@ class PlanArguments:
     """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
     longest_figure: Path | None = None
     """With --longest: plot it into this file: .png, .pdf or .svg."""
+    without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "what to plan": (
             "config",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,9 +14,10 @@ from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import first_values, parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
@@ -41,13 +41,13 @@ class TrainArguments:
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
     model of your own."""
-    name: str | None = None
+    name: Annotated[str | None, Elsewhere("run-name wandb-run-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Path = Path("runs")
+    runs: Annotated[Path, Elsewhere("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE] = None
     """Continue the run in this folder with its saved config."""
-    init: Path | None = None
+    init: Annotated[Path | None, Elsewhere("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -271,12 +271,8 @@ def _check_step(arguments: TrainArguments, folder: Path) -> None:
 def _tell_the_others(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
-    needed = ("--distributed.", "--simulate")  # other flags may be what is wrong
-    words = [
-        word
-        for before, word in zip(["", *argv], argv, strict=False)
-        if word.startswith(needed) or (before.startswith(needed) and "=" not in before)
-    ]
+    typed = first_values(argv).items()  # other flags may be what is wrong
+    words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.launched_by() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
@@ -301,35 +297,26 @@ def name_of(config: str) -> str:
 
 def choose_config(argv: Sequence[str]) -> TrainArguments:
     """The defaults of the other flags: from --run's folder, or from --config's file."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?")
-    parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
-    parser.add_argument("--name", nargs="?")
-    parser.add_argument("--init", nargs="?")
-    parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
-    first, _ = parser.parse_known_args(argv)
-    if first.resume is not None:
-        first.resume = without_parents(first.resume)
-        from mjax.checkpoint.folders import checkpoint_steps
+    typed = first_values(argv)
+    name, init, architecture = (typed.get(flag) for flag in ("name", "init", KIND_FLAG.removeprefix("--")))
+    run, config = typed.get("run") or typed.get("resume"), typed.get("config")
+    if run is None:
+        settings = load_config(config or TrainArguments.config)
+        if architecture is not None and architecture != kind_of(settings.model):
+            settings = replace(settings, model=as_kind(settings.model, architecture))
+        return TrainArguments(config=config or TrainArguments.config, settings=settings)
+    from mjax.checkpoint.folders import checkpoint_steps
 
-        if not checkpoint_steps(first.resume):
-            raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
-        of_model = first.config is not None and has_own_model(first.resume)
-        for flag in ("name",) if of_model else ("config", "name"):
-            if (value := getattr(first, flag)) is not None:
-                other = first.config if of_model else f"{first.resume}/config.json"
-                raise UsageError(
-                    f"--{flag} {value} has no effect with --run {first.resume}, which continues that run; leave one "
-                    f"out, or type --config {other} --name NEW for a new run with its settings"
-                )
-        if first.init is not None:
+    folder = without_parents(Path(run))
+    if not checkpoint_steps(folder):
+        raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
+    own = config is not None and has_own_model(folder)
+    useless = {"--init": init, "--name": name, "--config": None if own else config}
+    for flag, value in useless.items():
+        if value is not None:
             raise UsageError(
-                f"--init {first.init} starts a new run and --run {first.resume} continues one; leave one of them out"
+                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
+                f"new run type --config {config if own else folder / 'config.json'} --name NEW"
             )
-        load_own_model(first.config, first.resume, lambda line: None)  # `changes_since` has the note
-        return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
-    config = first.config or TrainArguments.config
-    settings = load_config(config)
-    if first.architecture is not None and first.architecture != kind_of(settings.model):
-        settings = replace(settings, model=as_kind(settings.model, first.architecture))
-    return TrainArguments(config=config, settings=settings)
+    load_own_model(config, folder, lambda line: None)  # `changes_since` has the note
+    return TrainArguments(resume=folder, settings=read_config(folder / "config.json"))

@@ -1,18 +1,13 @@
 """Every option of a run: its config, the config of its model, and the checks before a device is touched."""
 
-from mjax.config.model import register_folders
+from mjax.config.model import REGISTRY, ModelConfig, is_own, register_folders
 from mjax.config.run import (
-    BERTConfig,
     CheckpointConfig,
     Config,
     DataConfig,
-    GPTConfig,
     HealthConfig,
-    LlamaConfig,
     LogConfig,
     MeshConfig,
-    MixtureConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
@@ -30,16 +25,12 @@ from mjax.config.run import (
 )
 
 __all__ = [
-    "BERTConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
-    "GPTConfig",
     "HealthConfig",
-    "LlamaConfig",
     "LogConfig",
     "MeshConfig",
-    "MixtureConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PrecisionConfig",
@@ -58,3 +49,11 @@ __all__ = [
 ]
 
 register_folders()
+
+
+def __getattr__(name: str):
+    """The config of an architecture in mjax/models, such as `LlamaConfig`."""
+    for config in REGISTRY.values():
+        if config.__name__ == name and not is_own(config):
+            return config
+    raise AttributeError(f"module 'mjax.config' has no attribute {name!r}")

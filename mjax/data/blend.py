@@ -132,10 +132,10 @@ class BlendedDataset:
             samples = sum(sizes) if samples is None else samples
             if samples > sum(sizes):
                 weights = " ".join(f"{share:.3g} PREFIX" for share in normalize(sizes))
-                raise UsageError(
-                    f"the blend has no weights, so it gives every sample once, {sum(sizes):,} in all, and {samples:,} "
-                    f"are needed; take fewer steps, or give weights to go over them again, such as {weights}"
+                problem = (
+                    f"the blend has no weights, so it gives its {sum(sizes):,} samples once, and {samples:,} are needed"
                 )
+                raise UsageError(f"{problem}; take fewer steps, or give weights, such as {weights}")
         self.shares = normalize(sizes if shares is None else shares)
 
         def build() -> Arrays:
@@ -156,15 +156,6 @@ class BlendedDataset:
         Raises:
           IndexError: there is no such sample.
         """
-        part, number = self._source(index)
-        return part[number]
-
-    def part(self, index: int, tokens: slice) -> np.ndarray:
-        """Some of the tokens of sample `index`, int32 [t]; raises as for a whole one."""
-        part, number = self._source(index)
-        return part.part(number, tokens)
-
-    def _source(self, index: int) -> tuple[Sequence[np.ndarray], int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        return self.parts[self.dataset_index[index]], int(self.dataset_sample_index[index])
+        return self.parts[self.dataset_index[index]][int(self.dataset_sample_index[index])]

@@ -168,10 +168,8 @@ class GPTDataset:
         _check_size(indexed, len(documents), tokens, sequence, name)
         self.epochs = 1 if samples is None else max(1, -(-(samples * sequence + 1) // tokens))
         if self.epochs > MOST_EPOCHS:
-            raise UsageError(
-                f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name} of "
-                f"{indexed.prefix}, and at most {MOST_EPOCHS:,} are drawn; lower --train.steps, or prepare more text"
-            )
+            drawn = f"{samples:,} samples are {self.epochs:,} epochs of the {tokens:,} tokens in the {name}"
+            raise UsageError(f"{drawn} of {indexed.prefix}, above {MOST_EPOCHS:,}; lower --train.steps")
 
         names = ("document_index", "sample_index", "shuffle_index")
         source = {"kind": "samples", "lengths": indexed.fingerprint, "documents": [documents.start, documents.stop]}
@@ -205,11 +203,7 @@ class GPTDataset:
         return len(self.shuffle_index)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int32 [s + 1], padded with `PAD`; raises as `part`."""
-        return self.part(index, slice(None))
-
-    def part(self, index: int, tokens: slice) -> np.ndarray:
-        """Some of the tokens of sample `index`; only these are read and checked: int32 [t].
+        """Sample `index`, int32 [s + 1], padded with `PAD`.
 
         Raises:
           IndexError: there is no such sample.
@@ -219,24 +213,23 @@ class GPTDataset:
             raise IndexError(f"sample {index} of {self.indexed.prefix}, whose order was drawn for {len(self)}")
         row = int(self.shuffle_index[index])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        documents = self.document_index[first : last + 1]
-        read = self.indexed.join(documents, begin, end + 1, tokens)
-        fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
-        check_ids(read, self.vocabulary, f"sample {index} of {self.indexed.prefix}", "the model's vocabulary", fix)
-        sample = np.full(len(range(self.sequence + 1)[tokens]), PAD, np.int32)
+        read = self.indexed.join(self.document_index[first : last + 1], begin, end + 1)
+        check_ids(read, self.vocabulary, f"sample {index} of {self.indexed.prefix}")
+        sample = np.full(self.sequence + 1, PAD, np.int32)
         sample[: len(read)] = read
         return sample
 
 
-def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str, fix: str) -> None:
+def check_ids(tokens: np.ndarray, vocabulary: int, sample: str, whose: str = "the model's") -> None:
     """Reject a sample that holds an id outside the vocabulary.
 
     Raises:
-      UsageError: it does; `fix` says what to do.
+      UsageError: it does.
     """
     wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if len(wrong):
-        raise UsageError(f"{sample} holds the id {wrong[0]} and {whose} is {vocabulary:,}; {fix}")
+        fix = "prepare the data and set --model.vocabulary with one tokenizer"
+        raise UsageError(f"{sample} holds the id {wrong[0]} and {whose} vocabulary is {vocabulary:,}; {fix}")
 
 
 def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: int, name: str) -> None:
@@ -251,19 +244,17 @@ def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: 
 
 def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
     """Advice for a part of a dataset without a sample, which leaves a sample for the part before it."""
-    sample, total = sequence + 1, int(indexed.lengths.sum(dtype=np.int64))
-    if documents == len(indexed):
-        return f"{f'use --model.sequence {total - 1} or less, or ' if total > 1 else ''}prepare more text"
-    tokens_behind = np.cumsum(indexed.lengths[::-1], dtype=np.int64)  # of the last document, the last two, …
-    last = int(np.searchsorted(tokens_behind, sample)) + 1
-    if last < len(indexed) and total - tokens_behind[last - 1] >= sample:
-        return f"use --data.split {len(indexed) - last},{last},0"
-    if total >= 2 * sample:
-        return advice(total, sample)
-    shorter = total // 4 - 1
-    if shorter < 1:
-        return "prepare more text"
-    return f"use --model.sequence {shorter} or less, and for that {_way_out(indexed, documents, shorter)}"
+    sample, total, all_documents = sequence + 1, int(indexed.lengths.sum(dtype=np.int64)), len(indexed)
+    shorter = total - 1
+    if documents < all_documents:
+        tokens_behind = np.cumsum(indexed.lengths[::-1], dtype=np.int64)  # of the last document, the last two, …
+        last = int(np.searchsorted(tokens_behind, sample)) + 1
+        if last < all_documents and total - tokens_behind[last - 1] >= sample:
+            return f"use --data.split {all_documents - last},{last},0"
+        if total >= 2 * sample:
+            return advice(total, sample)
+        shorter = total // 4 - 1
+    return f"{f'use --model.sequence {shorter} or less, or ' if shorter > 0 else ''}prepare more text"
 
 
 def advice(tokens: int, sample: int) -> str:
@@ -294,7 +285,3 @@ class MockDataset:
         random = np.random.default_rng([self.seed, index])
         start, stride = random.integers(self.vocabulary), random.integers(1, 8)
         return ((start + stride * np.arange(self.sequence + 1)) % self.vocabulary).astype(np.int32)
-
-    def part(self, index: int, tokens: slice) -> np.ndarray:
-        """Some of the tokens of sample `index`, int32 [t]."""
-        return self[index][tokens]

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import IO
 
 from mjax.config import load_config
-from mjax.doctor import RED, YELLOW, Facts, Finding, first_line
-from mjax.errors import UsageError
+from mjax.doctor import RED, YELLOW, Facts, Finding
+from mjax.errors import UsageError, first_line
 
 CHECKS = (
     (None, "installation", ("python", "packages", "jax")),

@@ -19,7 +19,8 @@ from pathlib import Path, PurePosixPath
 from mjax.checkpoint.folders import steps_in
 from mjax.cluster import launch
 from mjax.config import Config
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, gibibytes
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first
+from mjax.utils.figures import human_bytes
 
 ROOT = Path("/")
 MIN_SHARED = 2**30  # bytes of /dev/shm, through which NCCL's processes on one host communicate
@@ -64,11 +65,13 @@ def check_memory(facts: Facts) -> Finding:
     total, free = (int(re.search(rf"{name}:\s+(\d+)", text)[1]) * 1024 for name in ("MemTotal", "MemAvailable"))
     limits = [(max(0, limit - used), limit, ", the limit of this container or job") for limit, used in _limits()]
     free, total, within = min([(free, total, ""), *limits])
-    text, copy = f"{gibibytes(free)} of {gibibytes(total)} free{within}", 0.0
+    text, copy = f"{human_bytes(free)} of {human_bytes(total)} free{within}", 0.0
     if facts.config is not None:
         devices = facts.config.mesh.devices
         copy = state_bytes(facts.config) * min(8, devices) / devices  # replicas share the writing
-        text += f"; a checkpoint's copy takes {gibibytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
+        text += (
+            f"; a checkpoint's copy takes {human_bytes(copy)} of a host with {min(8, devices)} of its {devices} GPUs"
+        )
     return first(
         text,
         (copy > free, YELLOW, text, "use hosts with more memory, or more of them"),
@@ -111,7 +114,7 @@ def check_shared_memory(facts: Facts) -> Finding:
     """Check that /dev/shm has room for NCCL, which a single GPU does not need; a container has 64 MiB by default."""
     folder, devices = ROOT / "dev/shm", len(list(ROOT.glob("dev/nvidia[0-9]*")))
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    text, advice = f"{gibibytes(free)} free in {folder}", "docker run --shm-size=8g; in Kubernetes, an emptyDir there"
+    text, advice = f"{human_bytes(free)} free in {folder}", "docker run --shm-size=8g; in Kubernetes, an emptyDir there"
     return first(
         text,
         (devices > 1 and free < MIN_SHARED, YELLOW, f"{text}; NCCL needs more between {devices} GPUs", advice),
@@ -149,17 +152,17 @@ def check_storage(facts: Facts) -> Finding:
     except OSError as error:
         remedy = "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         return Finding(RED, f"{text} cannot be written: {error.strerror or error}", f"{remedy}, or {other}")
-    text += f": {gibibytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
+    text += f": {human_bytes(free)} free, writes {write / 1e6:,.0f} MB/s, reads {read / 1e6:,.0f} MB/s"
     needed, shortage = MIN_FREE, YELLOW
     if config is not None:
         most, size = config.checkpoint.keep_last, state_bytes(config)
         more = most + 1 - min(saved, most)  # one is written before one goes
         needed, shortage = more * size, RED
         minutes = f"{size / write / 60:,.1f} min each from one host"
-        text += f"; {more} checkpoints of {gibibytes(size)} are to be saved, {minutes}"
+        text += f"; {more} checkpoints of {human_bytes(size)} are to be saved, {minutes}"
     return first(
         text,
-        (free < needed, shortage, f"{text}; {gibibytes(needed)} are needed", f"free some space there, or {other}"),
+        (free < needed, shortage, f"{text}; {human_bytes(needed)} are needed", f"free some space there, or {other}"),
         (write < SLOW, YELLOW, f"{text}: slow", f"{other}: while a checkpoint is written, the next one waits"),
         free_gib=free / 2**30,
         write_mb_per_s=write / 1e6,

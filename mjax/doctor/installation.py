@@ -17,8 +17,9 @@ from packaging.utils import canonicalize_name
 
 import mjax
 from mjax.cluster.launch import nvidia_driver
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first, gibibytes
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first
 from mjax.utils import packages
+from mjax.utils.figures import human_bytes
 
 # The oldest Linux driver that runs programs built for a major version of CUDA (NVIDIA's "CUDA Compatibility", minor
 # version compatibility).
@@ -148,7 +149,7 @@ def check_driver(facts: Facts) -> Finding:
     branch = int((version or "0").split(".")[0])
     without_gpu = not on_bus and (bad == NOT_LOADED or (version and not bad and not driver.gpus))
     gpus = ", ".join(f"{count} × {name}" for name, count in Counter(driver.gpus).items())
-    used = ", ".join(f"{gibibytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS)
+    used = ", ".join(f"{human_bytes(used)} of GPU {i}" for i, used in enumerate(driver.used) if used > USED_BY_OTHERS)
     newer = f"install NVIDIA driver {oldest} or newer" + ", or jax[cuda12]" * (branch >= OLDEST_DRIVER[12])
     text = f"driver {version}, {gpus or 'no GPU listed'}"
     return first(

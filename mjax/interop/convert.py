@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from jax.numpy import bfloat16
 from mjax.checkpoint.blocks import write_in_blocks
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
-from mjax.config.llama import LlamaConfig, RopeScaling
 from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
@@ -162,7 +161,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # --- Longer sequences -------------------------------------------------------------------------------------------------
 #
 # `mjax convert … --rope yarn:8` changes no weight. It lowers the frequencies of the rotary positions, so that positions
-# which the model has never seen turn queries and keys by angles that it has (formulas in `models/rotary.py`):
+# which the model has never seen turn queries and keys by angles that it has (formulas in `models/parts/rotary.py`):
 #
 #     linear   every frequency by the factor (position interpolation, arXiv 2306.15595)
 #     llama3   only the slow ones, between two fixed wavelengths (Llama 3.1, arXiv 2407.21783)
@@ -172,7 +171,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # A model with longer positions computes something else for short texts too. YaRN does least harm to them without
 # further training; all three are made for some hundred steps of training on long texts.
 
-SCALINGS = tuple(name for name in get_args(RopeScaling) if name != "none")
+SCALINGS = ("linear", "llama3", "yarn")
 LONGEST = 2**31
 """Positions are int32."""
 
@@ -192,7 +191,7 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     if given is None:
         return model
     positions = model.max_positions
-    if not isinstance(model, LlamaConfig):
+    if not hasattr(model, "rope_scaling"):
         raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
     if model.rope_scaling != "none":
         raise UsageError(
@@ -206,14 +205,9 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
             f"--rope {given} makes {longer:,.10g} of the {positions:,} positions of {source}; it must be a "
             f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
         )
-    return dataclasses.replace(
-        model,
-        sequence=int(longer),
-        max_position_embeddings=int(longer),
-        rope_scaling=kind,
-        rope_factor=factor,
-        rope_original=None if kind == "linear" else positions,
-    )
+    original = None if kind == "linear" else positions
+    scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
+    return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
 
 
 def _parsed(given: str) -> tuple[str, float]:

@@ -686,11 +686,11 @@ def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:
             f"batch {train.micro_batch} has {tokens}; use a --train.micro-batch that is a multiple of {MULTIPLE}"
         )
     for _, of in kinds_of(config):
-        for product in layer_forward(of).program.products:
-            if product.of_weight and (product.k % MULTIPLE or product.n % MULTIPLE):
+        for k, n in layer_forward(of).weights:
+            if k % MULTIPLE or n % MULTIPLE:
                 raise UsageError(
                     f"--precision.compute fp8 multiplies matrices whose sizes are multiples of {MULTIPLE}, and a rank "
-                    f"of --mesh.model {config.mesh.model} has a weight of {product.k} × {product.n}; change the mesh "
+                    f"of --mesh.model {config.mesh.model} has a weight of {k} × {n}; change the mesh "
                     "or the model, or use --precision.compute bf16"
                 )
 

@@ -22,6 +22,7 @@ import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.cluster.processes import is_first
+from mjax.errors import first_line
 from mjax.profiling.breakdown import Breakdown
 from mjax.profiling.trace import ASIDE, WINDOW, read_trace
 from mjax.run.callbacks import Callback
@@ -132,5 +133,4 @@ class Recorder(Callback):
         try:
             yield
         except Exception as error:  # of a full disk, a profiler in use, a trace in an unknown form
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"the profile failed ({reason}): the run continues")
+            self._say(f"the profile failed ({first_line(error)}): the run continues")

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from mjax.config.model import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
-from mjax.pictures.curves import Curve
-from mjax.pictures.runs import draw_experts, draw_loss, names_of
+from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of
 from mjax.run.callbacks import Callback
 from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 

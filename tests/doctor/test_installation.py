@@ -115,7 +115,7 @@ def test_driver_is_read_from_nvml(machine, monkeypatch):
     assert driver == Driver("580.65.06", (H100,) * 2, (80 * 2**30,) * 2, (2**20, 60 * 2**30), on_bus=2)
     finding = judge(monkeypatch, driver, 13)
     assert finding.status == YELLOW
-    assert "60.0 GiB of GPU 1" in finding.found
+    assert "60.00 GiB of GPU 1" in finding.found
 
 
 def test_gpu_that_shares_memory_is_listed(machine):

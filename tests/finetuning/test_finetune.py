@@ -16,7 +16,7 @@ from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
-from mjax.finetuning.seed import best_of, read_epochs
+from mjax.finetuning.tuning import best_of, read_epochs
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.run.health import Guard
@@ -91,7 +91,7 @@ def test_report_has_seeds_median_and_best(done):
     assert report["median"]["accuracy"] == pytest.approx(sum(values) / 2)
     assert report["best"]["figures"]["accuracy"] == max(values)
     assert (report["task"], report["examples"], report["epochs"], report["step"]) == ("mnli", 72, 4, 10)
-    assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (done / "seed-1234" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_epoch_is_measured_and_first_best_kept(done):

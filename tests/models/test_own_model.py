@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.aot.hlo import counted, read_collectives
 from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import DataConfig, LlamaConfig, MeshConfig
+from mjax.config.axes import sizes
 from mjax.errors import UsageError
 from mjax.models.block import Block, stack
 from mjax.models.build import count_parameters, mixing_class
 from mjax.planner.compile import compile_step
-from mjax.planner.hlo import counted
 from mjax.planner.layer import model_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory
@@ -339,7 +340,8 @@ def test_ledger_and_memory_are_those_of_the_compiled_step():
     config = config_of(model, "bf16", data=2, model=4)
     config = replace(config, train=replace(config.train, global_batch=16), data=DataConfig(mock=True))
     compiled = compile_step(config, "h100")
-    found, expected = counted(compiled.collectives), ledger(config).in_program()
+    found = counted(read_collectives(compiled.text, sizes(config.mesh)))
+    expected = ledger(config).in_program()
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}
     predicted = predict_memory(config, gpu_named("h100").compute_capability).total
     assert predicted == pytest.approx(compiled.memory.total, rel=0.05)

@@ -12,7 +12,8 @@ import mjax
 from mjax.config import MeshConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
-from mjax.models import attention_kernels, causal
+from mjax.models import causal
+from mjax.models.parts import attention_kernels
 from mjax.parallel import mappings, scopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.tokens import Tokens

@@ -21,8 +21,7 @@ def test_default_settings_are_known():
     """A version that adds a setting with a value needs a line in `HARMLESS`, or in `ONLY`."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mjax.interop.megatron.arguments import ONLY
-    from mjax.interop.megatron.harmless import HARMLESS
+    from mjax.interop.megatron.arguments import HARMLESS, ONLY
 
     set_by_default = {
         field.name

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from mjax.checkpoint import checkpoint
+from mjax.checkpoint import checkpoint, folders
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import checkpoint_steps, steps_in
 from mjax.commands import cli
@@ -194,7 +194,7 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
 def test_failing_rotation_keeps_the_save(tmp_path, monkeypatch):
     notices = []
     with Checkpoints(tmp_path, on_notice=notices.append) as checkpoints:
-        monkeypatch.setattr(checkpoint, "read_manifest", fail_with(error_of(errno.EIO)))
+        monkeypatch.setattr(folders, "read_manifest", fail_with(error_of(errno.EIO)))
         checkpoints.save(1, {"model": jnp.ones(3)})
         checkpoints.settle()
     assert (checkpoints.failed, checkpoints.steps()) == (set(), [1])

@@ -99,7 +99,7 @@ def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
     with (tmp_path / "mjax" / "models" / "gpt.py").open("a") as file:
         file.write("# edited\n")
     found = compared(software_facts())
-    assert {name for name in found if found[name] != same[name]} == {"mjax/models/gpt.py"}
+    assert {name for name in found if found[name] != same[name]} == {"mjax/models/gpt/model.py"}
 
 
 def test_finetuning_facts_have_examples_and_origin(tmp_path):

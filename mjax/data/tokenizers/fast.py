@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from mjax.errors import RunError
+from mjax.errors import UsageError
 
 COMPARED, BEGINNING = 1000, 1024
 """Texts of a file that are compared, and their first characters: `tokenizers` takes half a second for these."""
@@ -30,7 +30,7 @@ WORTH = 2**16  # characters in a call; less is encoded before gigatoken is ready
 SWITCH = "MJAX_GIGATOKEN"
 
 
-class EncodersDiffer(RunError):
+class EncodersDiffer(UsageError):
     """gigatoken and `tokenizers` encode a text differently; the message says which."""
 
 
@@ -92,7 +92,9 @@ class FastEncoder:
     def _compare(self, texts: list[str]) -> None:
         for text, ids in zip(texts, self._slow(texts), strict=True):
             if self._library.encode(text).tolist() != ids:
-                raise EncodersDiffer(f"gigatoken and tokenizers encode {text[:60]!r} differently")
+                raise EncodersDiffer(
+                    f"gigatoken and tokenizers encode {text[:60]!r} differently; to use tokenizers alone set {SWITCH}=0"
+                )
 
 
 def _is_read(model: dict[str, Any], pre_tokenizer: dict[str, Any] | None) -> bool:

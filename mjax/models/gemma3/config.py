@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count, Positive
-from mjax.config.llama import LlamaConfig
 from mjax.config.marks import NEW_RUN, TUNING
 from mjax.config.model import Tuned, register
 from mjax.errors import UsageError
+from mjax.models.llama.config import LlamaConfig
 
 
 @register
