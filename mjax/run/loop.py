@@ -174,8 +174,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         # --- Steps ----------------------------------------------------------------------------------------------------
         guard = Guard(resolved, checkpoints, display.say, step if step >= 0 else None)
         run = Run(resolved, mesh, program, checkpoints, data, display, watchdog, guard, log, options)
-        evaluate = None if data.validation is None else Evaluate(data.validation)
-        run.callbacks = in_order(watchdog, guard, display, log, evaluate, goodput, options.callbacks)
+        run.arrange(goodput, None if data.validation is None else Evaluate(data.validation))
         result = run.take_steps(state, start)
         del state
         if result.exit_code == 0:
@@ -183,20 +182,6 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     if address is not None:
         watchdog.ask_first(None, lambda _: None)  # process 0 has copied the run to its store
     return result
-
-
-def in_order(
-    watchdog: Watchdog,
-    guard: Guard,
-    display: Display,
-    log: MetricsLog | None,
-    evaluate: Evaluate | None,
-    goodput: Goodput | None = None,
-    others: Sequence[Callback] = (),
-) -> list[Callback]:
-    """The callbacks of a run: a step is evaluated, judged and shown, then logged, and its state saved at last."""
-    callbacks = [Heartbeats(watchdog), goodput, evaluate, Judge(guard), display, *others, log, guard]
-    return [callback for callback in callbacks if callback is not None]
 
 
 @dataclass(eq=False)
@@ -238,6 +223,11 @@ class Run:
     def __post_init__(self):
         self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.of(self.config)
         self.peak = peak_tflops(jax.devices()[0].device_kind, self.config.precision.compute)
+
+    def arrange(self, *first: Callback | None) -> None:
+        """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
+        others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
+        self.callbacks = [each for each in (Heartbeats(self.watchdog), *first, *others) if each is not None]
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
