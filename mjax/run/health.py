@@ -604,9 +604,9 @@ class Replicas:
     def _sentence(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
         shape = [self.mesh.devices.shape[dim] for dim in DIMS]
         replicas = {at: int(np.ravel_multi_index([at[dim] for dim in DIMS], shape)) for at in odd}
-        devices = {replicas[at]: self.mesh.devices[at] for at in sorted(odd, key=replicas.__getitem__)}
         copies = [
-            f"replica {number} (device {device.id} of process {device.process_index})" for number, device in devices
+            f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
+            for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
         ]
         arrays = and_more(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
         copies, differ = shortened(copies, MOST_DEVICES), "differs from the others" if len(copies) == 1 else "differ"
