@@ -32,6 +32,7 @@ from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
 from mjax.models.parts.flash import MASKED, Aux, How, flash_attention
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import tie
 from mjax.parallel.random import DropoutKey, dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -93,7 +94,7 @@ def attend(
     if slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = tie((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         seen = seen._replace(slopes=slopes)
     if kernel == "xla" or position_ids is not None:
         return _attend_block(q, k, v, 0, seen)
