@@ -34,6 +34,7 @@ from mjax.models.parts.flash import Aux, flash_attention
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -77,7 +78,7 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
