@@ -25,6 +25,7 @@ import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
 from mjax.config.marks import FREE, NEW_RUN, TUNING
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -210,13 +211,9 @@ class ModelConfig:
         return self.heads
 
     @property
-    def period(self) -> int:
-        """Layers until what differs between them repeats; a stage of a pipeline has whole periods."""
-        return 1
-
-    def window_at(self, layer_in_group: int) -> int | None:
-        """The window of a layer by its number in the group that the model repeats, from 0."""
-        return self.window
+    def pattern(self) -> Pattern:
+        """The kinds of the layers."""
+        return Pattern((LayerKind(self.window),))
 
     def columns(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide, by name."""
@@ -255,10 +252,6 @@ class ModelConfig:
         Raises:
           UsageError: one sentence with the flag, its value and what to type.
         """
-
-    def one_layer(self) -> Self:
-        """The same model with one layer, from which that of all is predicted."""
-        return dataclasses.replace(self, layers=1)
 
     def without_lora(self) -> Self:
         """The same model without adapters: the base of them."""

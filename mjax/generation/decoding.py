@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
-from mjax.models.block import groups_with_weights, map_layers, period_of
+from mjax.config.pattern import LayerKind
 from mjax.models.causal import CausalModel, DecodeLayers
 from mjax.models.context import Context
 from mjax.models.parts.attention import KeyValues
+from mjax.models.stack import kinds_in, map_stacks, runs_with_weights
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout
@@ -56,7 +57,7 @@ def weight_specs(config: Config, layout: Layout):
 def decoder(config: Config, layout: Layout, weights: CausalModel) -> DecodeLayers:
     """Inside `shard_map`: what runs the layers of `inference_weights`, also over stages of a pipeline."""
     mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
-    gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
+    gathered = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
     if mesh.pipe == 1:
         return partial(decode_layers, decoders_of(weights.blocks, layout.abstract_model.blocks, gathered))
 
@@ -79,10 +80,10 @@ def spec_for_inference(storage: Storage) -> P:
 def unstacked(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
     """Each layer of `blocks` by itself, in order; `take` gives a weight of one of the repetitions."""
     layers = []
-    for group, _, count in groups_with_weights(blocks, None):
+    for stacks, _, count in runs_with_weights(blocks, None):
         for number in range(count):
-            repetition, which = divmod(number, len(group))
-            layers.append(jax.tree.map(lambda weight: take(weight, repetition), group[which]))  # noqa: B023
+            repetition, which = divmod(number, len(stacks))
+            layers.append(jax.tree.map(lambda weight: take(weight, repetition), stacks[which]))  # noqa: B023
     return layers
 
 
@@ -90,17 +91,16 @@ def decoders_of(
     layers: Sequence, blocks, weights_of: Sequence[Sequence[Callable | None]] | None = None
 ) -> list[Callable]:
     """`Block.decode` of each of the `unstacked` layers of `blocks`; `weights_of` is as in `run_blocks`."""
-    places = [
-        (gathers[number % len(group)], number % period_of(group))
-        for group, gathers, count in groups_with_weights(blocks, weights_of)
-        for number in range(count)
-    ]
+    places = []
+    for stacks, gathers, count in runs_with_weights(blocks, weights_of):
+        group = [(gathers[which], kind) for which, _, kind in kinds_in(stacks)]
+        places += group * (count // len(group))
     return [partial(_decode, layer, *place) for layer, place in zip(layers, places, strict=True)]
 
 
-def _decode(block, gather: Callable | None, layer_in_group: int, x, context, cached, lengths) -> tuple:
+def _decode(block, gather: Callable | None, kind: LayerKind, x, context, cached, lengths) -> tuple:
     block = block if gather is None else gather(block)
-    return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
+    return block.decode(x, replace(context, kind=kind), cached, lengths)
 
 
 def decode_layers(

@@ -65,9 +65,9 @@ from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, Precision
 from mjax.config.axes import MODEL
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
-from mjax.models.block import group_of, run_blocks, stacks_of
-from mjax.models.build import layers_differ, layers_of_kinds
+from mjax.config.pattern import stacks_of
 from mjax.models.parts.attention_kernels import FLASH_STAND_IN
+from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
@@ -94,7 +94,6 @@ from mjax.utils.files import make_private, write_whole
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import source_hashes
 
-Kind = tuple[int, int]
 MOST = 500
 """Traces in a file, of about 50 KB each."""
 
@@ -192,8 +191,7 @@ class Traced:
       context: ranks of `context`.
       across: as `Config.across`.
       samples: that a layer and a head are traced for.
-      kind: of layers that differ: the stack and its turn (`models/block.py`) of which a layer is traced; None: of the
-        only stack.
+      kind: number of the stack (`config/pattern.py`) of which a layer is traced; None: of the only one.
     """
 
     model: ModelConfig
@@ -205,7 +203,7 @@ class Traced:
     context: int = 1
     across: Across | None = None
     samples: int = 1
-    kind: Kind | None = None
+    kind: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Traced:
@@ -261,15 +259,15 @@ def _arrays_of(data: DataConfig) -> DataConfig:
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
     model = replace(model.without_dropout().with_grouped(STAND_IN), attention="xla")
-    return model if layers_differ(model) else model.one_layer()
+    return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
 
 
 def kinds_of(config: Config) -> list[tuple[int, Traced]]:
-    """For each kind of layers how many the model has, in order, and what a layer of it depends on."""
-    of, model = Traced.of(config), config.model
-    if not layers_differ(model):
-        return [(model.layers, of)]
-    return [(layers, replace(of, kind=kind)) for kind, layers in layers_of_kinds(model).items()]
+    """For each stack how many layers it has, in order, and what a layer of it depends on."""
+    of, stacks = Traced.of(config), stacks_of(config.model)
+    if len(stacks) == 1:
+        return [(config.model.layers, of)]
+    return [(len(stack.numbers), replace(of, kind=number)) for number, stack in enumerate(stacks)]
 
 
 def layer_forward(of: Traced) -> Layer:
@@ -422,9 +420,8 @@ def _trace(of: Traced, config: Config, part: Callable) -> Part:
         micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
         x = forward.embed(weights, micro_batch)
         if of.kind is not None:
-            number, turn = of.kind
-            weights.blocks = group_of(stacks_of(weights.blocks)[number])[turn]
-            weights.blocks.period = 1  # a window's pattern changes no size
+            weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][of.kind]
+            weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
         results.append(part(forward, weights, micro_batch, x))
         return jnp.zeros(())
 

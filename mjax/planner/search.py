@@ -48,6 +48,7 @@ from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers
 from mjax.config.kernels import ways_across
 from mjax.config.model import ModelConfig
+from mjax.config.pattern import stage_unit
 from mjax.config.resolve import shorter_warmup
 from mjax.errors import UsageError, either
 from mjax.models.build import count_parameters, mixing_class, scores_in_chunks
@@ -144,7 +145,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
                 "mesh.context_attention": context_attention(model, context),
                 "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [splits]) if splits else [False],
                 "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
-                "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
+                "mesh.chunks": divisors(config.model.layers // stage_unit(config.model) // pipe) if in_groups else [1],
                 "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
                 "mesh.replica": replica(data, context, model),
                 "train.micro_batch": [micro_batch],
@@ -172,7 +173,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
     parts = [n for n in divisors(model.sequence) if n <= nearest]
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
-        for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
+        for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
             for part in parts if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:

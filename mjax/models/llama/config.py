@@ -5,12 +5,13 @@ As in `model_config.py`, no JAX is imported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, Positive
 from mjax.config.marks import NEW_RUN, TUNING
 from mjax.config.model import ModelConfig, Rate, Tuned, register
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
@@ -88,15 +89,10 @@ class LlamaConfig(ModelConfig):
         return int(self.head_size * self.rope_share)
 
     @property
-    def period(self) -> int:
-        return 1 if self.full_attention_every is None else self.full_attention_every
-
-    def window_at(self, layer_in_group: int) -> int | None:
-        every = self.full_attention_every
-        return None if every is not None and (layer_in_group + 1) % every == 0 else self.window
-
-    def one_layer(self) -> Self:
-        return replace(super().one_layer(), full_attention_every=None)
+    def pattern(self) -> Pattern:
+        if self.full_attention_every is None:
+            return super().pattern
+        return Pattern((LayerKind(self.window),) * (self.full_attention_every - 1) + (LayerKind(),))
 
     def columns(self) -> dict[str, int]:
         return {**super().columns(), "feed-forward width": self.mlp_width}
@@ -105,8 +101,11 @@ class LlamaConfig(ModelConfig):
         return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
-        if self.full_attention_every is not None:
-            self._check_pattern(config.mesh)
+        if self.full_attention_every is not None and self.window is None:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
+                "add --model.window, such as 4096"
+            )
         if self.heads % self.groups:
             raise UsageError(
                 f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
@@ -127,17 +126,4 @@ class LlamaConfig(ModelConfig):
             raise UsageError(
                 f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
                 "--model.rope-original, such as 8192"
-            )
-
-    def _check_pattern(self, mesh) -> None:
-        if self.window is None:
-            raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
-                "add --model.window, such as 4096"
-            )
-        together = self.layers // (mesh.pipe * mesh.chunks)
-        if together % self.full_attention_every:
-            raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does not divide the {together} layers that "
-                "a pipeline stage runs in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so that it does"
             )

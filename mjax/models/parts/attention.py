@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         q, k, v = self._by_head(columns(x, context.tokens, *self._projections(), key=lora), context)
         config, key = self.config, context.key_of(random.ATTENTION)
         seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
-        seen["window"] = config.window_at(context.layer_in_group)
+        seen["window"] = context.kind.window
         seen |= {"rate": config.attention_dropout, "key": key}
         attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
         q, k, v = self._by_head(parts, context)
         slopes = self.positions.slopes()
-        window = self.config.window_at(context.layer_in_group)
+        window = context.kind.window
         if cached is None:
             new = KeyValues(k, v)
             attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
