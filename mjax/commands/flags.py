@@ -169,7 +169,9 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    kinds = {flag.name: flag.kind for flag in documented_flags(cls, default)}
+    kinds = {flag.name: flag.kind for flag in shown_flags(cls, default)}
+    for name in typed_flags(argv) & {flag.name for flag in documented_flags(cls, default)} - kinds.keys():
+        raise UsageError(f"--{name} has no effect in {prog}; leave it out")
     _check_names(argv, kinds, prog)
     _check_values(argv, kinds)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
@@ -311,7 +313,7 @@ def _instead(name: str, value: str, known: set[str], prog: str) -> str:
 
 def _short_help(cls: type, default: object, prog: str) -> str:
     """The usual flags of a command by topic, each in a sentence with its default, and examples."""
-    known = {flag.name: flag for flag in documented_flags(cls, cls() if default is None else default)}
+    known = {flag.name: flag for flag in shown_flags(cls, cls() if default is None else default)}
     lines = [f"usage: {prog} [flags]", "", inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]]
     for topic, names in cls.usual.items():
         lines += ["", f"{topic}:"]
@@ -319,7 +321,7 @@ def _short_help(cls: type, default: object, prog: str) -> str:
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _shown_default(cls, flag))
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
+    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -331,7 +333,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
     by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(documented_flags(cls, default), by_field):  # a flag and its aliases
+    for _, group in itertools.groupby(shown_flags(cls, default), by_field):  # a flag and its aliases
         flag, *aliases = group
         typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
@@ -404,6 +406,12 @@ def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[F
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
                 yield Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
+
+
+def shown_flags(cls: type, default: object) -> Iterator[Flag]:
+    """The flags of a command: of `documented_flags` those that `cls.shows`, by default all."""
+    shows = getattr(cls, "shows", lambda name: True)
+    return (flag for flag in documented_flags(cls, default) if shows(flag.name))
 
 
 def _form(marks: Sequence) -> str:
