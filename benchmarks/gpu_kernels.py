@@ -117,7 +117,8 @@ def _products(config: Config) -> Iterator[Timed]:
 def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     import jax
 
-    from mjax.models.attention_kernels import attend
+    from mjax.models.parts.attention_kernels import attend
+    from mjax.models.parts.mask import AttentionMask
 
     model, t, array = _sizes(config)
     s, n, d = model.sequence, model.heads, model.head_size
@@ -125,7 +126,7 @@ def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     flops = 4.0 * (t // s) * n * s * s * d / 2
 
     def forward(q, k, v):
-        return attend(q, k, v, kernel)
+        return attend(q, k, v, AttentionMask(), kernel)
 
     def both(q, k, v):
         out, back = jax.vjp(forward, q, k, v)
@@ -140,8 +141,8 @@ def _memory(config: Config) -> Iterator[Timed]:
     import jax
     import jax.numpy as jnp
 
-    from mjax.models.mlp import activate
-    from mjax.models.norms import LayerNorm
+    from mjax.models.parts.mlp import activate
+    from mjax.models.parts.norms import LayerNorm
 
     model, t, array = _sizes(config)
     h, f, layers, dtype = model.hidden, model.mlp_width, model.layers, array(1).dtype

@@ -45,8 +45,8 @@ MEGATRON_V100 = replace(
 
 @dataclass(frozen=True)
 class Written:
-    """Traffic of a program that cannot be traced, read from its code: bytes of 16-bit activations that the kernels of a
-    layer's forward pass read and write, per element of the given tensor.
+    """Traffic of a program that cannot be traced, as read from its code: bytes of 16-bit activations that the kernels
+    of a layer's forward pass read and write, per element of the given tensor.
 
     Attributes:
       stream: per element of [tokens, h]: LayerNorms, dropout, residual sums.

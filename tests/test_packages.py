@@ -36,7 +36,7 @@ def test_installed_packages_are_those_python_imports(tmp_path, monkeypatch):
 
 def test_every_package_of_source_is_installed():
     named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    there = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "mjax").rglob("__init__.py")}
+    there = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "mjax").rglob("*.py")}
     assert named == there | {"mjax.configs"}
 
 

@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.config import Config, PrecisionConfig, TrainConfig
 from mjax.config.bounds import Count, NotNegative
 from mjax.config.model import ModelConfig, register
-from mjax.models.attention import Attention
 from mjax.models.block import Block, stack
 from mjax.models.causal import CausalModel
-from mjax.models.output import Output
-from mjax.models.positions import Positions
+from mjax.models.parts.attention import Attention
+from mjax.models.parts.output import Output
+from mjax.models.parts.positions import Positions
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, recomputed
 
 

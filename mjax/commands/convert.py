@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import check_base, digest_in_blocks, folder_of, own_part
-from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
@@ -38,13 +38,13 @@ from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, 
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
-from mjax.interop.convert import check_vocabulary, write_run
-from mjax.interop.fast_tokenizer import fast_tokenizer
+from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
 from mjax.interop.megatron.tensors import DecoderTensors
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
+from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of

@@ -25,6 +25,7 @@ from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
 from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
+from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.config.source import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
@@ -33,27 +34,6 @@ from mjax.planner.calibration import Calibration, Rates, default_calibration, re
 from mjax.utils.figures import human_bytes, named_rows, table
 from mjax.utils.files import cache_home
 
-EFFECTIVE = {
-    "lora": {"rank", "targets"},
-    "data": {"reset-positions", "reset-attention", "conversations"},
-    "optimizer": {"name"},
-    "precision": {"compute"},
-    "checkpoint": (),
-    "health": (),
-    "log": (),
-}
-"""Of these sections of a config, the fields that change a plan."""
-WITHOUT_EFFECT = {
-    "train.seed", "train.eval-interval", "train.eval-batches",
-    "model.init-std", "model.layernorm-epsilon", "model.norm-epsilon", "model.hidden-dropout",
-}  # fmt: skip
-
-
-def has_effect(flag: str) -> bool:
-    """True if a flag of a config, such as `mesh.pipe`, changes a plan."""
-    section, _, name = flag.partition(".")
-    return flag not in WITHOUT_EFFECT and (not name or name in EFFECTIVE.get(section, (name,)))
-
 
 @dataclass(frozen=True)
 class PlanArguments:
@@ -61,7 +41,7 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"])] = None
+    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_ELSEWHERE] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -99,7 +79,7 @@ class PlanArguments:
     """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
     write: Path | None = None
     """Write the fastest config into this new file for `mjax train`; must end in .py."""
-    shows: ClassVar = staticmethod(has_effect)
+    without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "what to plan": (
             "config",

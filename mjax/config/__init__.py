@@ -1,18 +1,13 @@
 """Every option of a run: its config, the config of its model, and the checks before a device is touched."""
 
-from mjax.config.model import register_folders
+from mjax.config.model import REGISTRY, ModelConfig, is_own, register_folders
 from mjax.config.run import (
-    BERTConfig,
     CheckpointConfig,
     Config,
     DataConfig,
-    GPTConfig,
     HealthConfig,
-    LlamaConfig,
     LogConfig,
     MeshConfig,
-    MixtureConfig,
-    ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
     TrainConfig,
@@ -29,32 +24,12 @@ from mjax.config.run import (
     to_dict,
 )
 
-__all__ = [
-    "BERTConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "GPTConfig",
-    "HealthConfig",
-    "LlamaConfig",
-    "LogConfig",
-    "MeshConfig",
-    "MixtureConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PrecisionConfig",
-    "TrainConfig",
-    "as_flag",
-    "available_configs",
-    "differences",
-    "from_dict",
-    "has_own_model",
-    "load_config",
-    "load_own_model",
-    "read_config",
-    "read_settings",
-    "save_config",
-    "to_dict",
-]
-
 register_folders()
+
+
+def __getattr__(name: str):
+    """The config of an architecture in mjax/models, such as `LlamaConfig`."""
+    for config in REGISTRY.values():
+        if config.__name__ == name and not is_own(config):
+            return config
+    raise AttributeError(f"module 'mjax.config' has no attribute {name!r}")

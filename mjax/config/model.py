@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import FREE, NEW_RUN, TUNING
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -93,36 +93,36 @@ class ModelConfig:
 
     kind: str = ""
     """Architecture of the model."""
-    layers: Count = 24
+    layers: Annotated[Count, Elsewhere("num-layers n-layer n-layers num-hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Count = 1024
+    hidden: Annotated[Count, Elsewhere("hidden-size n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Count = 16
+    heads: Annotated[Count, Elsewhere("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Count = 1024
+    sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Count | None = None
+    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Annotated[Count, NEW_RUN] = 50257
+    vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN] = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
-    init_std: Tuned = 0.02
+    init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha")] = None
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
     """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora")] = False
+    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
     """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
-    lora_dropout: Annotated[Rate, lora_flag("dropout")] = 0.0
+    lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
@@ -142,6 +142,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width of one attention head, d."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values, e, if it is not d; fused kernels of attention need it to be."""
+        return self.head_size
 
     @property
     def padded_vocabulary(self) -> int:
@@ -274,183 +279,6 @@ class ModelConfig:
         return dataclasses.replace(self, **dict.fromkeys(rates, 0.0))
 
 
-@dataclass(frozen=True)
-class TransformerConfig(ModelConfig):
-    """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
-
-    feed_forward: Count | None = None
-    """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING] = "gelu_tanh"
-    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
-    hidden_dropout: Rate = 0.1
-    """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Rate = 0.1
-    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
-    layernorm_epsilon: Tuned = 1e-5
-    """Added to the variance in LayerNorm."""
-
-    learned_positions: ClassVar[bool] = True
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP, f."""
-        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
-
-    def columns(self) -> dict[str, int]:
-        return {
-            "heads": self.heads,
-            "feed-forward width": self.mlp_width,
-            "padded vocabulary": self.padded_vocabulary,
-        }
-
-
-@dataclass(frozen=True)
-class GPTConfig(TransformerConfig):
-    """A decoder that predicts the next token: GPT-2 as Megatron trains it, and BLOOM."""
-
-    kind: Literal["gpt"] = "gpt"
-    """Architecture of the model."""
-    positions: Literal["learned", "alibi"] = "learned"
-    """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
-    distance between two tokens in attention, without weights."""
-    embedding_layernorm: bool = False
-    """A LayerNorm after the embedding, as in BLOOM."""
-    window: Annotated[Count | None, TUNING] = None
-    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
-    before it."""
-
-    title: ClassVar[str] = "a GPT"
-    module: ClassVar[str] = "mjax.models.gpt:GPT"
-    families: ClassVar[str] = "mjax.models.huggingface.gpt:FAMILIES"
-
-    @property
-    def learned_positions(self) -> bool:
-        return self.positions == "learned"
-
-    @property
-    def biased_scores(self) -> bool:
-        return self.positions == "alibi"
-
-    def check(self, config) -> None:
-        if self.positions == "alibi" and config.data.reset_positions:
-            raise UsageError(
-                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
-                "are the same wherever a document begins"
-            )
-
-
-@dataclass(frozen=True)
-class EncoderConfig(TransformerConfig):
-    """Fields shared by BERT models, whatever their head."""
-
-    layernorm: Literal["pre", "post"] = "pre"
-    """LayerNorm before attention and MLP, as rearranged in arXiv 1909.08053 (figure 7b), or after each residual sum, as
-    in the original BERT (7a)."""
-
-    causal: ClassVar[bool] = False
-
-    def check(self, config) -> None:
-        for field in ("sequence", "vocabulary"):
-            if getattr(self, field) < 3:
-                raise UsageError(f"--model.{field} {getattr(self, field)} is too small for a BERT; use 3 or more")
-
-
-@dataclass(frozen=True)
-class BERTConfig(EncoderConfig):
-    """An encoder that predicts masked tokens from both sides, and whether two segments of text are in order."""
-
-    kind: Literal["bert"] = "bert"
-    """Architecture of the model."""
-    mlm_activation: Annotated[Gelu | None, TUNING] = None
-    """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
-    exact form."""
-
-    title: ClassVar[str] = "a BERT"
-    module: ClassVar[str] = "mjax.models.bert:BERT"
-    families: ClassVar[str] = "mjax.models.huggingface.bert:FAMILIES"
-    samples: ClassVar[Literal["pairs"]] = "pairs"
-    metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric(
-            "mlm_loss",
-            "mlm {value:.4f}  ppl {perplexity:.4g}",
-            verdict="validation perplexity {perplexity:.2f} of masked tokens ({value:.3f} nats); "
-            "by their frequency alone {guess_perplexity:.2f} ({guess:.3f} nats)",
-            axis="loss (nats per masked token)",
-            title="masked tokens",
-            guess="unigram_entropy",
-            guess_label="by frequency alone, {guess:.3f}",
-        ),
-        Metric("order_loss", "order {value:.4f}"),
-        Metric(
-            "order_accuracy",
-            "{value:.0%} right",
-            verdict="order       {value:.1%} ± {error:.1%} of {sequences:,} pairs right; by chance {guess:.0%}",
-            axis="share of pairs whose order is found",
-            title="sentence order",
-            guess=0.5,
-            guess_label="by chance, {guess:.0%}",
-            share=True,
-        ),
-    )
-
-    def batch(self, data, evaluation: bool = False) -> Arrays:
-        """The arrays of a batch.
-
-        tokens          the pair of segments, with masks and padding
-        labels          the original tokens
-        loss_mask       whether a label counts: where a token was masked
-        token_types     0 in the first segment, 1 in the second
-        documents       0 for text, 1 for padding: neither attends to the other
-        sentence_order  [], 0 if the segments are in order, 1 if they are swapped
-        """
-        names = {"tokens": "int32", "labels": "int32", "loss_mask": "bool", "token_types": "int32"}
-        rows = {name: ((self.sequence,), dtype) for name, dtype in {**names, "documents": "int32"}.items()}
-        return {**rows, "sentence_order": ((), "int32")}
-
-    def limits(self) -> dict[str, int]:
-        return {**super().limits(), "token_types": 2, "documents": 2, "sentence_order": 2}
-
-
-@dataclass(frozen=True)
-class BERTTaskConfig(EncoderConfig):
-    """A BERT with the head of a task, as `mjax finetune` trains it."""
-
-    kind: Literal["bert_task"] = "bert_task"
-    """Architecture of the model."""
-    head: Literal["classification", "multiple_choice", "span"] = "classification"
-    """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
-    answers: Count = 2
-    """Number of classes (head classification) or choices (head multiple_choice)."""
-
-    title: ClassVar[str] = "a BERT with the head of a task"
-    module: ClassVar[str] = "mjax.models.heads:TaskBERT"
-    families: ClassVar[str] = "mjax.models.huggingface.bert:OF_TASKS"
-    samples: ClassVar[None] = None
-
-    @property
-    def sequences(self) -> int:
-        return self.answers if self.head == "multiple_choice" else 1
-
-    @property
-    def outputs(self) -> int:
-        """Numbers that the head outputs, per sequence, or per token with head span."""
-        return {"classification": self.answers, "multiple_choice": 1, "span": 2}[self.head]
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels of a sample: a class, a choice, or the positions of the first and last token."""
-        return ("start", "end") if self.head == "span" else ("label",)
-
-    def batch(self, data, evaluation: bool = False) -> Arrays:
-        """Tokens, token types and documents [c, s], one row per choice, and the labels [] of `label_names`."""
-        rows = dict.fromkeys(("tokens", "token_types", "documents"), ((self.sequences, self.sequence), "int32"))
-        return rows | dict.fromkeys(self.label_names, ((), "int32"))
-
-    def limits(self) -> dict[str, int]:
-        labels = {"label": self.answers, "start": self.sequence, "end": self.sequence}
-        return {**super().limits(), "token_types": 2, "documents": 2, **labels}
-
-
 # --- The registry -----------------------------------------------------------------------------------------------------
 
 REGISTRY: dict[str, type[ModelConfig]] = {}
@@ -468,10 +296,6 @@ def register(config: C) -> C:
         raise ValueError(f"{config.__name__} has the kind {name!r}, which is taken or empty; give it another")
     REGISTRY[name] = config
     return config
-
-
-for _config in (GPTConfig, BERTConfig, BERTTaskConfig):
-    register(_config)
 
 
 def register_folders() -> None:
@@ -537,13 +361,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     cls = config_class(kind, KIND_FLAG)
     shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
-
-
-def kinds_with(field: str) -> Iterator[str]:
-    """The kinds of the registered models that have a field."""
-    for kind, cls in REGISTRY.items():
-        if field in _names(cls):
-            yield kind
 
 
 def _lora_defaults(model: ModelConfig) -> Iterator[tuple[str, Any]]:

@@ -6,22 +6,24 @@ layer is cut out once (docs/results/log/2026-11-28-generation.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
-from mjax.models.attention import KeyValues
+from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.models.block import groups_with_weights, map_layers, period_of
-from mjax.models.causal import CausalModel, DecodeLayers
+from mjax.models.causal import CausalModel, Layers
 from mjax.models.context import Context
+from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout
@@ -53,20 +55,18 @@ def weight_specs(config: Config, layout: Layout):
     return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
 
 
-def decoder(config: Config, layout: Layout, weights: CausalModel) -> DecodeLayers:
-    """Inside `shard_map`: what runs the layers of `inference_weights`, also over stages of a pipeline."""
-    mesh, dtype = config.mesh, COMPUTE_TYPES[config.precision.compute]
+def layers_of(config: Config, layout: Layout, weights: CausalModel) -> Layers:
+    """Inside `shard_map`: the layers of `inference_weights`, with the interface of one."""
+    dtype = COMPUTE_TYPES[config.precision.compute]
     gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
-    if mesh.pipe == 1:
-        return partial(decode_layers, decoders_of(weights.blocks, layout.abstract_model.blocks, gathered))
+    if config.mesh.pipe == 1:
+        return LayerList.of(weights.blocks, layout.abstract_model.blocks, gathered, cache_axes(config))
+    return PipelineLayers(config, weights.blocks, gathered)
 
-    def decode(x, context, cached, lengths):
-        def stage(chunk, x, cached):
-            return decode_layers(decoders_of(unstacked(chunk), chunk, gathered), x, context, cached, lengths)
 
-        return pipeline_decode(mesh.pipe, mesh.chunks, stage, weights.blocks, x, cached)
-
-    return decode
+def cache_axes(config: Config) -> tuple[str, ...]:
+    """Axes of the mesh along which each rank has a cache of its own: one of its layers, heads or positions."""
+    return (*[PIPE] * (config.mesh.pipe > 1), MODEL, *[CONTEXT] * (config.across is not None))
 
 
 def spec_for_inference(storage: Storage) -> P:
@@ -86,34 +86,69 @@ def unstacked(blocks, take: Callable[[Any, int], Any] = lambda weight, repetitio
     return layers
 
 
-def decoders_of(
-    layers: Sequence, blocks, weights_of: Sequence[Sequence[Callable | None]] | None = None
-) -> list[Callable]:
-    """`Block.decode` of each of the `unstacked` layers of `blocks`; `weights_of` is as in `run_blocks`."""
-    places = [
-        (gathers[number % len(group)], number % period_of(group))
-        for group, gathers, count in groups_with_weights(blocks, weights_of)
-        for number in range(count)
-    ]
-    return [partial(_decode, layer, *place) for layer, place in zip(layers, places, strict=True)]
+class LayerList(NamedTuple):
+    """Layers one after the other. Not a loop: that would copy what it cuts out of stacks, the weights and the whole
+    cache, for every token.
+
+    Attributes:
+      layers: each with what gathers its weights, or None, and its number in the group.
+      axes: as `cache_axes`.
+    """
+
+    layers: list[tuple[Any, Callable | None, int]]
+    axes: frozenset[str]
+
+    @classmethod
+    def of(cls, layers: Sequence, blocks, gathered, axes: Iterable[str]) -> LayerList:
+        """The `unstacked` layers of `blocks`; `gathered` is the `weights_of` of `run_blocks`."""
+        places = [
+            (gathers[number % len(group)], number % period_of(group))
+            for group, gathers, count in groups_with_weights(blocks, gathered)
+            for number in range(count)
+        ]
+        return cls([(layer, *place) for layer, place in zip(layers, places, strict=True)], frozenset(axes))
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> list:
+        """That of each layer."""
+        empty = [layer.empty_cache(sequences, slots, dtype) for layer, _, _ in self.layers]
+        return jax.tree.map(lambda leaf: mappings.vary(leaf, self.axes), empty)
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], list]:
+        """As `Block.decode`, with the cache of each layer."""
+        new = []
+        for (layer, gather, number), of_layer in zip(self.layers, cached, strict=True):
+            block = layer if gather is None else gather(layer)
+            x, of_layer = block.decode(x, replace(context, layer_in_group=number), of_layer, lengths)
+            new.append(of_layer)
+        return x, jax.tree.map(lambda leaf: mappings.vary(leaf, self.axes), new)
 
 
-def _decode(block, gather: Callable | None, layer_in_group: int, x, context, cached, lengths) -> tuple:
-    block = block if gather is None else gather(block)
-    return block.decode(x, replace(context, layer_in_group=layer_in_group), cached, lengths)
+class PipelineLayers(NamedTuple):
+    """The layers of all stages of a pipeline, in turn; caches have a leading dim of a stage's chunks."""
 
+    config: Config
+    blocks: Any
+    gathered: list
 
-def decode_layers(
-    decoders: Sequence[Callable],
-    x: Float[Array, "t h"],
-    context: Context,
-    cached: Sequence[KeyValues] | None,
-    lengths: Int[Array, " b"],
-) -> tuple[Float[Array, "t h"], list[KeyValues]]:
-    """Run `decoders_of` a model, with a cache for each. Not a loop: that would copy what it cuts out of stacks, the
-    weights and the whole cache, for every token."""
-    new = []
-    for decode, of_layer in zip(decoders, cached or [None] * len(decoders), strict=True):
-        x, of_layer = decode(x, context, of_layer, lengths)
-        new.append(of_layer)
-    return x, new
+    def _of(self, chunk) -> LayerList:
+        return LayerList.of(unstacked(chunk), chunk, self.gathered, cache_axes(self.config))
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> list:
+        """That of each chunk of this stage."""
+        chunks = self.config.mesh.chunks
+        chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
+        empty = self._of(chunk).empty_cache(sequences, slots, dtype)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], list]:
+        """As `Block.decode`, with the caches of the chunks."""
+        mesh = self.config.mesh
+
+        def stage(chunk, x, cached):
+            return self._of(chunk).decode(x, context, cached, lengths)
+
+        return pipeline_decode(mesh.pipe, mesh.chunks, stage, self.blocks, x, cached)

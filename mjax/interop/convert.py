@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.checkpoint.blocks import write_in_blocks
+from mjax.checkpoint.arrays import named, type_and_shape, write_array
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
-from mjax.config.llama import LlamaConfig, RopeScaling
 from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either
@@ -71,6 +75,31 @@ def write_run(
             for name, content in (carried or {}).items():
                 (folder / "tokenizer" / name).write_bytes(content)
         write_in_blocks(folder / "checkpoints", "model", abstract_weights(config), read)
+
+
+def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, int, int], np.ndarray]) -> None:
+    """Write checkpoint 0 into `folder`, which has none; it is not atomic, so write into a temporary folder.
+
+    Orbax holds every array of a state in memory. Its arrays are Zarr 3 in one OCDBT store, which TensorStore writes by
+    slices. So this is a checkpoint that Orbax begins, with arrays of no size, and TensorStore completes:
+    `Checkpoints.restore` reads it as any other, on any mesh.
+
+    Args:
+      folder: `checkpoints` of a run.
+      field: of the state, such as `model`; it is the only one.
+      target: its tree of ShapeDtypeStructs.
+      read: takes the name of an array as in `named(target)`, and where a block of its first dim begins and ends.
+    """
+    with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
+        checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
+    store, arrays = folder / "0" / field, named(target)
+    for begun in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one has the chunks of arrays of no size
+        shutil.rmtree(store / begun)
+    for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
+        replaced.unlink()
+    for name, leaf in arrays.items():
+        write_array(store, f"{field}.{name}", leaf, partial(read, name))
+    write_manifest(folder / "0", 0, {f"{field}.{name}": type_and_shape(leaf) for name, leaf in arrays.items()})
 
 
 def abstract_weights(config: Config) -> Model:
@@ -162,7 +191,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # --- Longer sequences -------------------------------------------------------------------------------------------------
 #
 # `mjax convert … --rope yarn:8` changes no weight. It lowers the frequencies of the rotary positions, so that positions
-# which the model has never seen turn queries and keys by angles that it has (formulas in `models/rotary.py`):
+# which the model has never seen turn queries and keys by angles that it has (formulas in `models/parts/rotary.py`):
 #
 #     linear   every frequency by the factor (position interpolation, arXiv 2306.15595)
 #     llama3   only the slow ones, between two fixed wavelengths (Llama 3.1, arXiv 2407.21783)
@@ -172,7 +201,7 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
 # A model with longer positions computes something else for short texts too. YaRN does least harm to them without
 # further training; all three are made for some hundred steps of training on long texts.
 
-SCALINGS = tuple(name for name in get_args(RopeScaling) if name != "none")
+SCALINGS = ("linear", "llama3", "yarn")
 LONGEST = 2**31
 """Positions are int32."""
 
@@ -192,7 +221,7 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     if given is None:
         return model
     positions = model.max_positions
-    if not isinstance(model, LlamaConfig):
+    if not hasattr(model, "rope_scaling"):
         raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
     if model.rope_scaling != "none":
         raise UsageError(
@@ -206,14 +235,9 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
             f"--rope {given} makes {longer:,.10g} of the {positions:,} positions of {source}; it must be a "
             f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
         )
-    return dataclasses.replace(
-        model,
-        sequence=int(longer),
-        max_position_embeddings=int(longer),
-        rope_scaling=kind,
-        rope_factor=factor,
-        rope_original=None if kind == "linear" else positions,
-    )
+    original = None if kind == "linear" else positions
+    scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
+    return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
 
 
 def _parsed(given: str) -> tuple[str, float]:

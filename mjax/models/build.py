@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec as P
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.lora.add import add_adapters
-from mjax.models.positions import Positions
+from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model
 from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
-from mjax.utils.names import leaf_name
-from mjax.utils.stacks import STACK, stack_and_turn
+from mjax.utils.names import STACK, leaf_name, stack_and_turn
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:

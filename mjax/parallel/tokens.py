@@ -27,7 +27,7 @@ from mjax.config.axes import CONTEXT, MODEL
 from mjax.parallel import mappings, scopes
 
 Across = Literal["heads", "gather"]
-"""How attention sees the positions of other ranks of `context` (`models/attention_kernels.py`)."""
+"""How attention sees the positions of other ranks of `context` (`models/parts/attention_kernels.py`)."""
 
 
 @dataclass(frozen=True)

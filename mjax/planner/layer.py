@@ -58,9 +58,9 @@ from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
-from mjax.models.attention_kernels import FLASH_STAND_IN
 from mjax.models.block import group_of, run_blocks, stacks_of
 from mjax.models.build import layers_differ, layers_of_kinds
+from mjax.models.parts.attention_kernels import FLASH_STAND_IN
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs

@@ -56,7 +56,7 @@ from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 from mjax.step.unrolling import is_unrolled
-from mjax.utils.stacks import stack_and_turn
+from mjax.utils.names import stack_and_turn
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05

@@ -125,7 +125,7 @@ class Forward:
         if not weights.scores_in_chunks():
             raise UsageError(
                 f"--train.loss-chunks {chunks} needs a model whose `output` says what scores the vocabulary, and "
-                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/output.py); leave it out"
+                f"{type(weights).__name__} has a `loss` or `logits` of its own (mjax/models/causal.py); leave it out"
             )
 
     def _parts(self, sums: Sums) -> dict[str, Array]:

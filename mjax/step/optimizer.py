@@ -20,8 +20,7 @@ from mjax.parallel.zero import is_layer, layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.utils.names import leaf_name
-from mjax.utils.stacks import numbers_of_layers
+from mjax.utils.names import leaf_name, numbers_of_layers
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 

@@ -28,7 +28,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 
-from mjax.config.model import BERTTaskConfig, ModelConfig, as_kind
+from mjax.config import BERTTaskConfig
+from mjax.config.model import ModelConfig, as_kind
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.tasks.interface import Metric, read_text

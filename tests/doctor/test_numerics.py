@@ -12,7 +12,7 @@ from mjax.config import load_config
 from mjax.doctor import GREEN, RED, YELLOW, Facts, numerics
 from mjax.doctor.checks import run_check
 from mjax.doctor.numerics import OPERATIONS, Operation, check_attention, check_experts, check_numerics
-from mjax.models import attention_kernels
+from mjax.models.parts import attention_kernels
 from mjax.parallel import grouped
 
 
@@ -81,8 +81,8 @@ def test_wrong_kernel_is_red(monkeypatch, name, change, model):
     facts, right = small(name, **model), attention_kernels.attend
     assert check_attention(facts)[0].status == GREEN
 
-    def attend(q, k, v, kernel, **options):
-        return right(q, k, v, kernel, **{**options, **change})
+    def attend(q, k, v, mask, kernel):
+        return right(q, k, v, replace(mask, **change), kernel)
 
     monkeypatch.setattr(attention_kernels, "attend", attend)
     (finding,) = check_attention(facts)
@@ -90,7 +90,7 @@ def test_wrong_kernel_is_red(monkeypatch, name, change, model):
 
 
 def test_kernel_that_does_not_run_is_red(monkeypatch):
-    def attend(*_, **__):
+    def attend(*_):
         raise RuntimeError("cuDNN has no engine for this\nand a stack trace")
 
     monkeypatch.setattr(attention_kernels, "attend", attend)

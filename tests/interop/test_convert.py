@@ -20,8 +20,9 @@ from mjax.interop import model_folder
 from mjax.interop.convert import find_family
 from mjax.interop.model_folder import new_folder
 from mjax.interop.tokenizer_files import find_tokenizer
+from mjax.models.bert import huggingface as bert
 from mjax.models.build import build_model
-from mjax.models.huggingface import bert, gpt
+from mjax.models.gpt import huggingface as gpt
 from mjax.models.huggingface.family import config_values, model_config
 from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, read_folder, tensors_of, write_folder

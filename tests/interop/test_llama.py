@@ -14,8 +14,8 @@ from mjax.interop.convert import extended, family_of, find_family
 from mjax.interop.tokenizer_files import collect_files
 from mjax.models.gemma3.huggingface import GEMMA3
 from mjax.models.huggingface.family import config_values, model_config, unlike
-from mjax.models.huggingface.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
-from mjax.models.huggingface.mixture import MIXTRAL, OLMOE, QWEN3_MOE
+from mjax.models.llama.huggingface import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from mjax.models.mixture.huggingface import MIXTRAL, OLMOE, QWEN3_MOE
 from tests.interop.folders import LLAMA as SMALL_LLAMA
 from tests.interop.folders import read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same, folder_weights

@@ -14,8 +14,8 @@ from mjax.config import save_config
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family
 from mjax.interop.tensor_files import open_tensors
+from mjax.models.gpt.huggingface import GPT2
 from mjax.models.huggingface.family import model_config
-from mjax.models.huggingface.gpt import GPT2
 from tests.data.vocabularies import hf_byte_pairs
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, tensors_of, write_folder
 from tests.interop.whole_weights import folder_weights

@@ -1,7 +1,7 @@
 """Exports as vLLM reads them: settings and tensors that its loader asks for, and adapters by its names.
 
 vLLM needs a GPU, so its rules are written out here: `load_weights` and the settings of
-vllm/model_executor/models/llama.py and qwen3.py, PEFTHelper of vllm/lora/peft_helper.py, and
+vllm/model_executor/models/llama/model.py and qwen3.py, PEFTHelper of vllm/lora/peft_helper.py, and
 `parse_fine_tuned_lora_name` of vllm/lora/utils.py.
 """
 

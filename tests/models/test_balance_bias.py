@@ -12,7 +12,7 @@ from mjax.config import PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.interop.convert import family_of
-from mjax.models.router import towards_balance
+from mjax.models.parts.router import towards_balance
 from mjax.parallel.mesh import abstract_mesh
 from mjax.step.layout import lay_out
 from mjax.step.muon import matrices_of

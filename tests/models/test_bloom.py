@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mjax.models.positions import alibi_slopes
+from mjax.models.parts.positions import alibi_slopes
 from tests.small import BLOOM, small_config
 from tests.traced import equations, traced_step
 

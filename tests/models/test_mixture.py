@@ -12,7 +12,7 @@ from mjax.config.checks import validate
 from mjax.config.kernels import choose_grouped
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.models.router import Router
+from mjax.models.parts.router import Router
 from mjax.parallel.mesh import abstract_mesh
 from mjax.planner.layer import model_flops
 from mjax.step.step import build_program
@@ -97,7 +97,7 @@ def test_experts_without_a_token_and_with_all(k, mesh, monkeypatch):
         chosen = 1.0 * (jnp.arange(model.experts) < k) + 0 * p
         return p * chosen / (p * chosen).sum(-1, keepdims=True), chosen, p
 
-    monkeypatch.setattr("mjax.models.router.Router._best", first)
+    monkeypatch.setattr("mjax.models.parts.router.Router._best", first)
     monkeypatch.setattr(reference, "route", routed)
     config = config_of(micro_batch=2, experts_per_token=k, sequence=16, dropout=0.0, layers=2, **mesh)
     figures, gradients = means_of(config)

@@ -14,7 +14,7 @@ from mjax.config.axes import MODEL
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.interop.convert import family_of
-from mjax.models.positions import alibi_slopes
+from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import plan_storage
 from tests.small import gradient_program

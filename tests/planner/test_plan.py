@@ -59,7 +59,7 @@ REFUSALS = {
     "--schedule-figure plan.png": "needs a pipeline and gpt_8b has none; add stages, such as --mesh.pipe 2",
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
     # Flags without effect, and configs that cannot run
-    "--log.interval 3": "--log.interval has no effect in mjax plan; leave it out",
+    "--log.interval 3": "has no --log.interval; no result depends on log: leave it out",
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
     # The GPU

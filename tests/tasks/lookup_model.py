@@ -6,9 +6,10 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
+from mjax.config import GPTConfig
 from mjax.config.bounds import Count
-from mjax.config.model import GPTConfig, register
-from mjax.models.gpt import GPT
+from mjax.config.model import register
+from mjax.models.gpt.model import GPT
 
 
 @register

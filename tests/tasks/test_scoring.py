@@ -15,7 +15,7 @@ from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
 from mjax.generation.inference import inference_config
 from mjax.models.build import abstract_weights, build_model
-from mjax.models.gpt import GPT
+from mjax.models.gpt.model import GPT
 from mjax.parallel.cross_entropy import vocab_parallel_argmax
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks

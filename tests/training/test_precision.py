@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from mjax.generation.generate import Generator
-from mjax.models import bert, experts, mlp, norms
+from mjax.models.bert import model as bert
 from mjax.models.gemma3 import model as gemma3
+from mjax.models.parts import experts, mlp, norms
 from mjax.parallel.mesh import abstract_mesh
 from tests.small import BLOOM, small_config
 from tests.traced import carried, equations, subjaxprs, traced_step, writer
@@ -38,7 +39,7 @@ IN_16_BITS = {
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.added Encoder.pooled Router.__call__ _by_group.body _norm _sum_of_squares
         _unit_rms_norm columns ColumnAdapter.columns enter gated gather_tokens linear lookup""",
-    "mul": "ColumnAdapter.added Encoder.pooled Gemma3.embed LocalAndGlobal.turn RowAdapter.__call__ gated",
+    "mul": "AttentionMask.scaled ColumnAdapter.added Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
     "div": "_attend_block attend_cached",  # queries by √d
     "tanh": "Encoder.pooled",
     "sub": "Encoder.pooled",  # of its gradient, with one name from jax 0.12 on

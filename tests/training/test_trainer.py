@@ -16,6 +16,7 @@ from mjax.errors import UsageError
 from mjax.run.display import Display
 from mjax.run.metrics import read_metrics
 from mjax.step.optimizer import adamw
+from tests.callbacks import Records, StopAt
 from tests.tiny_config import config as tiny
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
@@ -49,14 +50,13 @@ def whole(tmp_path_factory):
 
 
 def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys):
-    records = []
-    callbacks = [records.append, lambda record: record.step == 2]
-    stopped = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=callbacks).train()
+    seen = Records()
+    stopped = mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[seen, StopAt(2)]).train()
     assert stopped.exit_code == 75
     assert 2 <= stopped.step < 6
     assert mjax.Trainer(CONFIG, tmp_path, data=map(batch, range(6))).train().exit_code == 0  # an iterator, too
     assert losses(tmp_path) == losses(whole)
-    assert [record.loss for record in records] == losses(whole)[: stopped.step]
+    assert [record.loss for record in seen.records] == losses(whole)[: stopped.step]
     assert read_config(tmp_path / "config.json").data.own
     assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
     assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err

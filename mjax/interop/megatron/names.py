@@ -26,8 +26,8 @@ from typing import Any
 
 from mjax.errors import UsageError
 from mjax.models.huggingface.family import Family
-from mjax.models.huggingface.llama import LAYER, LLAMA
-from mjax.models.huggingface.mixture import QWEN3_MOE
+from mjax.models.llama.huggingface import LAYER, LLAMA
+from mjax.models.mixture.huggingface import QWEN3_MOE
 
 DEEPEST = 30  # dots in a name
 

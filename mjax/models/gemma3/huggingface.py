@@ -12,7 +12,7 @@ from typing import Any
 
 from mjax.errors import UsageError
 from mjax.models.gemma3.config import Gemma3Config
-from mjax.models.huggingface.llama import FULL, LAYER, LLAMA, SLIDING
+from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING
 
 
 def _kinds(layers: int, every: int) -> list[str]:

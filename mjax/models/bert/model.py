@@ -1,0 +1,205 @@
+"""BERT as Megatron trains it: it predicts masked tokens from both sides, and the order of two segments of text.
+
+    tokens, positions, token types ── layers ─┬─ each token ── MLM head ──────────── which token was masked?
+                                              └─ the first ─── pooler, order head ── are the segments swapped?
+
+    layers       as in GPT, but attention is bidirectional
+    MLM head     linear ─ GELU ─ LayerNorm ─ the embedding as output layer, and a bias for each token (arXiv 1810.04805)
+    pooler       linear ─ tanh, of the first token of each sequence, [CLS]
+    order head   linear, to 2: in order or swapped; sentence order (arXiv 1909.11942) instead of next-sentence
+      prediction
+
+Layers, mesh and pipeline are those of GPT; only the architecture differs. The output layer is split by vocabulary like
+its embedding, and so is its bias. The three small linear layers are replicated over `model`: together they have two
+matrices of h × h, a sixth of a layer. With sequence parallelism each rank runs them on its own rows.
+
+The place of LayerNorm is an option (arXiv 1909.08053, figure 7). `post` is the original BERT, whose embedding has a
+LayerNorm too. `pre` leaves the residual stream free from embedding to heads, with one LayerNorm at its end; beyond 336M
+parameters only this one improved with size.
+
+`Encoder` is the part that stays when the model is fine-tuned for a task, with another head (`heads.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mjax.config.axes import CONTEXT, MODEL
+from mjax.models.bert.config import BERTConfig, EncoderConfig
+from mjax.models.block import Block, PostNormBlock, run_blocks, stack
+from mjax.models.context import Context
+from mjax.models.gpt.model import transformer_layer
+from mjax.models.parts.mlp import activate
+from mjax.models.parts.norms import LayerNorm
+from mjax.models.parts.output import Output
+from mjax.models.parts.positions import positions_of
+from mjax.models.protocol import LanguageModel
+from mjax.parallel import mappings, random
+from mjax.parallel.layers import (
+    VocabParallelEmbedding,
+    normal,
+    owned_rows,
+    recomputed,
+)
+from mjax.parallel.products import linear
+from mjax.parallel.sums import add_bias, lookup
+from mjax.parallel.tokens import Tokens
+from mjax.parallel.weights import parameter
+
+TOKEN_TYPES = 2
+
+
+class Linear(nnx.Module):
+    """y = x A + b, replicated over `model`."""
+
+    def __init__(self, key: Array, width: int, out: int, std: float, dtype):
+        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype, ("in", "out"), muon=False)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
+
+    def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
+        return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
+
+
+class MLMHead(nnx.Module):
+    """The head that scores the original token at each position, from the stream after the last norm."""
+
+    def __init__(self, key: Array, config: BERTConfig, dtype):
+        self.activation = config.mlm_activation or config.activation
+        self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
+        self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype, ("token",))
+
+    def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
+        activation = recomputed(partial(activate, name=self.activation))
+        return Output(embedding, self.norm(activation(self.transform(x))), self.bias[...])
+
+
+class Encoder(LanguageModel):
+    """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
+
+    def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
+        embedding, positions, token_types, blocks = keys
+        self.config = config
+        hidden, std = config.hidden, config.init_std
+        self.embedding = VocabParallelEmbedding(
+            embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
+        )
+        rows = partial(parameter, initializer=normal(std), spec=(None, None), dtype=dtype, dims=("position", "out"))
+        self.positions = rows(positions, shape=(config.max_positions, hidden))
+        self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
+        block = Block if config.layernorm == "pre" else PostNormBlock
+        self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))
+        norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
+        if config.layernorm == "pre":
+            self.final_norm = norm
+        else:
+            self.embedding_norm = norm
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+        """The stream before the first layer, of `tokens` and `token_types`, int [b, s]."""
+        tokens, token_types = context.tokens, context.tokens.local_rows(batch["token_types"].reshape(-1))
+        x = self.embedding(batch["tokens"], tokens)
+        x = x + tokens.local_rows(positions_of(self.positions[...], tokens))
+        # A product rather than a lookup: its gradient sums all rows of a type in float32, in any order.
+        x = x + jax.nn.one_hot(token_types, TOKEN_TYPES, dtype=x.dtype) @ self.token_types[...]
+        if self.config.layernorm == "post":
+            x = self.embedding_norm(x)
+        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+
+    def normed(self, x: Float[Array, "t h"]) -> Float[Array, "t h"]:
+        """The input of the heads, from the stream after the last layer."""
+        return self.final_norm(x) if self.config.layernorm == "pre" else x
+
+    def pooled(self, x: Float[Array, "t h"], tokens: Tokens) -> tuple[Float[Array, "b h"], Bool[Array, " b"]]:
+        """The pooler's output for each sequence, from its first token.
+
+        Args:
+          x: the result of `normed`.
+
+        Returns:
+          The outputs, and for which sequences they are valid: with sequence parallelism, or sequences split over
+          `context`, a rank has only those whose first token it has.
+        """
+        first = jnp.arange(tokens.sequences) * tokens.positions
+        rows, owned = owned_rows(first, x.shape[0]) if tokens.split else (first, jnp.ones(first.shape, bool))
+        if tokens.across:
+            owned = owned & (mappings.rank(CONTEXT) == 0)
+        return jnp.tanh(self.pooler(lookup(x, rows))), owned
+
+
+class BERT(Encoder):
+    """An encoder with a head for masked tokens and one for the order of two segments of text.
+
+    Its loss is the mean cross entropy of the masked tokens plus that of the order, Megatron's lm loss and sop loss; it
+    also reports the accuracy of the order.
+    """
+
+    loss_weights: ClassVar[dict[str, float]] = {"mlm_loss": 1.0, "order_loss": 1.0}
+
+    def __init__(self, key: Array, config: BERTConfig, dtype=jnp.float32):
+        *encoder, mlm, pooler, order = jax.random.split(key, 7)
+        super().__init__(encoder, config, dtype)
+        self.mlm = MLMHead(mlm, config, dtype)
+        self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
+        self.order = Linear(order, config.hidden, 2, config.init_std, dtype)
+
+    def __call__(
+        self, ids: Int[Array, "b s"], token_types: Int[Array, "b s"], documents: Int[Array, "b s"]
+    ) -> tuple[Float[Array, "b s v_local"], Float[Array, "b 2"]]:
+        """The outputs of the two heads, without dropout.
+
+        Args:
+          ids: replicated over `model`.
+          token_types: 0 or 1.
+          documents: positions with different numbers do not attend to each other: 0 for text, 1 for padding.
+
+        Returns:
+          Scores of the token at each position, varying over `model`; and scores of the segments being in order and
+          swapped.
+        """
+        tokens = Tokens(*ids.shape)
+        context = Context(tokens, documents=documents)
+        x = self.embed({"tokens": ids, "token_types": token_types}, context)
+        x = self.normed(run_blocks(self.blocks, x, context)[0])
+        return tokens.by_sequence(self.output(x).logits(tokens)), self.order(self.pooled(x, tokens)[0])
+
+    def output(self, x: Float[Array, "t h"]) -> Output:
+        """The scores of the original token at each position, from the result of `normed`."""
+        return self.mlm(x, self.embedding)
+
+    @classmethod
+    def scores_in_chunks(cls) -> bool:
+        return cls.loss is BERT.loss
+
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        """The number of masked tokens, and of sequences."""
+        sequences = mappings.counted_once(len(batch["sentence_order"]))
+        masked = batch["loss_mask"].sum(dtype=jnp.int32)
+        return {"mlm_loss": masked, "order_loss": sequences, "order_accuracy": sequences}
+
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
+        """The cross entropy of the masked tokens, that of the order of the sequences, and the number of correct orders.
+
+        These heads have no dropout.
+        """
+        tokens = context.tokens
+        x = self.normed(x)
+        losses = self.output(x).cross_entropy(batch["labels"], context)
+        masked = losses.sum(where=batch["loss_mask"].reshape(-1))
+
+        pooled, owned = self.pooled(x, tokens)
+        scores = self.order(pooled)
+        log_probabilities = jax.nn.log_softmax(scores.astype(losses.dtype), axis=-1)
+        swapped = batch["sentence_order"]
+        order = -jnp.take_along_axis(log_probabilities, swapped[:, None], axis=-1)[:, 0]
+        correct = (scores[:, 1] > scores[:, 0]) == (swapped == 1)
+        sums = jnp.stack([order.sum(where=owned), correct.sum(where=owned, dtype=order.dtype)])
+        order_loss, order_found = mappings.leave(sums) if tokens.split else sums
+        return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}

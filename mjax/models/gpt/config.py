@@ -1,0 +1,79 @@
+"""The config of GPT-2 and BLOOM. No JAX is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from mjax.config.bounds import Count
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.model import Gelu, ModelConfig, Rate, Tuned, register
+from mjax.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
+
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
+    """Width of the MLP, f; by default 4 × hidden."""
+    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
+    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
+    """Dropout rate on the embedding and on both residual branches of a layer."""
+    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
+    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+    layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Elsewhere("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
+    """Added to the variance in LayerNorm."""
+
+    learned_positions: ClassVar[bool] = True
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, f."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    def columns(self) -> dict[str, int]:
+        return {
+            "heads": self.heads,
+            "feed-forward width": self.mlp_width,
+            "padded vocabulary": self.padded_vocabulary,
+        }
+
+
+@register
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """A decoder that predicts the next token: GPT-2 as Megatron trains it, and BLOOM."""
+
+    kind: Literal["gpt"] = "gpt"
+    """Architecture of the model."""
+    positions: Annotated[Literal["learned", "alibi"], Elsewhere("position-embedding-type")] = "learned"
+    """Position encoding: learned positions, added to the embedding; or ALiBi (arXiv 2108.12409), a penalty on the
+    distance between two tokens in attention, without weights."""
+    embedding_layernorm: bool = False
+    """A LayerNorm after the embedding, as in BLOOM."""
+    window: Annotated[Count | None, TUNING] = None
+    """Number of tokens that a position attends to, itself included (sliding window, arXiv 2004.05150); by default all
+    before it."""
+
+    title: ClassVar[str] = "a GPT"
+    module: ClassVar[str] = "mjax.models.gpt.model:GPT"
+    families: ClassVar[str] = "mjax.models.gpt.huggingface:FAMILIES"
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.positions == "learned"
+
+    @property
+    def biased_scores(self) -> bool:
+        return self.positions == "alibi"
+
+    def check(self, config) -> None:
+        if self.positions == "alibi" and config.data.reset_positions:
+            raise UsageError(
+                "--data.reset-positions is for --model.positions learned; leave it out, ALiBi counts distances, which "
+                "are the same wherever a document begins"
+            )

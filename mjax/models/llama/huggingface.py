@@ -1,0 +1,252 @@
+"""Llama, Mistral, Qwen 2, Qwen 3 and OLMo 2 of `transformers`: one model here, a class each there.
+
+Queries, keys and values have tensors of their own there and are one weight here; so have the gate and the other half of
+the MLP. Rotary positions do not fit a table: config.json has two spellings, `rope_parameters` since
+transformers 5, and `rope_theta` with `rope_scaling` before. Older readers do not know the new one and take θ = 10,000
+without a word, so both are read and both are written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from mjax.errors import UsageError
+from mjax.models.huggingface.family import Family
+from mjax.models.llama.config import LlamaConfig
+
+LAYER = "model.layers.{0}"
+FULL, SLIDING = "full_attention", "sliding_attention"
+SCALINGS = {
+    "default": {},
+    "linear": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None}
+    | {"truncate": True},
+}
+"""The settings of a type of scaling that change what it computes, and the only value of each that mjax knows."""
+
+
+def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of config.json without the scaling of positions, and our fields for it."""
+    values = dict(values)
+    fields = _read_rope(values, file)
+    for name in ("use_mrope", "rope_interleaved"):  # in published files, and false
+        if (value := values.pop(name, None) or False) is not False:
+            raise UsageError(f"{file}: {name} is {value!r}, and mjax supports only false; convert another model")
+    if SLIDING in _layer_types(values, file):
+        raise UsageError(f"{file}: layer_types has other values than {FULL!r}, which mjax reads of Qwen only")
+    return values, fields
+
+
+def _layer_types(values: dict[str, Any], file: str) -> list[str]:
+    """Take the kinds of attention of the layers, which may be omitted, out of `values`."""
+    kinds = values.pop("layer_types", None) or []
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
+        raise UsageError(f"{file}: layer_types is {kinds!r}, and mjax knows {FULL!r} and {SLIDING!r} in it")
+    return kinds
+
+
+def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
+    """Take the scaling of rotary positions, in either spelling, out of `values`, leave rope_theta there; our fields."""
+    new, old = values.pop("rope_parameters", None) or {}, values.pop("rope_scaling", None) or {}
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        raise UsageError(f"{file}: rope_parameters and rope_scaling must be objects; restore the file")
+    rope = {**old, **new}
+    theta = rope.pop("rope_theta", values.pop("rope_theta", None))
+    if theta is not None:
+        values["rope_theta"] = theta
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if not isinstance(kind, str) or kind not in SCALINGS:
+        raise UsageError(f"{file}: rope_type is {kind!r}; mjax knows {', '.join(SCALINGS)}: convert another model")
+    factor, original = rope.pop("factor", 1.0), rope.pop("original_max_position_embeddings", None)
+    if type(factor) not in (int, float) or not 1 <= factor < 1e30:
+        raise UsageError(f"{file}: factor is {factor!r}, which is not a number from 1 on; restore the file")
+    of_yarn = 0.1 * math.log(factor) + 1  # attention_factor follows from factor (arXiv 2309.00071, eq. 22)
+    for name, value in rope.items():
+        known = SCALINGS[kind].get(name)
+        if name == "attention_factor" and type(value) in (int, float) and math.isclose(value, of_yarn):
+            continue
+        if name not in SCALINGS[kind] or (value != known and value is not None):
+            raise UsageError(f"{file}: {name} of {kind} positions is {value!r}, and mjax knows only {known!r}")
+    if kind == "default":
+        return {"rope_scaling": "none", "rope_factor": 1.0, "rope_original": None}
+    if kind == "linear":
+        original = None
+    else:
+        original = values.get("max_position_embeddings") if original is None else original
+        if type(original) is not int or original < 1:
+            raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
+    return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": original}
+
+
+def _write(model: LlamaConfig) -> dict[str, Any]:
+    """The settings of positions in config.json, in both spellings."""
+    rope: dict[str, Any] = {"rope_type": "default" if model.rope_scaling == "none" else model.rope_scaling}
+    if model.rope_scaling != "none":
+        rope["factor"] = model.rope_factor
+    if model.rope_original is not None:
+        rope["original_max_position_embeddings"] = model.rope_original
+    rope |= {name: value for name, value in SCALINGS[rope["rope_type"]].items() if value is not None}
+    return {
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_scaling": None if model.rope_scaling == "none" else rope,
+    }
+
+
+LLAMA = Family(
+    model="LlamaForCausalLM",
+    names={
+        "embedding": "model.embed_tokens",
+        "blocks.attention_norm": f"{LAYER}.input_layernorm",
+        "blocks.attention.qkv": tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"),
+        "blocks.attention.query": f"{LAYER}.self_attn.q_proj",
+        "blocks.attention.key_value": (f"{LAYER}.self_attn.k_proj", f"{LAYER}.self_attn.v_proj"),
+        "blocks.attention.query_norm": f"{LAYER}.self_attn.q_norm",
+        "blocks.attention.key_norm": f"{LAYER}.self_attn.k_norm",
+        "blocks.attention.out": f"{LAYER}.self_attn.o_proj",
+        "blocks.mlp_norm": f"{LAYER}.post_attention_layernorm",
+        "blocks.mlp.up": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+        "blocks.mlp.down": f"{LAYER}.mlp.down_proj",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    },
+    prefix="model.",
+    copies={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",  # which old versions stored
+    model_type="llama",
+    generates=True,
+    fixed={"kind": "llama", "norms": "pre", "qk_norm": "none", "qkv_bias": False, "window": None},
+    fields={
+        "num_hidden_layers": ("layers", 32),
+        "hidden_size": ("hidden", 4096),
+        "num_attention_heads": ("heads", 32),
+        "num_key_value_heads": ("kv_heads", None),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("feed_forward", 11008),
+        "max_position_embeddings": ("sequence", 2048),
+        "vocab_size": ("vocabulary", 32000),
+        "hidden_act": ("activation", "silu"),
+        "rms_norm_eps": ("norm_epsilon", 1e-6),
+        "initializer_range": ("init_std", 0.02),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "rope_theta": ("rope_theta", 10_000.0),
+        "tie_word_embeddings": ("tied", False),
+    },
+    nullable=frozenset({"num_key_value_heads", "head_dim"}),
+    only={"attention_bias": False, "mlp_bias": False},
+    read=_read,
+    write=_write,
+    read_fields=frozenset({
+        "rope_scaling", "rope_factor", "rope_original",
+        "hidden_dropout",  # of training only
+    }),
+    without_effect=frozenset({"is_llama_config"}),  # of the trainer
+)  # fmt: skip
+
+WINDOWED = {name: value for name, value in LLAMA.fixed.items() if name != "window"}
+"""The fixed fields of families that have a window."""
+
+MISTRAL = replace(
+    LLAMA,
+    model="MistralForCausalLM",
+    model_type="mistral",
+    fixed=WINDOWED,
+    fields={
+        **LLAMA.fields,
+        "num_key_value_heads": ("kv_heads", 8),
+        "intermediate_size": ("feed_forward", 14336),
+        "max_position_embeddings": ("sequence", 131072),
+        "sliding_window": ("window", 4096),
+    },
+    nullable=LLAMA.nullable | {"sliding_window"},
+    only={},
+)
+
+# --- Windows in some layers -------------------------------------------------------------------------------------------
+
+
+def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings without positions and windows: of the layers in `layer_types`, or from `max_window_layers` on."""
+    values = dict(values)
+    kinds = _layer_types(values, file)
+    values, fields = _read(values, file)
+    window, first = values.pop("sliding_window", 4096), values.pop("max_window_layers", 28)
+    no_window = fields | {"window": None, "full_attention_every": None}
+    if not values.pop("use_sliding_window", False) or window is None:
+        return values, no_window
+    layers = values.get("num_hidden_layers", 32)
+    numbers = {"sliding_window": window, "max_window_layers": first, "num_hidden_layers": layers}
+    for name, value in numbers.items():
+        if type(value) is not int or not (name != "max_window_layers") <= value < 2**31:
+            raise UsageError(f"{file}: {name} is {value!r}, which is not a whole number above 0; restore the file")
+    kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
+    if SLIDING not in kinds:
+        return values, no_window
+    every = kinds.index(FULL) + 1 if FULL in kinds else None
+    if kinds != _kinds(layers, every):
+        raise UsageError(
+            f"{file}: the pattern of layers with a window, in layer_types or max_window_layers, does not repeat, and "
+            f"mjax knows only that every n-th layer, or none, has {FULL}; convert another model"
+        )
+    return values, fields | {"window": window, "full_attention_every": every}
+
+
+def _kinds(layers: int, every: int | None) -> list[str]:
+    """The kinds of attention of the layers of a model with a window."""
+    return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
+
+
+def _write_qwen(model: LlamaConfig) -> dict[str, Any]:
+    """The settings of positions and windows in config.json."""
+    if model.window is None:
+        return {**_write(model), "use_sliding_window": False}
+    kinds = _kinds(model.layers, model.full_attention_every)
+    windows = {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
+    return {**_write(model), **windows, "max_window_layers": 0}  # which readers without layer_types go by
+
+
+QWEN2 = replace(
+    LLAMA,
+    model="Qwen2ForCausalLM",
+    model_type="qwen2",
+    fixed={**WINDOWED, "qkv_bias": True},
+    fields={
+        **LLAMA.fields,
+        "num_key_value_heads": ("kv_heads", 32),
+        "intermediate_size": ("feed_forward", 22016),
+        "max_position_embeddings": ("sequence", 32768),
+        "vocab_size": ("vocabulary", 151936),
+    },
+    only={},
+    read=_read_qwen,
+    read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
+    write=_write_qwen,
+    without_effect=frozenset(),
+)
+
+QWEN3 = replace(
+    QWEN2,
+    model="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fixed={**WINDOWED, "qk_norm": "head"},
+    fields={**QWEN2.fields, "head_dim": ("head_dim", 128)},
+    only={"attention_bias": False},
+)
+
+OLMO2 = replace(
+    LLAMA,
+    model="Olmo2ForCausalLM",
+    names={
+        **LLAMA.names,
+        "blocks.attention_norm": f"{LAYER}.post_attention_layernorm",
+        "blocks.mlp_norm": f"{LAYER}.post_feedforward_layernorm",
+    },
+    model_type="olmo2",
+    fixed={**LLAMA.fixed, "norms": "post", "qk_norm": "heads"},
+    fields={**LLAMA.fields, "vocab_size": ("vocabulary", 50304), "rms_norm_eps": ("norm_epsilon", 1e-5)},
+    only={"attention_bias": False},
+)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)

@@ -1,0 +1,111 @@
+"""Llama and its relatives: RMSNorm, rotary positions, grouped-query attention and a gated MLP (arXiv 2302.13971,
+2407.21783).
+
+    Llama, Mistral, Qwen                      OLMo 2 (arXiv 2501.00656)
+
+    x ─┬─ norm ─ attention ─ + ─ …            x ─┬─ attention ─ norm ─ + ─ …
+       └─────────────────────┘                   └─────────────────────┘
+
+Mistral is a Llama with a sliding window. Qwen 2 has a bias on queries, keys and values, Qwen 3 a norm on each head of
+queries and keys instead, and OLMo 2 one on all heads together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mjax.models.block import Block, OutputNormBlock, stack
+from mjax.models.causal import CausalModel
+from mjax.models.context import Context
+from mjax.models.llama.config import LlamaConfig
+from mjax.models.parts.attention import Attention
+from mjax.models.parts.mlp import GatedMLP
+from mjax.models.parts.norms import AllHeadsRMSNorm, RMSNorm
+from mjax.models.parts.output import Output
+from mjax.models.parts.rotary import Rotary
+from mjax.parallel import random
+from mjax.parallel.layers import VocabParallelEmbedding
+
+
+class Llama(CausalModel):
+    """A decoder-only language model of today.
+
+    Attributes:
+      layer: makes one layer from a key, the config and a dtype.
+    """
+
+    layer: ClassVar[Callable[..., Block]] = staticmethod(lambda *how: llama_layer(*how))
+
+    def __init__(self, key: Array, config: LlamaConfig, dtype=jnp.float32):
+        embedding, blocks, head = jax.random.split(key, 3)
+        table = partial(
+            VocabParallelEmbedding,
+            vocabulary=config.vocabulary,
+            rows=config.padded_vocabulary,
+            width=config.hidden,
+            std=config.init_std,
+            dtype=dtype,
+        )
+        self.config = config
+        self.embedding = table(embedding)
+        self.blocks = self.layers_of(blocks, config, dtype)
+        self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
+        if not config.tied:
+            self.head = table(head)
+
+    def layers_of(self, key: Array, config: LlamaConfig, dtype):
+        """The layers of a config, stacked."""
+        return stack(key, config.layers, lambda key: self.layer(key, config, dtype))
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+        x = self.embedding(batch["tokens"], context.tokens)
+        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+
+    def output(self, x: Float[Array, "t h"]) -> Output:
+        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
+
+
+def llama_layer(
+    key: Array, config: LlamaConfig, dtype, block: type[Block] | None = None, mlp: type[nnx.Module] = GatedMLP
+) -> Block:
+    """One layer, with an MLP of this kind, in a block of this kind or that of `config.norms`."""
+    attention, other = jax.random.split(key)
+    norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
+    block = block or (Block if config.norms == "pre" else OutputNormBlock)
+    return block(
+        attention_norm=norm(config.hidden),
+        attention=Attention(
+            attention,
+            config,
+            dtype,
+            rotary_of(config),
+            config.groups,
+            bias=config.qkv_bias,
+            out_bias=False,
+            qk_norm=lambda heads: _qk_norm(heads, config, dtype),
+        ),
+        mlp_norm=norm(config.hidden),
+        mlp=mlp(other, config, dtype),
+        dropout=config.hidden_dropout,
+        period=config.period,
+    )
+
+
+def rotary_of(config: LlamaConfig) -> Rotary:
+    """The rotary positions of a config."""
+    return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
+
+
+def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_size, config.norm_epsilon, dtype, of_heads=True)
+    if config.qk_norm == "heads":
+        return AllHeadsRMSNorm(heads, config.head_size, config.norm_epsilon, dtype)
+    return None

@@ -1,0 +1,143 @@
+"""Mixtral, Qwen 3 MoE and OLMoE of `transformers`: a Llama of each family with experts instead of its MLP.
+
+Files have a tensor for each matrix of each expert, as they were published; transformers 5 holds, and may write, all
+experts of a layer in one. Both are read, and the first is written. The weight of the router's losses is not part of the
+model: it is a setting of training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mjax.errors import UsageError
+from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.models.mixture.config import MixtureConfig
+
+OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
+"""Fields that change what is learned, and no result."""
+
+
+def _names(experts: str, router: str, gate: str, up: str, down: str, dense: dict | None = None) -> dict[str, Any]:
+    """The rows of the table for a router and experts, and for `dense` layers, in the order of the files."""
+    names = {ours: theirs for ours, theirs in LLAMA.names.items() if not ours.startswith("blocks.mlp.")}
+    places = {
+        "blocks.mlp.router": f"{LAYER}.{router}",
+        "blocks.mlp.up": (f"{LAYER}.{experts}.{{2}}.{gate}", f"{LAYER}.{experts}.{{2}}.{up}"),
+        "blocks.mlp.down": f"{LAYER}.{experts}.{{2}}.{down}",
+    }
+    last = {name: names.pop(name) for name in ("final_norm", "head")}
+    return names | places | (dense or {}) | last
+
+
+FUSED = {
+    "blocks.mlp.router": f"{LAYER}.mlp.gate",
+    "blocks.mlp.up": f"{LAYER}.mlp.experts.gate_up_proj",
+    "blocks.mlp.down": f"{LAYER}.mlp.experts.down_proj",
+}
+WITHOUT_EFFECT = frozenset({"router_aux_loss_coef", "output_router_logits"})
+
+MIXTRAL = replace(
+    MISTRAL,
+    model="MixtralForCausalLM",
+    names=_names("block_sparse_moe.experts", "block_sparse_moe.gate", "w1", "w3", "w2"),
+    fused=FUSED,
+    model_type="mixtral",
+    fixed={**MISTRAL.fixed, "kind": "mixture", "router_normalized": True},
+    fields={
+        **MISTRAL.fields,
+        "num_local_experts": ("experts", 8),
+        "num_experts_per_tok": ("experts_per_token", 2),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+        "rope_theta": ("rope_theta", 1e6),
+        "sliding_window": ("window", None),
+    },
+    only={"router_jitter_noise": 0.0},
+    read_fields=MISTRAL.read_fields | OF_TRAINING | {"expert_width"},
+    write=lambda model: {**MISTRAL.write(model), "intermediate_size": model.width_of_expert},
+    without_effect=MISTRAL.without_effect | WITHOUT_EFFECT,
+)
+
+OLMOE = replace(
+    LLAMA,
+    model="OlmoeForCausalLM",
+    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj"),
+    fused=FUSED,
+    model_type="olmoe",
+    fixed={**LLAMA.fixed, "kind": "mixture", "qk_norm": "heads"},
+    fields={
+        **LLAMA.fields,
+        "intermediate_size": ("feed_forward", 2048),
+        "num_experts": ("experts", 64),
+        "num_experts_per_tok": ("experts_per_token", 8),
+        "norm_topk_prob": ("router_normalized", False),
+        "num_hidden_layers": ("layers", 16),
+        "hidden_size": ("hidden", 2048),
+        "num_attention_heads": ("heads", 16),
+        "max_position_embeddings": ("sequence", 4096),
+        "vocab_size": ("vocabulary", 50304),
+        "rms_norm_eps": ("norm_epsilon", 1e-5),
+    },
+    only={"attention_bias": False, "clip_qkv": None},
+    read_fields=LLAMA.read_fields | OF_TRAINING | {"expert_width"},
+    write=lambda model: {**LLAMA.write(model), "intermediate_size": model.width_of_expert},
+    without_effect=LLAMA.without_effect | WITHOUT_EFFECT,
+)
+
+# --- Layers without experts -------------------------------------------------------------------------------------------
+
+DENSE = {
+    "blocks.mlp.up.kernel": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
+    "blocks.mlp.down.kernel": f"{LAYER}.mlp.down_proj",
+}
+"""Rows of the MLP of layers without experts."""
+
+
+def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a Qwen 3, and which layers have experts: all but the first ones, or every n-th."""
+    values = {"num_hidden_layers": 24, **values}
+    layers = values["num_hidden_layers"]
+    every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
+    known = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
+    if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
+        raise UsageError(
+            f"{file}: mlp_only_layers is {dense!r} and decoder_sparse_step {every!r}; mjax knows models whose "
+            "first layers have no experts, such as [0, 1], or in which every n-th has, such as 2, but not both: "
+            "convert another model"
+        )
+    values, fields = QWEN3.read(values, file)
+    return values, fields | {"dense_layers": len(dense), "expert_interval": every}
+
+
+def _write_qwen(model: MixtureConfig) -> dict[str, Any]:
+    dense = list(range(model.dense_layers))
+    return {**QWEN3.write(model), "decoder_sparse_step": model.expert_interval, "mlp_only_layers": dense}
+
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model="Qwen3MoeForCausalLM",
+    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj", DENSE),
+    fused=FUSED,
+    model_type="qwen3_moe",
+    fixed={**QWEN3.fixed, "kind": "mixture"},
+    fields={
+        **QWEN3.fields,
+        "num_hidden_layers": ("layers", 24),
+        "hidden_size": ("hidden", 2048),
+        "num_key_value_heads": ("kv_heads", 4),
+        "head_dim": ("head_dim", None),
+        "intermediate_size": ("feed_forward", 6144),
+        "moe_intermediate_size": ("expert_width", 768),
+        "num_experts": ("experts", 128),
+        "num_experts_per_tok": ("experts_per_token", 8),
+        "norm_topk_prob": ("router_normalized", False),
+    },
+    only={"attention_bias": False},
+    other_names={"num_local_experts": "num_experts"},  # as transformers 5 writes it
+    read=_read_qwen,
+    read_fields=QWEN3.read_fields | OF_TRAINING | {"dense_layers", "expert_interval"},
+    write=_write_qwen,
+    without_effect=QWEN3.without_effect | WITHOUT_EFFECT,
+)
+FAMILIES = (MIXTRAL, QWEN3_MOE, OLMOE)

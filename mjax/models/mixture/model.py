@@ -1,0 +1,111 @@
+"""A mixture of experts: a Llama whose layers have a router and experts instead of the MLP (Mixtral, arXiv
+2401.04088; Qwen 3 MoE, arXiv 2505.09388; OLMoE, arXiv 2409.02060).
+
+    x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶
+       └─────────────────────┘  └──────────────────────────────────┘
+
+Some layers may have an MLP as a Llama's instead: the first `dense_layers` (DeepSeek-V3, arXiv 2412.19437), as a stack
+before the others; or all but every `expert_interval`-th, as stacks that take turns, which a pipeline can split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from mjax.models.block import Block, Group, Sums, stack
+from mjax.models.context import Context
+from mjax.models.llama.model import Llama, llama_layer
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.experts import Experts
+from mjax.models.parts.router import towards_balance
+from mjax.parallel import mappings, random
+
+
+class Mixture(Llama):
+    """A decoder-only mixture of experts.
+
+    Its losses beside the cross entropy are means over the layers with experts; their coefficients are of every layer's,
+    so they count times the number of these layers.
+
+    Attributes:
+      routers: name of the layers with experts among the weights.
+    """
+
+    layer = staticmethod(lambda *how: llama_layer(*how, block=MixtureBlock, mlp=Experts))
+
+    def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
+        super().__init__(key, config, dtype)
+        weights = {"balance_loss": config.balance_loss, "z_loss": config.z_loss}
+        self.loss_weights = {"loss": 1.0} | {
+            name: weight * config.expert_layers for name, weight in weights.items() if weight
+        }
+
+    def layers_of(self, key: Array, config: MixtureConfig, dtype):
+        def dense(key: Array) -> Block:
+            return llama_layer(key, config, dtype)
+
+        def with_experts(key: Array) -> Block:
+            return self.layer(key, config, dtype)
+
+        first, interval = config.dense_layers, config.expert_interval
+        if interval > 1:
+            kinds = [dense] * (interval - 1) + [with_experts]
+            return Group([
+                stack(key, config.expert_layers, kind, number, interval) for number, kind in enumerate(kinds)
+            ])  # fmt: skip
+        experts = stack(key, config.expert_layers, with_experts, first)
+        return nnx.List([stack(key, first, dense), experts]) if first else experts
+
+    @property
+    def routers(self) -> str:
+        interval = self.config.expert_interval
+        if interval > 1:
+            return f"blocks.turns.{interval - 1}"
+        return "blocks.1" if self.config.dense_layers else "blocks"
+
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        layers = self.config.expert_layers
+        sequences = mappings.counted_once(batch["tokens"].shape[0])
+        tokens = batch["tokens"].size * layers
+        counts = {"router_entropy": tokens, "z_loss": tokens, "balance_loss": sequences * layers}
+        # Not a mean but numbers of tokens, exact in float32 up to 2²⁴: dividing them would round.
+        counts["expert_load"] = jnp.ones((layers, self.config.experts), jnp.int32)
+        used = {"router_entropy", "expert_load"} | self.loss_weights.keys()
+        return super().counts(batch) | {name: count for name, count in counts.items() if name in used}
+
+    def summary(self, means: dict[str, Array]) -> dict[str, Array]:
+        """`expert_load` [l, E], the tokens of each expert, as the largest over the mean in the worst layer; and
+        `expert_shares` [l, E], the share of each expert in the assignments of its layer."""
+        load = means["expert_load"]
+        shares = load / load.sum(-1, keepdims=True)
+        return means | {"expert_load": (load.max(-1) / load.mean(-1)).max(), "expert_shares": shares}
+
+    def adjustments(self, means: dict[str, Array]) -> dict[str, Array]:
+        """The step of every router's bias, [l, E]: `balance_bias` towards a balanced `expert_load`."""
+        if not self.config.balance_bias:
+            return {}
+        load = means["expert_load"]
+        step = self.config.balance_bias * towards_balance(load).astype(load.dtype)
+        return {f"{self.routers}.mlp.router.bias": step}
+
+
+class MixtureBlock(Block):
+    """A layer with experts: its MLP returns sums beside its result."""
+
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
+        y = self.attention(self.attention_norm(x), context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        y, sums = self.mlp(self.mlp_norm(x), context)
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
+        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x), context)[0], new

@@ -1,0 +1,190 @@
+"""Attention, causal or bidirectional: the module, and a new position with a cache. Its kernels are in
+`attention_kernels.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from mjax.config.axes import CONTEXT, MODEL
+from mjax.config.model import ModelConfig
+from mjax.models.context import Context
+from mjax.models.parts.attention_kernels import attend_across
+from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.models.parts.positions import NO_POSITIONS, Positions, distance_penalty
+from mjax.parallel import mappings, random
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with the heads split over `model`."""
+
+    def __init__(
+        self,
+        key: Array,
+        config: ModelConfig,
+        dtype,
+        positions: Positions = NO_POSITIONS,
+        kv_heads: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        scale: float = 1.0,
+        qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
+    ):
+        """Initialise the matrices.
+
+        Args:
+          key: of `jax.random`.
+          config: sizes, kernel and dropout rate.
+          dtype: of the weights.
+          positions: position encoding in attention.
+          kv_heads: key-value heads k, each shared by as many neighbouring query heads (arXiv 2305.13245); by default n.
+            With n queries, keys and values are one matrix [h, 3, n, d], else two, [h, n, d] and [h, 2, k, d].
+          bias: whether these have a bias, and the output.
+          out_bias: whether the output has a bias; by default as `bias`.
+          scale: as in `AttentionMask`.
+          qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
+        """
+        qkv, out = jax.random.split(key)
+        heads, size = config.heads, config.head_size
+        self.config, self.positions, self.scale, self.kv_heads = config, positions, scale, kv_heads or heads
+        self.grouped = self.kv_heads != heads
+        linear = partial(ColumnParallelLinear, width=config.hidden, std=config.init_std, dtype=dtype, bias=bias)
+        if self.grouped:
+            query, key_value = jax.random.split(qkv)
+            self.query = linear(query, out=(heads, size), split=0, parts=("q",))
+            self.key_value = linear(key_value, out=(2, kv_heads, size), split=1, unfused=True, parts=("k", "v"))
+        else:
+            self.qkv = linear(qkv, out=(3, heads, size), split=1, unfused=True, parts=("q", "k", "v"))
+        out_bias = bias if out_bias is None else out_bias
+        self.out = RowParallelLinear(out, (heads, size), config.hidden, config.residual_std, dtype, out_bias)
+        self.query_norm, self.key_norm = qk_norm(heads), qk_norm(kv_heads or heads)
+
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
+        lora = context.key_of(random.LORA_QKV)
+        q, k, v = self._by_head(columns(x, context.tokens, *self._projections(), key=lora), context)
+        attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
+        attended = attended.reshape(context.tokens.count, *attended.shape[2:])
+        return self.out(checkpoint_name(attended, "context"), context.tokens, context.key_of(random.LORA_OUT))
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
+        """Like `Block.empty_cache`, for attention alone."""
+        heads = max(self.kv_heads // mappings.size(MODEL), 1)
+        empty = jnp.zeros((sequences, heads, slots, self.config.head_size), dtype)
+        return KeyValues(empty, empty)
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], KeyValues]:
+        """Like `Block.decode`, for attention alone."""
+        wholes = columns(x, context.tokens, *self._projections(), whole=True)  # weights are not cut for every token
+        parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
+        (q, k, v), mask = self._by_head(parts, context), self._mask(context)
+        if context.slots is None:
+            attended = attend_across(q, k, v, mask, self.config.attention, context.tokens)
+            cached = cached.of_prompts(k, v)
+        else:
+            attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
+        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
+
+    def _mask(self, context: Context) -> AttentionMask:
+        return AttentionMask(
+            causal=self.config.causal,
+            window=self.config.window_at(context.layer_in_group),
+            scale=self.scale,
+            rate=self.config.attention_dropout,
+            key=context.key_of(random.ATTENTION),
+            documents=context.documents,
+            slopes=self.positions.slopes(),
+        )
+
+    def _projections(self) -> tuple[ColumnParallelLinear, ...]:
+        return (self.query, self.key_value) if self.grouped else (self.qkv,)
+
+    def _by_head(
+        self, parts: Sequence[Float[Array, "bs _ d"]], context: Context
+    ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
+        """Queries, and keys and values, of this rank's heads, at least one, with their positions."""
+        q, k, v = (context.tokens.by_sequence(checkpoint_name(part, "qkv")) for part in parts)
+        if self.query_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = self.positions.turn(q, k, context)
+        return q, k, v
+
+
+# --- One new position with a cache -----------------------------------------------------------------------------------
+
+
+class KeyValues(NamedTuple):
+    """The cache of a layer's keys and values, of which attention reads all at each position. The slots of a head are
+    contiguous, as a product reads them; the slot of a position is its number."""
+
+    keys: Float[Array, "b k S d"]
+    values: Float[Array, "b k S e"]
+
+    def of_prompts(self, *new: Float[Array, "b s k _"]) -> KeyValues:
+        """The cache with the keys and values of whole prompts in its first slots.
+
+        Prompts of different lengths are padded on the right: causal attention never sees later positions, and
+        decoding overwrites the padding before it could.
+        """
+        parts = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, self.keys.shape[2] - x.shape[1]), (0, 0)]) for x in new)
+        return KeyValues(*parts)
+
+
+def attend_cached(
+    q: Float[Array, "b 1 n d"],
+    k: Float[Array, "b 1 k d"],
+    v: Float[Array, "b 1 k e"],
+    cached: KeyValues,
+    lengths: Int[Array, " b"],
+    slots: Int[Array, " S"],
+    mask: AttentionMask,
+) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
+    """Write one new position of each sequence to the cache, and attend to it and those before it.
+
+    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
+    are written one by one, since XLA makes of a scatter of a single row a slice that it copies. Where the slots are
+    split over `context`, every rank attends to its own, and two sums and a maximum of one number per head and sequence
+    join the parts (flash-decoding).
+
+    Args:
+      q, k, v: of the new positions.
+      cached: of this layer.
+      lengths: positions of each sequence before the new one.
+      slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
+        ranks of `context`, or split over it.
+      mask: window, scale and slopes; a sequence is one document.
+
+    Returns:
+      What each position attends to, the same on all ranks of `context`, and the cache with the new ones.
+    """
+    wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
+    here = slots == lengths[:, None]  # [b, S]
+    at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
+
+    def written(slots: Array, one: Array) -> Array:
+        one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
+        sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
+        return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
+
+    cached = KeyValues(*map(written, cached, (k, v)))
+    groups = (mask.scaled(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
+    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
+    if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
+        penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
+        scores = scores + penalty.reshape(scores.shape)
+    visible = mask.visible(lengths[:, None], slots)
+    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
+    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
+    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
+    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

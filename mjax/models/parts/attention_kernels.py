@@ -1,0 +1,308 @@
+"""The kernels of attention, causal or bidirectional.
+
+| kernel       | where            | implementation                                                          |
+|--------------|------------------|-------------------------------------------------------------------------|
+| `cudnn`      | GPUs since A100  | cuDNN's fused flash attention: no s × s matrix in memory, no dropout     |
+| `flash`      | GPUs since A100  | flash attention in Pallas, with dropout (`flash.py`); only if asked for, |
+|              |                  | or for queries of some positions                                        |
+| `xla`        | anywhere         | scores, softmax and weighted sum, compiled by XLA                       |
+| `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
+
+All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. `xla` and `flash` also take the queries of
+some positions with the keys of all (`across.py`). The kernel of a run is resolved once, at the start, by rule
+(`config/kernels.py`); nothing falls back later. `mjax doctor` runs it.
+
+If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
+other documents. With ALiBi all take the slopes of the heads (`positions.py`) and add a penalty on distance to the
+scores; only cuDNN's kernel needs it written out. With a window all mask the keys before it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mjax.config.axes import CONTEXT, MODEL
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
+from mjax.errors import UsageError
+from mjax.models.parts.flash import Aux, flash_attention
+from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.models.parts.positions import distance_penalty
+from mjax.parallel import mappings, scopes
+from mjax.parallel.random import dropout
+from mjax.parallel.sums import wide_type
+from mjax.parallel.tokens import Tokens
+
+FLASH_STAND_IN = "cudnn, traced only"
+"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
+without them."""
+
+
+@jax.named_scope(scopes.ATTENTION)
+def attend(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b S k d"],
+    v: Float[Array, "b S k e"],
+    mask: AttentionMask,
+    kernel: str,
+) -> Float[Array, "b s n e"]:
+    """The weighted sums of the values that each query sees.
+
+    Args:
+      q, k, v: keys and values may have fewer heads, each shared by as many neighbouring query heads, and with
+        `mask.position_ids` more positions.
+      mask: what a query sees, and how scores are made.
+      kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
+
+    Raises:
+      UsageError: the kernel has no such attention.
+    """
+    _check(kernel, q, v, mask)
+    q, mask = mask.scaled(q), mask.like(q)
+    if mask.window is not None and mask.window >= k.shape[1]:
+        mask = replace(mask, window=None)  # no effect
+    if kernel in ("cudnn", FLASH_STAND_IN):
+        return _attend_cudnn(q, k, v, kernel, mask)
+    if kernel in ("flash", FLASH_INTERPRETED):
+        return _attend_flash(q, k, v, kernel, mask)
+    k, v = for_every_query(q, k, v)
+    if mask.slopes is not None:
+        # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
+        # reads from memory what is free to compute.
+        slopes, _ = jax.lax.optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        mask = replace(mask, slopes=slopes)
+    if kernel == "xla" or mask.position_ids is not None:
+        return _attend_block(q, k, v, 0, mask)
+    return _attend_in_blocks(q, k, v, mask)
+
+
+LACKS = {
+    "cudnn": ("dropout", "queries of some positions", "values of another width"),
+    "flash": ("values of another width",),
+}
+"""What fused kernels cannot do. By the config `config/kernels.py` chooses one that can."""
+
+
+def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
+    needed = {
+        "dropout": mask.drops,
+        "queries of some positions": mask.position_ids is not None,
+        "values of another width": v.shape[-1] != q.shape[-1],
+    }
+    for feature in LACKS.get(kernel, ()):
+        if needed[feature]:
+            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
+
+
+def for_every_query(
+    q: Float[Array, "b _ n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k e"]
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s n e"]]:
+    """Keys and values repeated to one head per query head."""
+    if (group := q.shape[2] // k.shape[2]) == 1:
+        return k, v
+    return _repeat_heads(k, group), _repeat_heads(v, group)
+
+
+# Written out because autodiff would sum the gradients of a group in 16 bits.
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _repeat_heads(x: Float[Array, "b s k d"], count: int) -> Float[Array, "b s n d"]:
+    return jnp.repeat(x, count, axis=2)
+
+
+def _repeat_heads_backward(count: int, _, gradient: Array):
+    groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
+    return (groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype),)
+
+
+_repeat_heads.defvjp(lambda x, count: (_repeat_heads(x, count), None), _repeat_heads_backward)
+
+
+def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
+    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
+    # 2 b s² bytes each, once for all heads and layers.
+    same = None if mask.documents is None else _same_document(mask.documents, mask.documents)[:, None]  # [b, 1, s, s]
+    # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
+    # with documents 2 b n s².
+    bias = None
+    if mask.slopes is not None:
+        query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
+        bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
+    if kernel == FLASH_STAND_IN:
+        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
+    local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
+    return jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
+    )
+
+
+def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
+    (positions, heads), rows = q.shape[1:3], mask.position_ids
+    assert not (positions if rows is None else positions // 2) % BLOCK, "flash takes whole blocks of queries"
+    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
+    first = second = None
+    if mask.drops:
+        axes = mappings.varying_axes(q)
+        words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
+        first, second = (mappings.vary(each, axes) for each in words)
+    starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
+    aux = Aux(first, second, mask.documents, mask.slopes, starts)
+    static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
+    return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
+
+
+def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
+    """Attention over four blocks of queries.
+
+    On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
+    before its window, and to compute in float32: XLA runs small bf16 products there on one thread. The backward pass
+    computes the probabilities again: kept, they and the keys of every block are a third of a step's activations.
+    """
+    positions, dtype = q.shape[1], q.dtype
+    width = positions // (1 if positions % 4 else 4)
+
+    @jax.checkpoint
+    def attended(q: Array, k: Array, v: Array) -> Array:
+        def block(first: int) -> Array:
+            start = 0 if mask.window is None else max(0, first - mask.window + 1)
+            end = first + width if mask.causal else positions
+            k_read, v_read = k[:, :, start:end], v[:, :, start:end]
+            return _attend_block(q[:, :, first : first + width], k_read, v_read, first, mask, start, heads_first=True)
+
+        return jnp.concatenate([block(first) for first in range(0, positions, width)], axis=2)
+
+    q, k, v = (x.swapaxes(1, 2).astype(jnp.promote_types(dtype, jnp.float32)) for x in (q, k, v))
+    return attended(q, k, v).swapaxes(1, 2).astype(dtype)
+
+
+def _attend_block(
+    q: Array, k: Array, v: Array, first: int, mask: AttentionMask, first_key: int = 0, heads_first: bool = False
+) -> Array:
+    """Attention of the queries from position `first` on, or at `position_ids`, to the keys from `first_key` on.
+
+    Shapes: q [b, q, n, d], k [b, k, n, d], v [b, k, n, e] → [b, q, n, e]; with `heads_first` all are [b, n, …].
+    """
+    documents, rows = mask.documents, mask.position_ids
+    queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
+    visible = True
+    if mask.causal:
+        # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
+        query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
+        # Numbered from the first key, like the keys.
+        query = (first + query if rows is None else rows[:, None]) - first_key
+        visible = mask.visible(query, other)  # [q, k]
+        if mask.slopes is not None:
+            scores = scores + distance_penalty(mask.slopes, other - query, wide)
+    if documents is not None:
+        end, read = first + scores.shape[2], first_key + scores.shape[3]
+        of_queries = documents[:, first:end] if rows is None else documents[:, rows]
+        same = _same_document(of_queries, documents[:, first_key:read])
+        visible = (visible & same)[:, None]  # [b, 1, q, k]
+    # Added rather than selected: the backward pass of a sum keeps no mask.
+    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    if mask.drops:
+        heads = mask.heads(scores.shape[1])
+        rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
+        probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
+    return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
+
+
+@jax.custom_vjp
+def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
+    return _flash_stand_in_forward(q, k, v, *biases)[0]
+
+
+def _flash_stand_in_forward(*inputs: Array):
+    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
+    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
+    context, rows = _never_run(like, *inputs)
+    return context, (*inputs, context, rows)
+
+
+def _flash_stand_in_backward(kept: tuple[Array, ...], gradient: Array):
+    inputs = kept[:-2]
+    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
+
+
+_flash_stand_in.defvjp(_flash_stand_in_forward, _flash_stand_in_backward)
+
+
+def _never_run(results, *inputs: Array) -> list[Array]:
+    def refuse(*_):
+        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
+
+    axes = frozenset().union(*map(mappings.varying_axes, inputs))
+    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
+
+
+def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:
+    """Mask of query and key pairs within a document."""
+    return queries[:, :, None] == keys[:, None, :]
+
+
+# --- Sequences over context -------------------------------------------------------------------------------------------
+# Attention of sequences whose positions are split over `context`, with any of the kernels
+# (`attention_kernels.py`).
+#
+#     heads     an all-to-all gives each rank all positions of n / c of the heads, and one back its own positions of all
+#               (DeepSpeed-Ulysses, arXiv 2309.14509). Kernels, windows, documents and masks see whole sequences.
+#
+#                   [b, s / c, n, d] ── all-to-all ──▶ [b, s, n / c, d] ── attention ── all-to-all ──▶ [b, s / c, n, d]
+#
+#     gather    every rank gets the keys and values of all positions, and attends from its own queries (Llama 3, arXiv
+#               2407.21783, section 3.3.2). With grouped heads these are few. The backward pass sums their gradients by
+#               a reduce-scatter. Queries are balanced: rank r of c has the chunks r and 2c − 1 − r of 2c (`tokens.py`).
+#
+# Numbers sent by a rank in the forward pass of a layer: 4 · (c − 1) / c · b s n d / c of `heads`, and 2 · (c − 1) / c ·
+# b s k d of `gather`, with n heads and k key-value heads on a rank of `model`.
+#
+# Where there are fewer key-value heads than ranks of `context`, `heads` sends copies of them, which rank needs which:
+# lcm(k, c) heads. Their gradients are summed where they come from.
+
+
+HEADS, POSITIONS = 2, 1
+
+
+def attend_across(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b s k d"],
+    v: Float[Array, "b s k e"],
+    mask: AttentionMask,
+    kernel: str,
+    tokens: Tokens,
+) -> Float[Array, "b s n e"]:
+    """`attend` for the positions of all ranks of `context`.
+
+    Args:
+      q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
+      mask: with the slopes of these heads, and documents of whole sequences.
+      kernel: as for `attend`.
+      tokens: which positions they are, and how to attend to those of other ranks.
+    """
+    if tokens.across == "heads":
+        local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
+        first = mappings.rank(CONTEXT) * local
+        if slopes is not None:
+            slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
+        first = mappings.rank(MODEL) * q.shape[HEADS] + first
+        q, k, v = (mappings.exchange(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
+        attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
+        return mappings.exchange(attended, CONTEXT, POSITIONS, HEADS)
+    if tokens.across == "gather":
+        mask = replace(mask, position_ids=tokens.position_ids())
+        k, v = tokens.all_positions(k), tokens.all_positions(v)
+    return attend(q, k, v, mask, kernel)
+
+
+def _enough(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:
+    """Key-value heads repeated until `context` divides their number."""
+    heads, ranks = x.shape[HEADS], mappings.size(CONTEXT)
+    copies = math.lcm(heads, ranks) // heads
+    return jnp.repeat(x, copies, axis=HEADS) if copies > 1 else x

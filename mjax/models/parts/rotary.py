@@ -1,0 +1,105 @@
+"""Rotary positions (RoPE, arXiv 2104.09864): queries and keys are turned by an angle that grows with the position, so
+that their product depends on the distance between them.
+
+The dims i and i + d/2 of a head are a pair, as in Hugging Face and megatron-core (Meta's own files have neighbours as
+pairs). At position p the pair i turns by p · f_i:
+
+    f_i = θ^(−2i/d)           i < d/2          [a, b] → [a cos − b sin, b cos + a sin]
+
+For sequences longer than those of pretraining the frequencies are lowered, by a factor c:
+
+    linear   f / c
+    llama3   wavelengths 2π/f below original / 4 stay, those above the original length have f / c, and between the two
+             limits it is a mixture, linear in original · f / 2π (Llama 3.1)
+    yarn     pairs that turn more than 32 times over the original length stay, those that turn less than once have
+             f / c, and between is a ramp over i; both cos and sin are multiplied by 0.1 ln c + 1 (arXiv 2309.00071)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mjax.models.context import Context
+from mjax.models.parts.positions import Positions
+from mjax.parallel.sums import wide_type
+
+LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength
+SLOW, FAST = 1.0, 32.0  # of yarn: turns over the original length
+
+
+@dataclass(frozen=True)
+class Rotary(Positions):
+    """Queries and keys are turned.
+
+    Attributes:
+      dims: of a head that are turned, its first ones; even.
+      theta: base of the frequencies.
+      scaling: `none`, `linear`, `llama3` or `yarn`.
+      factor: by which frequencies are lowered.
+      original: positions of pretraining; for `llama3` and `yarn`.
+    """
+
+    dims: int
+    theta: float
+    scaling: str = "none"
+    factor: float = 1.0
+    original: int | None = None
+
+    def turn(
+        self, q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], context: Context
+    ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"]]:
+        """Queries and keys, turned by the positions of their tokens within their documents."""
+        positions = context.position_ids()
+        return _rotate(q, positions, self), _rotate(k, positions, self)
+
+    def frequencies(self) -> Float[np.ndarray, " pairs"]:
+        """Radians a position, of each pair of dims."""
+        plain = self.theta ** (-np.arange(0, self.dims, 2) / self.dims)
+        if self.scaling == "linear":
+            return plain / self.factor
+        if self.scaling == "llama3":
+            turns = self.original * plain / (2 * math.pi)
+            unscaled = np.clip((turns - LOW) / (HIGH - LOW), 0, 1)
+        elif self.scaling == "yarn":
+            pair_with = [
+                self.dims * math.log(self.original / (2 * math.pi * turns)) / (2 * math.log(self.theta))
+                for turns in (FAST, SLOW)
+            ]
+            low, high = max(math.floor(pair_with[0]), 0), min(math.ceil(pair_with[1]), self.dims - 1)
+            unscaled = 1 - np.clip((np.arange(self.dims // 2) - low) / max(high - low, 0.001), 0, 1)
+        else:
+            return plain
+        return plain * unscaled + plain / self.factor * (1 - unscaled)
+
+    def magnitude(self) -> float:
+        """The factor of cos and sin."""
+        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" else 1.0
+
+
+# Written out because a rotation is linear: all its gradient needs is the positions, where autodiff would keep cos and
+# sin of every layer.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rotate(x: Float[Array, "b s n d"], positions: Int[Array, "#b s"], rotary: Rotary) -> Float[Array, "b s n d"]:
+    return _rotate_by(x, positions, rotary, 1.0)
+
+
+def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:
+    wide = wide_type(x.dtype)
+    angle = positions[..., None, None].astype(wide) * jnp.asarray(rotary.frequencies(), wide)  # [b, s, 1, dims / 2]
+    cos, sin = jnp.cos(angle) * rotary.magnitude(), jnp.sin(angle) * (direction * rotary.magnitude())
+    a, b = jnp.split(x[..., : rotary.dims].astype(wide), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([rotated, x[..., rotary.dims :]], axis=-1) if rotary.dims < x.shape[-1] else rotated
+
+
+_rotate.defvjp(
+    lambda x, positions, rotary: (_rotate(x, positions, rotary), positions),
+    lambda rotary, positions, gradient: (_rotate_by(gradient, positions, rotary, -1.0), None),
+)
