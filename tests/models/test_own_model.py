@@ -311,7 +311,7 @@ def test_run_continues_bit_for_bit_and_on_another_mesh(tmp_path):
 
 
 def test_plan_counts_parameters_and_flops_as_by_hand(capsys):
-    assert cli.main(["plan", "--config", str(ROOT / "tests" / "toy_model.py"), "--data.mock", "--json"]) == 0
+    assert cli.main(["plan", "--config", str(ROOT / "tests" / "toy_model.py"), "--json"]) == 0
     model, train = toy_model.config.model, toy_model.config.train
     h, f, s, v = model.hidden, model.feed_forward, model.sequence, model.padded_vocabulary
     layer = h * (model.heads + 2 * model.kv_heads) * model.head_size + h * h + 3 * h * f

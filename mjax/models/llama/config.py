@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, Positive
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.model import ModelConfig, Rate, Tuned, register
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -33,7 +33,9 @@ class LlamaConfig(ModelConfig):
     arXiv 2305.13245); as many as heads when not given."""
     head_dim: Annotated[Count | None, By("head_size")] = None
     """Width of an attention head, d; hidden / heads when not given."""
-    activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, Elsewhere("activation-function")] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Elsewhere("activation-function")
+    ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
@@ -62,7 +64,7 @@ class LlamaConfig(ModelConfig):
     full_attention_every: Annotated[Count | None, TUNING] = None
     """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
     given."""
-    hidden_dropout: Annotated[Rate, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
