@@ -91,15 +91,14 @@ TRAIN_FLAGS = {
     # --- offloading
     "--train.recompute offload --train.unroll on": "offload does not work with --train.unroll on",
     # --- the batch
-    "--train.batch-rampup 0 8 100": "type --train.batch-rampup 8 8 100",
-    "--train.batch-rampup 512 8 100": "type --train.batch-rampup 504 8 100",
-    "--train.batch-rampup 504 5 100": "in whole increments; type --train.batch-rampup 504 8 100",
-    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); type --train.batch-rampup 8 8",
-    "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.chunks 2": "type --train.batch-rampup 256 32 100000",
-    "--train.batch-rampup 4 4 9 --train.global-batch 8": "leave it out, or type --train.global-batch 16",
+    "--train.batch-rampup 0 8 100": "use a START below it",
+    "--train.batch-rampup 512 8 100": "use a START below it",
+    "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
+    "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and for",
+    "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.chunks 2": "a batch of 272 from step 26 on, which is not",
     "--train.batch-rampup 8 8 9 --train.batch-schedule 0:8": "leave one of them out",
     "--train.batch-schedule '0:8 1K:16'": "use --train.global-batch 16",
-    "--train.batch-schedule '0:20 1M:512'": "type --train.batch-schedule '0:16 1M:512'",
+    "--train.batch-schedule '0:20 1M:512'": "has a batch of 20 from step 1 on",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",

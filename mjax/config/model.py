@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, TUNING, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, By, Elsewhere
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -101,16 +101,16 @@ class ModelConfig:
     """Attention heads, n; the head size is hidden / heads."""
     sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Annotated[Count | None, Elsewhere("n-positions")] = None
+    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
     vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN, Elsewhere("make-vocab-size-divisible-by")] = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN, Elsewhere("attn-implementation")] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0

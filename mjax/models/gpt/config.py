@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import FILE_ONLY, TUNING, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, TUNING, By, Elsewhere
 from mjax.config.model import Gelu, ModelConfig, Rate, Tuned, register
 from mjax.errors import UsageError
 
@@ -15,7 +15,9 @@ from mjax.errors import UsageError
 class TransformerConfig(ModelConfig):
     """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
-    feed_forward: Annotated[Count | None, Elsewhere("ffn-hidden-size intermediate-size n-inner d-ff")] = None
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
     """Width of the MLP, f; by default 4 × hidden."""
     activation: Annotated[Gelu, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Bounds, Count, Positive
-from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
 from mjax.config.model import ModelConfig, Rate, Tuned, register
 from mjax.errors import UsageError
 
@@ -23,12 +23,14 @@ class LlamaConfig(ModelConfig):
 
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
-    feed_forward: Annotated[Count | None, Elsewhere("ffn-hidden-size intermediate-size n-inner d-ff")] = None
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
     """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
-    kv_heads: Count | None = None
+    kv_heads: Annotated[Count | None, By("groups")] = None
     """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
     arXiv 2305.13245); as many as heads when not given."""
-    head_dim: Count | None = None
+    head_dim: Annotated[Count | None, By("head_size")] = None
     """Width of an attention head, d; hidden / heads when not given."""
     activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, Elsewhere("activation-function")] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from mjax.config.bounds import Count, CountOrZero, Positive
-from mjax.config.marks import TUNING, Elsewhere
+from mjax.config.marks import TUNING, By, Elsewhere
 from mjax.config.model import Tuned, register
 from mjax.errors import UsageError
 from mjax.models.llama.config import LlamaConfig
@@ -27,7 +27,7 @@ class MixtureConfig(LlamaConfig):
     """Experts of a layer, E: gated MLPs."""
     experts_per_token: Annotated[Count, Elsewhere("moe-router-topk num-experts-per-tok")] = 2
     """Experts that a token takes, those with the best scores, k."""
-    expert_width: Annotated[Count | None, Elsewhere("moe-ffn-hidden-size moe-intermediate-size")] = None
+    expert_width: Annotated[Count | None, By("width_of_expert"), Elsewhere("moe-ffn-hidden-size")] = None
     """Width of an expert; that of the MLP (feed_forward) when not given."""
     dense_layers: Annotated[CountOrZero, Elsewhere("first-k-dense-replace")] = 0
     """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
