@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import check_base, digest_in_blocks, folder_of, own_part
-from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
@@ -37,7 +37,7 @@ from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, 
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
-from mjax.interop.convert import check_vocabulary, write_run
+from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint

@@ -1,10 +1,9 @@
 """`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, and near_duplicates.py
-finds candidates and compares them. Similar pairs are joined into clusters, and the first document of each cluster is
-kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
-not be the one that was kept.
+above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and compares
+them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is
+at least as similar as the threshold to some other document of its cluster, which need not be the one that was kept.
 
 The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
 bands by ranges of their values, sorted in the first reading, so that equal ones meet in one task:
@@ -22,7 +21,7 @@ Values of all documents are files that are mapped into memory. A task holds its 
 
 import hashlib
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partialmethod
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -30,9 +29,8 @@ import numpy as np
 
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes, shingle_set
 from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
-from mjax.data.corpus.shingles import shingle_hashes, shingle_set
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -233,9 +231,7 @@ class DedupJob(FilterJob):
                 compared += pairs
         return compared
 
-    def compare_others(self, rank: int) -> int:
-        """Compare in the bands that are left."""
-        return self.compare(rank, 1)
+    compare_others = partialmethod(compare, turn=1)
 
     def join(self, rank: int, turn: int = 0) -> None:
         """Join the similar pairs of a round to clusters; after the last, find the most similar to each document."""
@@ -250,9 +246,7 @@ class DedupJob(FilterJob):
         if turn:
             self._find_most_similar()
 
-    def join_others(self, rank: int) -> None:
-        """Join the pairs of the other bands."""
-        self.join(rank, 1)
+    join_others = partialmethod(join, turn=1)
 
     def _edges(self, turn: int) -> Iterator[np.ndarray]:
         for rank in range(self.tasks):

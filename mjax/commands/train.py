@@ -99,7 +99,7 @@ def train(
     from mjax.planner.command import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
-    from mjax.run.options import Options
+    from mjax.run.loop import Options
 
     config = arguments.settings
     keep_programs(arguments.distributed.several)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError, and_more
 from mjax.interop.model_folder import read_object

@@ -22,15 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    as_flag,
-    differences,
-    read_config,
-    read_settings,
-)
+from mjax.config import Config, DataConfig, MeshConfig, as_flag, differences, read_config, read_settings
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend

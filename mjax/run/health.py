@@ -29,6 +29,7 @@ All decisions follow from metrics that are the same in every process; only proce
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -50,7 +51,7 @@ from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, holding
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
-from mjax.errors import UnhealthyError
+from mjax.errors import UnhealthyError, and_more, shortened
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
 from mjax.run.callbacks import Callback
@@ -273,13 +274,14 @@ class Guard(Callback):
         """
         waits = run.step == step
         saves, run.saves = waits and (run.ends or run.saves or self.saves(step)), False
+        if saves:
+            run.at(step, "saving")
         if waits and (saves or self.needs_state(run, step)):
             self._check(run, step)
         self._nonfinite = metrics.nonfinite is not None
         if problem := self.health.problem(ended=step == self.config.train.steps):
             self.give_up(problem)
         if saves:
-            run.at(step, "saving")
             begun = time.perf_counter()
             if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
                 run.blocked = time.perf_counter() - begun
@@ -606,11 +608,8 @@ class Replicas:
             f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
             for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
         ]
-        if len(copies) > MOST_DEVICES:
-            copies[MOST_DEVICES:] = [f"{len(copies) - MOST_DEVICES} more"]
-        first, *others = dict.fromkeys(name for names in odd.values() for name in names)
-        arrays = first + (f" and {len(others)} more arrays" if others else "")
-        differ = "differs from the others" if len(copies) == 1 else "differ"
+        arrays = and_more(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
+        copies, differ = shortened(copies, MOST_DEVICES), "differs from the others" if len(copies) == 1 else "differ"
         return (
             f"after step {step} the replicas have different weights: {' and '.join(copies)} {differ} in {arrays}; "
             "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "

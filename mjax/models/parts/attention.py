@@ -96,15 +96,9 @@ class Attention(nnx.Module):
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
 
     def _mask(self, context: Context) -> AttentionMask:
-        return AttentionMask(
-            causal=self.config.causal,
-            window=self.config.window_at(context.layer_in_group),
-            scale=self.scale,
-            rate=self.config.attention_dropout,
-            key=context.key_of(random.ATTENTION),
-            documents=context.documents,
-            slopes=self.positions.slopes(),
-        )
+        config, rate = self.config, self.config.attention_dropout
+        key, window = context.key_of(random.ATTENTION) if rate else None, config.window_at(context.layer_in_group)
+        return AttentionMask(config.causal, window, self.scale, rate, key, context.documents, self.positions.slopes())
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
 from mjax.errors import UsageError
 from mjax.models.parts.flash import Aux, flash_attention
 from mjax.models.parts.mask import MASKED, AttentionMask
@@ -62,8 +62,11 @@ def attend(
     Raises:
       UsageError: the kernel has no such attention.
     """
+    assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
+    assert mask.window is None or mask.causal, "a window ends at a query's own position"
     _check(kernel, q, v, mask)
-    q, mask = mask.scaled(q), mask.like(q)
+    axes = mappings.varying_axes(q)
+    q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if kernel in ("cudnn", FLASH_STAND_IN):
@@ -81,21 +84,13 @@ def attend(
     return _attend_in_blocks(q, k, v, mask)
 
 
-LACKS = {
-    "cudnn": ("dropout", "queries of some positions", "values of another width"),
-    "flash": ("values of another width",),
-}
-"""What fused kernels cannot do. By the config `config/kernels.py` chooses one that can."""
-
-
 def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
-    needed = {
-        "dropout": mask.drops,
-        "queries of some positions": mask.position_ids is not None,
-        "values of another width": v.shape[-1] != q.shape[-1],
-    }
-    for feature in LACKS.get(kernel, ()):
-        if needed[feature]:
+    """Refuse what a fused kernel cannot do; by the config `config/kernels.py` chooses one that can."""
+    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
+    if kernel == "cudnn":
+        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
+    for feature, needed in lacks.items():
+        if needed and kernel in FUSED:
             raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
 
 
@@ -145,7 +140,7 @@ def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
     assert not (positions if rows is None else positions // 2) % BLOCK, "flash takes whole blocks of queries"
     assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
     first = second = None
-    if mask.drops:
+    if mask.key is not None:
         axes = mappings.varying_axes(q)
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
         first, second = (mappings.vary(each, axes) for each in words)
@@ -207,7 +202,7 @@ def _attend_block(
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if mask.drops:
+    if mask.key is not None:
         heads = mask.heads(scores.shape[1])
         rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
         probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
