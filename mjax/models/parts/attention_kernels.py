@@ -134,7 +134,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
     run = positions if rows is None else positions // 2
-    assert not (run % BLOCK or k.shape[1] % BLOCK), "flash takes whole blocks of queries and keys (position_unit)"
+    assert all(count % BLOCK == 0 for count in (run, k.shape[1])), "flash takes whole blocks (position_unit)"
     words = None, None
     if mask.key is not None:
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
