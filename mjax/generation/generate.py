@@ -264,22 +264,8 @@ class _State(NamedTuple):
     cached: Cache
 
 
-class _Step(NamedTuple):
-    """The last step of the loop.
-
-    Attributes:
-      positions: int32 [b], of the tokens drawn.
-      drawn: int32 [b].
-      at_eod: bool [b], the token ends the text, and is not part of it.
-      grew: bool [b], the token is part of the text.
-      all_ended: bool [], after this step.
-    """
-
-    positions: Array
-    drawn: Array
-    at_eod: Array
-    grew: Array
-    all_ended: Array
+NOTHING, END = -2, -1
+"""In place of a token: the text had ended before, or ends here."""
 
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
@@ -292,11 +278,15 @@ def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prom
 
 def _write(
     config: Config, layout: Layout, weights: CausalModel, request: dict[str, Array], state: _State, steps: Array
-) -> tuple[_State, _Step]:
-    """Inside `shard_map`: take up to `steps` steps, until all sequences have ended."""
+) -> tuple[_State, Int[Array, " b"]]:
+    """Inside `shard_map`: take up to `steps` steps, until all sequences have ended.
+
+    Returns:
+      The state, and for each sequence the last token that was written, END or NOTHING.
+    """
     layers, sequences = layers_of(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
-    def step(carry: tuple[_State, _Step, Array]) -> tuple[_State, _Step, Array]:
+    def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
         settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
         drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
@@ -307,14 +297,12 @@ def _write(
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
+        written = jnp.where(grows, drawn, jnp.where(state.ended, NOTHING, END))
         ended = at_eod | (lengths >= request["limits"])
-        new = _Step(state.lengths, drawn, at_eod & ~state.ended, grows, ended.all())
-        return _State(tokens, lengths, ended, at_eod, logits, cached), new, left - 1
+        return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
 
-    nothing = jnp.zeros(state.lengths.shape, bool)
-    none = _Step(state.lengths, jnp.zeros_like(state.lengths), nothing, nothing, state.ended.all())
-    state, last, _ = jax.lax.while_loop(lambda carry: ~carry[1].all_ended & (carry[2] > 0), step, (state, none, steps))
-    return state, last
+    start = state, jnp.full_like(state.lengths, NOTHING), steps
+    return jax.lax.while_loop(lambda carry: ~carry[0].ended.all() & (carry[2] > 0), step, start)[:2]
 
 
 @dataclass(frozen=True)
@@ -434,7 +422,7 @@ class Generator:
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
-            state = self._write_aloud(weights, request, state, listener)
+            state = self._write_aloud(weights, request, state, lengths.tolist(), listener)
         texts = state.tokens, state.lengths, state.at_eod
         continuations = []
         for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, texts), strict=True):
@@ -459,19 +447,21 @@ class Generator:
         ]
         return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
 
-    def _write_aloud(self, weights: CausalModel, request: dict, state: _State, listener: Listener) -> _State:
+    def _write_aloud(
+        self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: Listener
+    ) -> _State:
         """Take one step after the other, and tell of each while the devices work on the next."""
         last = None
         while True:
-            state, step = self._write(weights, request, state, np.int32(1))
-            if last is not None:
-                rows = map(np.ndarray.tolist, map(np.asarray, last[:4]))
-                for index, (position, token, at_eod, grew) in enumerate(zip(*rows, strict=True)):
-                    if grew or at_eod:
-                        listener(index, position, token if grew else None)
-                if last.all_ended:
-                    return state
-            last = step
+            state, written = self._write(weights, request, state, np.int32(1))
+            tokens = [] if last is None else np.asarray(last).tolist()
+            for index, token in enumerate(tokens):
+                if token != NOTHING:
+                    listener(index, positions[index], None if token == END else token)
+                    positions[index] += 1
+            if tokens and max(tokens) == NOTHING:
+                return state
+            last = written
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Texts in rows of one width, with zeros behind them, which no token sees."""
