@@ -18,8 +18,9 @@ from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
 from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first_line
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding
 from mjax.doctor.devices import devices_to_check, name_of
+from mjax.errors import first_line
 from mjax.models.parts import attention_kernels
 from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import alibi_slopes

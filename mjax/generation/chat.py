@@ -38,7 +38,7 @@ from mjax.data.tokenizers import (
     optional_object,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.library import WHOLE_FILES, library_errors, utf8
+from mjax.data.tokenizers.kinds import WHOLE_FILES, library_errors, utf8
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json
 

@@ -47,8 +47,8 @@ from mjax.parallel.layers import (
     VocabParallelEmbedding,
     normal,
     owned_rows,
-    recomputed,
 )
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.products import linear
 from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens

@@ -33,7 +33,7 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.parallel import random
-from mjax.parallel.layers import recomputed
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, Positive
-from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.model import ModelConfig, Rate, Tuned, register
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -24,14 +24,18 @@ class LlamaConfig(ModelConfig):
 
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
-    feed_forward: Count | None = None
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
     """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
-    kv_heads: Count | None = None
+    kv_heads: Annotated[Count | None, By("groups")] = None
     """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
     arXiv 2305.13245); as many as heads when not given."""
-    head_dim: Count | None = None
+    head_dim: Annotated[Count | None, By("head_size")] = None
     """Width of an attention head, d; hidden / heads when not given."""
-    activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Elsewhere("activation-function")
+    ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
@@ -53,16 +57,16 @@ class LlamaConfig(ModelConfig):
     """By how much: the new length over the old one."""
     rope_original: Annotated[Count | None, TUNING] = None
     """Positions of pretraining, which llama3 and yarn need."""
-    norm_epsilon: Tuned = 1e-5
+    norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-5
     """Added to the mean square in RMSNorm."""
     window: Annotated[Count | None, TUNING] = None
     """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
     full_attention_every: Annotated[Count | None, TUNING] = None
     """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
     given."""
-    hidden_dropout: Rate = 0.0
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Rate = 0.0
+    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
 
     title: ClassVar[str] = "a Llama"

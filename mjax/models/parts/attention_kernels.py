@@ -34,6 +34,7 @@ from mjax.models.parts.flash import Aux, flash_attention
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -73,7 +74,7 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
@@ -134,7 +135,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
     run = positions if rows is None else positions // 2
-    assert all(count % BLOCK == 0 for count in (run, k.shape[1])), "flash takes whole blocks (position_unit)"
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
     words = None, None
     if mask.key is not None:
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
