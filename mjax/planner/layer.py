@@ -59,7 +59,7 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
-from mjax.models.parts.attention_kernels import FLASH_STAND_IN
+from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
