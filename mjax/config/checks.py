@@ -106,7 +106,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_experts(config: Config) -> None:
     """Check that the `expert` axis divides the replicas and the experts."""
-    mesh, experts = config.mesh, config.model.parted_experts()
+    mesh, experts = config.mesh, config.model.experts
     if not experts:
         raise UsageError(
             f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {config.model.title} has none; "

@@ -30,7 +30,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.config import Config
 from mjax.errors import UnhealthyError, UsageError
-from mjax.models.bert.heads import TaskBERT
+from mjax.models.bert.model import TaskBERT
 from mjax.models.build import build_model
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.loop import Run

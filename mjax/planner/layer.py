@@ -63,7 +63,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import MODEL
-from mjax.config.kernels import FUSED
+from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
 from mjax.models.parts.attention_kernels import FLASH_STAND_IN
@@ -258,7 +258,7 @@ def _arrays_of(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    model = replace(model.without_dropout().with_grouped(STAND_IN), attention="xla")
+    model = replace(with_grouped(model.without_dropout(), STAND_IN), attention="xla")
     return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
 
 
@@ -389,7 +389,7 @@ def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
     others = math.prod(n for n in (*derived, *vars(model).values()) if isinstance(n, int) and n > 0)
     for samples in SAMPLE_TAGS:
         tagged = replace(of, samples=samples, expert=ranks, model=replace(model, experts=model.experts * ranks * local))
-        rows, tiles, sums = ranks * samples * model.taken_experts() * model.sequence, _tiles(tagged), 2 * samples + 1
+        rows, tiles, sums = ranks * samples * model.experts_per_token * model.sequence, _tiles(tagged), 2 * samples + 1
         alone = math.gcd(samples * ranks * local * sums, others) == 1 and without_factors(tiles, others) > 1
         if alone and rows < 2**31:  # numbered with 32 bits
             factors = {tiles: _tiles(of), sums: 2 * of.samples + 1, samples: of.samples}  # a router has such sums
@@ -401,10 +401,10 @@ def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
 
 def _tiles(of: Traced) -> int:
     """The tiles of experts' rows, as many as `models/parts/experts.py` makes; 1 without experts."""
-    if not (experts := of.model.parted_experts()):
+    if not (experts := of.model.experts):
         return 1
     tokens = of.expert * of.samples * of.model.sequence // of.context
-    return tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
+    return tiles_at_most(of.model.experts_per_token * tokens, experts // of.expert, ROWS["pallas"], tokens)
 
 
 def _trace(of: Traced, config: Config, part: Callable) -> Part:
@@ -499,8 +499,8 @@ def _of_assignments(of: Traced, product: Product) -> Product:
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
-    assignments = of.model.taken_experts() * of.samples * of.model.sequences * of.model.sequence // of.context
-    groups = math.gcd(assignments, of.model.parted_experts() // of.expert)
+    assignments = of.model.experts_per_token * of.samples * of.model.sequences * of.model.sequence // of.context
+    groups = math.gcd(assignments, of.model.experts // of.expert)
     return product._replace(m=assignments // groups, batch=groups)
 
 

@@ -101,7 +101,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
     """
     fixed = {name: value_of(config, name) for name in keep}
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
-    train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
+    train, unit, experts = config.train, batch_unit(config), config.model.experts
     portions: dict[tuple, TrainConfig] = {}
     mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
 

@@ -350,8 +350,8 @@ class LayerTime:
             return rows, 1
         model, mesh = self.config.model, self.config.mesh
         if self.worst:
-            local = model.parted_experts() // mesh.expert
-            rows, groups = self.run.tokens * mesh.expert, min(model.taken_experts(), local)
+            local = model.experts // mesh.expert
+            rows, groups = self.run.tokens * mesh.expert, min(model.experts_per_token, local)
         return TILE * math.ceil(rows / TILE), groups
 
     @cached_property
@@ -603,7 +603,7 @@ class TimePredictor:
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")
-        if config.model.parted_experts():
+        if config.model.experts:
             untimed.append("the products of experts, which count as cuBLAS's here")
         if train.recompute == "offload":
             host = f"{self.gpu.host_bandwidth / 1e9:g} GB/s"
@@ -834,7 +834,7 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     """
     calibration = calibration or default_calibration(gpu)
     step = predict_time(config, gpu, calibration)
-    worst = predict_time(config, gpu, calibration, worst=True) if config.model.parted_experts() else None
+    worst = predict_time(config, gpu, calibration, worst=True) if config.model.experts else None
     devices, compute = config.mesh.devices, config.precision.compute
     tokens_per_second = config.train.global_batch * config.model.sequences * config.model.sequence / step.total
     peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if in_float8(config.precision) else ""

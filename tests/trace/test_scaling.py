@@ -72,12 +72,12 @@ def test_experts_and_samples_follow_from_one_trace(traces, monkeypatch):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", [name for name in available_configs() if load_config(name).model.parted_experts()])
+@pytest.mark.parametrize("name", [name for name in available_configs() if load_config(name).model.experts])
 def test_traces_of_every_config_are_those_scaled(traces, monkeypatch, name):
     """Each kind of layers, on every number of ranks that a search tries, with all else that it varies."""
     config = load_config(name)
     context = [(1, None), *((n, across) for n in (2, 4) for across in ("heads", "gather"))]
-    experts = [n for n in (1, 2, 4, 8) if config.model.parted_experts() % n == 0]
+    experts = [n for n in (1, 2, 4, 8) if config.model.experts % n == 0]
     meshes = product((1, 2, 4, 8, 16), (False, True), context, experts, (1, 2))
     kinds = []
     for ranks, tokens, (parts, across), expert, samples in meshes:
