@@ -278,6 +278,20 @@ def test_number_out_of_bounds_is_rejected_with_its_flag(section, knob, value):
         validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
 
 
+ONLY_FOR = [
+    ("optimizer", "muon_adjust_lr", "original", "is for --optimizer.name muon, and this run has adamw; leave it out"),
+    ("precision", "loss_scale", 8.0, "is for --precision.compute fp16, and this run has bf16; leave it out"),
+    ("data", "mask_probability", 0.3, "is for samples of pairs, and this run has text; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("section", "knob", "value", "words"), ONLY_FOR)
+def test_setting_for_another_value_is_rejected(section, knob, value, words):
+    config = Config(data=DataConfig(mock=True))
+    with pytest.raises(UsageError, match=re.escape(words)):
+        validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
+
+
 def test_mesh_larger_than_machine_says_what_to_type():
     with pytest.raises(UsageError) as error:
         check_devices(load_config("gpt_8b"), 1, "gpt_8b")

@@ -23,7 +23,8 @@ from mjax.models.parts.attention import Attention
 from mjax.models.parts.output import Output
 from mjax.models.parts.positions import Positions
 from mjax.models.stack import stack
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, recomputed
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mjax.parallel.overlap import recomputed
 
 
 @register

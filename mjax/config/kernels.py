@@ -172,10 +172,8 @@ def capability_of(device) -> tuple[int, ...]:
 def _flash_obstacle(
     model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...], chunks: int
 ) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
+    if obstacle := _fused_obstacle(model, compute, platform, capability):
         return obstacle
-    if compute not in ("bf16", "fp16", "fp8"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if not 16 <= model.head_size <= 128:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
     if model.sequence % (BLOCK * chunks):
@@ -204,15 +202,23 @@ def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
     return None
 
 
+def _fused_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+    if obstacle := _gpu_obstacle(platform, capability):
+        return obstacle
+    if compute not in ("bf16", "fp16", "fp8"):
+        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    if model.value_size != model.head_size:
+        return f"it needs values as wide as keys, and those of {model.title} have {model.value_size} numbers a head"
+    return None
+
+
 def _cudnn_obstacle(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
+    if obstacle := _fused_obstacle(model, compute, platform, capability):
         return obstacle
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
-    if compute not in ("bf16", "fp16", "fp8"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
     if model.head_size % 8 or model.head_size > largest:
         allowed = f"a multiple of 8 up to {largest}{where}"

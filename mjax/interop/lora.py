@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.config.model import ModelConfig
-from mjax.errors import UsageError
+from mjax.errors import UsageError, and_more
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
-from mjax.interop.weights import and_more, places
+from mjax.interop.weights import places
 from mjax.lora.add import Linear, linear_layers, targets_of
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family

@@ -49,7 +49,7 @@ from mjax.models.bert.config import BERTConfig, BERTTaskConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock
 from mjax.models.context import Context
 from mjax.models.gpt.model import transformer_layer
-from mjax.models.parts.flash import MASKED
+from mjax.models.parts.mask import MASKED
 from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
 from mjax.models.parts.output import Output
@@ -61,8 +61,8 @@ from mjax.parallel.layers import (
     VocabParallelEmbedding,
     normal,
     owned_rows,
-    recomputed,
 )
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.products import linear
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import add_bias, lookup

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count, Positive
-from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.marks import NEW_RUN, TUNING, By
 from mjax.config.model import Tuned, register
 from mjax.models.llama.config import DecoderConfig
 
@@ -18,7 +18,7 @@ class Gemma3Config(DecoderConfig):
 
     kind: Literal["gemma3"] = "gemma3"
     """Architecture of the model."""
-    head_dim: Count | None = 256
+    head_dim: Annotated[Count | None, By("head_size")] = 256
     """Width of an attention head, d."""
     window: Annotated[Count | None, TUNING] = 512
     """Tokens that a position sees in a layer with a window, itself included."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds
-from mjax.config.marks import TUNING
+from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Elsewhere
 from mjax.config.model import Rate, Tuned, register
 from mjax.models.parts.config import GatedMLPConfig, GroupedQueryConfig, RotaryConfig
 
@@ -16,9 +16,9 @@ from mjax.models.parts.config import GatedMLPConfig, GroupedQueryConfig, RotaryC
 class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
     """A decoder with RMSNorm, rotary positions and a gated MLP."""
 
-    norm_epsilon: Tuned = 1e-5
+    norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-5
     """Added to the mean square in RMSNorm."""
-    hidden_dropout: Rate = 0.0
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
 
     tied = True
@@ -31,7 +31,9 @@ class LlamaConfig(DecoderConfig):
 
     kind: Literal["llama"] = "llama"
     """Architecture of the model."""
-    activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Elsewhere("activation-function")
+    ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""

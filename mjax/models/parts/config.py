@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.marks import ANY_FAMILY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.model import Gelu, ModelConfig, Rate, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -22,17 +22,17 @@ EXPERTS = "experts"
 class GroupedQueryConfig(ModelConfig):
     """Attention whose heads share keys and values, with a window in all layers or some."""
 
-    kv_heads: Count | None = None
+    kv_heads: Annotated[Count | None, By("groups")] = None
     """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
     arXiv 2305.13245); as many as heads when not given."""
-    head_dim: Count | None = None
+    head_dim: Annotated[Count | None, By("head_size")] = None
     """Width of an attention head, d; hidden / heads when not given."""
     window: Annotated[Count | None, TUNING] = None
     """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
     full_attention_every: Annotated[Count | None, TUNING] = None
     """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
     given."""
-    attention_dropout: Rate = 0.0
+    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
 
     @property
@@ -109,9 +109,11 @@ class RotaryConfig(ModelConfig):
 class MLPConfig(ModelConfig):
     """An MLP with GELU."""
 
-    feed_forward: Count | None = None
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING] = "gelu_tanh"
+    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
 
     @property
@@ -127,7 +129,9 @@ class MLPConfig(ModelConfig):
 class GatedMLPConfig(ModelConfig):
     """An MLP with a gate."""
 
-    feed_forward: Count | None = None
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
     """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
 
     activation = "silu"
@@ -145,45 +149,45 @@ class GatedMLPConfig(ModelConfig):
 class ExpertsConfig(GatedMLPConfig):
     """Layers with experts, and layers with one MLP."""
 
-    experts: Count = 8
+    experts: Annotated[Count, Elsewhere("num-experts num-local-experts n-routed-experts")] = 8
     """Experts of a layer, E: gated MLPs."""
-    experts_per_token: Count = 2
+    experts_per_token: Annotated[Count, Elsewhere("moe-router-topk num-experts-per-tok")] = 2
     """Experts that a token takes, those with the best scores, k."""
-    expert_width: Count | None = None
+    expert_width: Annotated[Count | None, By("width_of_expert"), Elsewhere("moe-ffn-hidden-size")] = None
     """Width of an expert; that of the MLP (feed_forward) when not given."""
-    dense_layers: CountOrZero = 0
+    dense_layers: Annotated[CountOrZero, Elsewhere("first-k-dense-replace")] = 0
     """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
-    expert_interval: Count = 1
+    expert_interval: Annotated[Count, Elsewhere("moe-layer-freq decoder-sparse-step")] = 1
     """Of so many layers the last has experts, and the others have one MLP, of width feed_forward; 1: all have experts,
     2: every second one."""
-    grouped: Literal["auto", "pallas", "xla"] = "auto"
+    grouped: Annotated[Literal["auto", "pallas", "xla"], Elsewhere("moe-grouped-gemm")] = "auto"
     """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
     after the other."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
+    router: Annotated[Literal["softmax", "sigmoid"], Elsewhere("moe-router-score-function")] = "softmax"
     """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
     (DeepSeek-V3, arXiv 2412.19437)."""
     router_normalized: bool = True
     """Divide the weights of a token's experts by their sum. With softmax it is the same as a softmax over the scores of
     those k only (Mixtral)."""
-    router_scale: Positive = 1.0
+    router_scale: Annotated[Positive, Elsewhere("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
     router_groups: Count = 1
     """Groups of neighbouring experts: a token first chooses groups, by the sum of their two best scores, and then
     experts in them (DeepSeek-V3)."""
     router_top_groups: Count | None = None
     """Groups that a token chooses; all when not given."""
-    shared_width: CountOrZero = 0
+    shared_width: Annotated[CountOrZero, Elsewhere("moe-shared-expert-intermediate-size")] = 0
     """Width of the shared expert, which every token takes besides the others, of several together; 0: none."""
-    balance_loss: Tuned = 0.0
+    balance_loss: Annotated[Tuned, Elsewhere("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
     """Coefficient of the loss that balances experts, of every layer: E · Σ f P, with f the share of assignments and P
     the mean weight of an expert, over what balance_over says; 1 when balanced."""
-    balance_bias: Tuned = 0.0
+    balance_bias: Annotated[Tuned, Elsewhere("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
     """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
     chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
     balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
     """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
     as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
-    z_loss: Tuned = 0.0
+    z_loss: Annotated[Tuned, Elsewhere("moe-z-loss-coeff")] = 0.0
     """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
     (arXiv 2202.08906)."""
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 from mjax.models.context import Context
 from mjax.models.parts.config import GatedMLPConfig, MLPConfig
 from mjax.parallel import random
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type
 
 
