@@ -128,7 +128,7 @@ class OwnWeights:
 def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str) -> dict[str, Any]:
     """The contents of adapter_config.json; `base` is the name or folder of the base model."""
     # By last name where that means no other module, else in full: experts may have modules of the same name.
-    names = modules if model.parted_experts() else {name.rpartition(".")[2] for name in modules}
+    names = modules if model.experts else {name.rpartition(".")[2] for name in modules}
     alpha = model.adapter_alpha
     return {
         "peft_type": "LORA",

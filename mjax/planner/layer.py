@@ -56,7 +56,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.kernels import FUSED
+from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
 from mjax.models.parts.flash import FLASH_STAND_IN
@@ -233,10 +233,10 @@ class Traced:
 
 def expert_rows(of: Traced, samples: int) -> int:
     """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
-    if not (experts := of.model.parted_experts()):
+    if not (experts := of.model.experts):
         return 0
     tokens = of.expert * samples * of.model.sequence // of.context
-    tiles = tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
+    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.expert, ROWS["pallas"], tokens)
     return tiles * ROWS["pallas"]
 
 
@@ -248,7 +248,7 @@ def _arrays_of(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    model = replace(model.without_dropout().with_grouped(GROUPED_STAND_IN), attention="xla")
+    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
 
 
@@ -402,8 +402,8 @@ def _of_assignments(of: Traced, product: Product) -> Product:
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
-    assignments = of.model.taken_experts() * of.model.sequences * of.model.sequence // of.context
-    groups = math.gcd(assignments, of.model.parted_experts() // of.expert)
+    assignments = of.model.experts_per_token * of.model.sequences * of.model.sequence // of.context
+    groups = math.gcd(assignments, of.model.experts // of.expert)
     return product._replace(m=assignments // groups, batch=groups)
 
 

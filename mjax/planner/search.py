@@ -117,7 +117,7 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
             across = ["auto"] * bool(ways) if fixed.get("mesh.context_attention") == "auto" else ways
         expert = [
             ranks
-            for ranks in divisors(math.gcd(data, model.parted_experts() or 1))
+            for ranks in divisors(math.gcd(data, model.experts or 1))
             if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
         ]
         groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]

@@ -528,7 +528,7 @@ class TimePredictor:
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")
-        if config.model.parted_experts():
+        if config.model.experts:
             untimed.append("the products of experts, which count as cuBLAS's here")
         if train.recompute == "offload":
             host = f"{self.gpu.host_bandwidth / 1e9:g} GB/s"

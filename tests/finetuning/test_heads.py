@@ -23,6 +23,6 @@ def test_parameters_are_counted(head):
 
 def test_gradients_of_head_come_first():
     config = small_config(kind="bert", **HEADS["classification"])
-    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.mesh)
+    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.model)
     first = [names[index].partition(".")[0] for index in backward_order(names)[:6]]
     assert set(first) == {"head", "pooler", "final_norm"}

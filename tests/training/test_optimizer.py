@@ -190,7 +190,7 @@ def test_broken_weight_or_moment_is_named(optimizer, part, name, value, broken):
 
 def test_backward_order_goes_from_heads_to_embedding():
     config = small_config(kind="bert")
-    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.mesh)
+    names = gradient_names(jax.eval_shape(lambda: build_model(0, config.model)), config.model)
     ordered = [names[i] for i in backward_order(names)]
     assert {name.partition(".")[0] for name in ordered[:11]} == {"final_norm", "mlm", "order", "pooler"}
     assert ordered[11] == "blocks.mlp.down.bias of layer 2"
