@@ -30,7 +30,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.config import Config
 from mjax.errors import UnhealthyError, UsageError
-from mjax.models.bert.heads import TaskBERT
+from mjax.models.bert.heads import HEAD, TaskBERT
 from mjax.models.build import build_model
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.loop import Run
@@ -137,9 +137,6 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
 # The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
 # loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
 # mainly the head, are drawn from N(0, init_std).
-
-
-HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
 
 
 class Start:

@@ -71,8 +71,8 @@ from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
-from mjax.parallel.weights import joined, metadata_of, split_trained
-from mjax.parallel.zero import gather_weights, is_layer
+from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
+from mjax.parallel.zero import gather_weights
 from mjax.planner.program import (
     SAMPLE_TAGS,
     TAGS,
@@ -91,7 +91,6 @@ from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
-from mjax.utils.names import leaf_name
 from mjax.utils.packages import source_hashes
 
 MOST = 500
@@ -532,7 +531,7 @@ def _head(forward: Forward, weights, micro_batch, x: Array) -> Part:
     jaxpr = jax.make_jaxpr(differentiated)(own, frozen, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
-    trained = any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own))
+    trained = not all(are_stacked(own))
     both = jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)
     values = jax.typeof(micro_batch["tokens"]), *(variable.aval for variable in kept)
     values = tuple(Value(value.shape, value.dtype) for value in values)

@@ -30,6 +30,9 @@ from mjax.models.parts.flash import MASKED
 from mjax.parallel import mappings, random
 from mjax.parallel.random import dropout
 
+HEAD = "head."
+"""What the names of a task's head begin with: another task's has another meaning, whatever its shape."""
+
 
 class TaskBERT(Encoder):
     """An encoder with the head of a task, `config.head`."""
