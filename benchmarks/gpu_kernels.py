@@ -118,6 +118,7 @@ def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     import jax
 
     from mjax.models.parts.attention_kernels import attend
+    from mjax.models.parts.mask import AttentionMask
 
     model, t, array = _sizes(config)
     s, n, d = model.sequence, model.heads, model.head_size
@@ -125,7 +126,7 @@ def _attention(config: Config, kernel: str) -> Iterator[Timed]:
     flops = 4.0 * (t // s) * n * s * s * d / 2
 
     def forward(q, k, v):
-        return attend(q, k, v, kernel)
+        return attend(q, k, v, AttentionMask(), kernel)
 
     def both(q, k, v):
         out, back = jax.vjp(forward, q, k, v)

@@ -23,7 +23,7 @@ from mjax.cluster.hardware import Gpu, gpu_named
 from mjax.config import Config, GPTConfig, MeshConfig, TrainConfig, load_config
 from mjax.planner.calibration import A100, FITTED, Calibration
 from mjax.planner.layer import hardware_flops
-from mjax.planner.time import MJAX, Overlap, Software, Written, predict_time
+from mjax.planner.time import MJAX, LayerTime, Overlap, Software, Traffic, predict_time
 
 # --- Megatron-LM ------------------------------------------------------------------------------------------------------
 
@@ -42,26 +42,63 @@ MEGATRON_V100 = replace(
     ),
 )  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Written:
+    """Traffic of a program that cannot be traced, as read from its code: bytes of 16-bit activations that the kernels
+    of a layer's forward pass read and write, per element of the given tensor.
+
+    Attributes:
+      stream: per element of [tokens, h]: LayerNorms, dropout, residual sums.
+      mlp: per element of [tokens, f / p]: GELU.
+      scores: per element of the scores [b, n / p, s, s]: scale, mask, softmax, dropout; not reads and writes of the two
+        products.
+      logits: per element of the vocabulary scores, forward and backward.
+      kernels: launches of a layer's forward pass, except its products.
+      backward: bytes of a backward pass divided by those of the forward.
+    """
+
+    stream: float
+    mlp: float
+    scores: float
+    logits: float
+    kernels: int
+    backward: float
+
+    def __call__(self, layer: LayerTime) -> Traffic:
+        """The traffic of a layer."""
+        run, mesh, samples = layer.run, layer.config.mesh, layer.samples
+        stream, down = run.stream / (mesh.model if mesh.splits_tokens else 1), layer.layer.branches[-1][-1]
+        scale, factor = run.element / 2, self.backward + (layer.config.train.recompute != "none")
+        forward = scale * (self.stream * stream + self.mlp * samples * down.m * down.k)
+        scores = scale * self.scores * samples * max(p.batch * p.m * p.n for p in layer.layer.of_activations)
+        return Traffic(
+            forward=(forward, self.kernels),
+            backward=(factor * forward, factor * self.kernels),
+            scores=(scores, 3),
+            scores_backward=(self.backward * scores, self.backward * 3),
+            head=(self.logits * samples * run.end.logits, 6),
+        )
+
+
 # The program of arXiv 2104.04473 (Megatron-LM v2): GELU, dropout with residual, and softmax are fused kernels;
 # attention stores its scores and a dropout mask; gradients are fp16.
 MEGATRON_2021 = Software(
-    name="Megatron-LM of 2021",
-    written=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
+    traffic=Written(stream=26, mlp=6, scores=10, logits=16, kernels=11, backward=1.6),
     flash=False, overlap=Overlap(backward=0.0),
     repeated_sums=2, gradient_bytes=2, accumulate_bytes=6, optimizer_bytes=52,
-    splits_messages=True, sends_every_tick=False,
+    splits_messages=True, sends_every_tick=False, sums_stacks=False,
 )  # fmt: skip
 
 # The program of arXiv 2205.05198: the same, but the gather for a weight's gradient overlaps with another product
 # (section 4.2.2), and that product adds to the gradient itself (Megatron-LM, fused since February 2022).
-MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM of 2022", overlap=Overlap(backward=0.5), accumulate_bytes=0)
+MEGATRON_2022 = replace(MEGATRON_2021, overlap=Overlap(backward=0.5), accumulate_bytes=0)
 
 # The program of arXiv 1909.08053: only LayerNorm and the optimizer are fused, so bias, GELU, dropout, residual, scale,
 # mask and softmax each read and write.
 MEGATRON_2019 = replace(
     MEGATRON_2021,
-    name="Megatron-LM of 2019",
-    written=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
+    traffic=Written(stream=34, mlp=12, scores=21, logits=16, kernels=11, backward=1.6),
     splits_messages=False,
 )
 

@@ -10,6 +10,9 @@ import JAX.
     make_mesh(config.mesh)         the mesh, over the devices that JAX sees
     build_program(config, mesh)    initial state, train step and evaluation step
     Trainer(config, folder)        a run, with your own data source, callbacks, loss and optimizer
+    Callback                       what else happens around the steps of a run
+    KeepBestCheckpoint()           keeps the checkpoint with the lowest validation loss
+    EvaluateWithHarness(tasks, n)  tasks of lm-eval every n steps
     open_run(folder)               config, tokenizer and weights of a run
     generate(run, prompts)         continue prompts, or token ids
     logits(run, ids)               scores of the next token after every position
@@ -22,7 +25,10 @@ import importlib
 __version__ = "0.2.0"
 
 _PLACES = {
+    "Callback": "mjax.run.callbacks:Callback",
     "Config": "mjax.config:Config",
+    "EvaluateWithHarness": "mjax.commands.lm_eval:EvaluateWithHarness",
+    "KeepBestCheckpoint": "mjax.run.callbacks:KeepBestCheckpoint",
     "Trainer": "mjax.run.trainer:Trainer",
     "build_program": "mjax.step.step:build_program",
     "evaluate": "mjax.commands.evaluate:metrics_of",

@@ -11,7 +11,7 @@ import re
 import select
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 LONGEST = 1500  # characters of a sentence; longer than any path, which is never shortened
@@ -168,6 +168,21 @@ def suggestion(word: str, known: list[str]) -> str:
     """` (did you mean 'x'?)` when something close to `word` is known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def and_more(names: Sequence[str], what: str = "") -> str:
+    """`a and 3 more`."""
+    return names[0] + (f" and {len(names) - 1} more{what}" if len(names) > 1 else "")
+
+
+def shortened(names: list[str], most: int, more: str = "more") -> list[str]:
+    """The first names, `most` at most, and how many `more` there are."""
+    return names if len(names) <= most else [*names[:most], f"{len(names) - most} {more}"]
 
 
 def lines_of(text: str) -> list[str]:

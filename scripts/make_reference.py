@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import mjax  # noqa: E402
 from mjax.commands import cli  # noqa: E402
-from mjax.commands.flags import documented_flags  # noqa: E402
+from mjax.commands.flags import all_fields  # noqa: E402
 from mjax.commands.train import TrainArguments  # noqa: E402
 from mjax.config import Config, available_configs, load_config  # noqa: E402
 from mjax.config.bounds import Bounds, fields_of  # noqa: E402
@@ -52,15 +52,15 @@ def flags() -> str:
     text = f"""# Flags and config fields
 
 {GENERATED}
-Every field of the config is a flag of `train.py` and a name in `config.json`. `python train.py --help-all` prints
-the same list.
+Every field of the config is a name in `config.json` and in a config file. Those with `--` are flags of `train.py`, too;
+`python train.py --help-all` lists them.
 
 ```bash
 python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
 ```
 """
     by_section: dict[str, list[tuple[str, ...]]] = {}
-    for flag in documented_flags(TrainArguments, TrainArguments(settings=Config())):
+    for flag in all_fields(TrainArguments, TrainArguments(settings=Config())):
         section = flag.name.rpartition(".")[0] or "run"
         if section != "model":
             by_section.setdefault(section, []).append(_row(flag))
@@ -69,7 +69,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
     for title, cls, names in [("model", ModelConfig, common), *((f"model: {k}", c, None) for k, c in REGISTRY.items())]:
         if cls.__module__.startswith("mjax."):
             default = next(iter(REGISTRY.values()))() if cls is ModelConfig else cls()
-            found = documented_flags(type(default), default, "model.")
+            found = all_fields(type(default), default, "model.")
             shown.append((title, [_row(flag) for flag in found if (flag.field in common) == (names is not None)]))
     for title, rows in [*by_section.items(), *shown]:
         if rows:
@@ -83,7 +83,8 @@ def _row(flag: Any) -> tuple[str, ...]:
     values = ", ".join([flag.form.replace("|", ", ") or "yes or no", *filter(None, bounds[:1])])
     default = "" if flag.default in (None, "", (), dataclasses.MISSING) else flag.default
     default = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    return f"`--{flag.name}`", values, f"`{default}`" if default else "", flag.text
+    name = f"`{flag.name.replace('-', '_')}`" if flag.hidden else f"`--{flag.name}`"
+    return name, values, f"`{default}`" if default else "", flag.text
 
 
 # --- Configs ----------------------------------------------------------------------------------------------------------

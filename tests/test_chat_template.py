@@ -3,7 +3,8 @@
 import pytest
 
 from mjax.generation import chat_template
-from mjax.generation.chat_template import Template, TemplateError
+from mjax.generation.chat_template import Template
+from mjax.utils.child import ChildError
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -22,7 +23,7 @@ def test_template_is_bounded(program, words, monkeypatch):
     if program == LOOP:  # the others end by themselves, on a busy machine later than that
         monkeypatch.setattr(chat_template, "SECONDS", 2.0)
     template = Template("{% if wild %}" + program + "{% else %}{{ said }}{% endif %}")
-    assert template.render(wild=False, said="é\u2028") == ("é\u2028", [])
-    with pytest.raises(TemplateError, match=words):
-        template.render(wild=True)
-    assert template.render(wild=False, said="again") == ("again", [])
+    assert template.render([{"wild": False, "said": "é\u2028"}]) == [["é\u2028", []]]
+    with pytest.raises(ChildError, match=words):
+        template.render([{"wild": True}])
+    assert template.render([{"wild": False, "said": "again"}]) == [["again", []]]

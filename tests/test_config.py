@@ -35,7 +35,7 @@ from tests.conftest import ROOT
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
 LLAMA3 = {"rope_scaling": "llama3", "rope_original": 8192}
-GEMMA3 = {"full_attention_every": 6, "norms": "pre and post", "qk_norm": "head", "activation": "gelu_tanh"}
+GEMMA3 = {"full_attention_every": 6, "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
     "llama3_8b": (8_030_261_248, 5e5, 1e-5, {}),
@@ -62,7 +62,7 @@ DECODERS = {
 WITHOUT_PARAMETERS = {
     "window": None, "full_attention_every": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
     "rope_share": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original": None,
-    "experts_per_token": None, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
+    "experts_per_token": 0, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
 }  # fmt: skip
 
 
@@ -275,6 +275,20 @@ OUT_OF_BOUNDS = [
 def test_number_out_of_bounds_is_rejected_with_its_flag(section, knob, value):
     config, flag = Config(data=DataConfig(mock=True)), f"--{section}.{knob}".replace("_", "-")
     with pytest.raises(UsageError, match=rf"^{flag} is {value}; it must be "):
+        validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
+
+
+ONLY_FOR = [
+    ("optimizer", "muon_adjust_lr", "original", "is for --optimizer.name muon, and this run has adamw; leave it out"),
+    ("precision", "loss_scale", 8.0, "is for --precision.compute fp16, and this run has bf16; leave it out"),
+    ("data", "mask_probability", 0.3, "is for samples of pairs, and this run has text; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("section", "knob", "value", "words"), ONLY_FOR)
+def test_setting_for_another_value_is_rejected(section, knob, value, words):
+    config = Config(data=DataConfig(mock=True))
+    with pytest.raises(UsageError, match=re.escape(words)):
         validate(replace(config, **{section: replace(getattr(config, section), **{knob: value})}))
 
 

@@ -22,11 +22,12 @@ from mjax.config.kernels import padded_width
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.decoding import decoder, inference_weights
+from mjax.generation.decoding import inference_weights, layers_of
 from mjax.generation.generate import Generator, Sampling
 from mjax.models.build import build_model
 from mjax.models.gpt.model import GPT
 from mjax.models.parts.attention import KeyValues, attend_cached
+from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.step.layout import lay_out
@@ -64,7 +65,7 @@ def generator_and_model(mesh=ONE):
 def test_loop_over_tokens_writes_the_cache_in_place(sequences):
     def step(_, carry):
         x, cached, lengths = carry
-        x, cached = attend_cached(x, x, x, cached, lengths, jnp.arange(16))
+        x, cached = attend_cached(x, x, x, cached, lengths, jnp.arange(16), AttentionMask())
         return x, cached, lengths + 1
 
     cache = jax.ShapeDtypeStruct((sequences, 2, 16, 4), jnp.float32)
@@ -120,11 +121,11 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
         prompts = jnp.where(jnp.arange(8) < lengths[:, None], tokens[:, :8], 0)
         layout = lay_out(config, mesh)
         weights = inference_weights(config, layout, model)
-        decode = decoder(config, layout, weights)
-        row, cached = weights.prefill(prompts, jnp.asarray(lengths), 16, decode, config.across)
+        layers = layers_of(config, layout, weights)
+        row, cached = weights.prefill(prompts, jnp.asarray(lengths), 16, layers, config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
-            row, cached = weights.decode(tokens[jnp.arange(3), read], cached, read, decode)
+            row, cached = weights.decode(tokens[jnp.arange(3), read], cached, read, layers)
             rows, read = [*rows, row], read + 1
         return jnp.stack(rows, 1), model(tokens)
 

@@ -14,6 +14,7 @@ import pytest
 
 from mjax.data.sources import open_data
 from mjax.models.parts.attention_kernels import FLASH_INTERPRETED, attend
+from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.step.step import build_program
@@ -42,7 +43,8 @@ def test_attention_equals_xla_in_float32(size, positions, kernel, rate):
     def outputs(kernel, dtype):
         q, k, v, upstream = (x.astype(dtype) for x in arrays)
         key = DropoutKey.of(0, jnp.int32(1), jnp.arange(shape[0])) if rate else None
-        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, kernel, rate, key), q, k, v)
+        mask = AttentionMask(rate=rate, key=key)
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, mask, kernel), q, k, v)
         return out, *pullback(upstream)
 
     found = jax.jit(outputs, static_argnums=(0, 1))(kernel, jnp.bfloat16)

@@ -78,7 +78,7 @@ def test_setting_is_taken_and_announced(data, typed, file, field, value, line):
         ("--train.tokens 0", "", "--train.tokens 0 is not a number"),
         ("--train.tokens 1B --train.steps 5", "", "--train.steps 5 and --train.tokens 1B both set the length"),
         ("", "--train.tokens 1B --train.steps 5", "both set the length; leave one"),
-        ("--train.tokens 1B --train.batch-rampup 8 0 9", "", "INCREMENT and SAMPLES must each be"),
+        ("--train.tokens 1B --train.batch-rampup 8 0 9", "", "in whole increments"),
     ],
 )
 def test_contradictory_tokens_are_rejected(typed, file, words):

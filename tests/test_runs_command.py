@@ -17,9 +17,8 @@ from mjax.commands import cli
 from mjax.commands import runs as runs_command
 from mjax.config import save_config
 from mjax.models.build import abstract_weights, count_parameters
-from mjax.pictures import curves
-from mjax.pictures.curves import Curve
-from mjax.pictures.runs import _difference, draw_runs
+from mjax.pictures import runs as pictures
+from mjax.pictures.runs import Curve, _difference, draw_runs
 from mjax.utils import files
 from tests.conftest import ROOT
 from tests.tiny_config import config as TINY
@@ -182,7 +181,7 @@ def test_picture_shows_distance_from_first_run(tmp_path, monkeypatch):
 
 
 def test_distance_of_runs_is_that_of_whole_bins(monkeypatch):
-    monkeypatch.setattr(curves, "MAX_POINTS", 8)
+    monkeypatch.setattr(pictures, "MAX_POINTS", 8)
     one, two = (Curve((step, level - step / 100) for step in range(1, steps)) for steps, level in ((40, 5), (21, 6)))
     assert (one.width, two.width) == (8, 4)
     assert _difference(two, one) == [

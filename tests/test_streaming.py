@@ -17,11 +17,11 @@ def test_character_appears_with_its_last_token():
     text = "aé€😀b"
     tokens = list(text.encode())
     streamed, seen = Streamed(ByteTokenizer().decode, [1, 2]), []
-    for position in [0, 2, 1, 3, 4, 5, 6, 8, 7, 7, 9, 10]:  # some early, one twice
-        streamed.hear(2 + position, tokens[position])
+    for token in tokens[:-1]:
+        streamed.add(token)
         seen.append(streamed.text)
-    assert list(dict.fromkeys(seen)) == ["a", "aé", "aé€", "aé€😀", "aé€😀b"]
-    streamed.hear(2 + len(tokens), None)
+    assert list(dict.fromkeys(seen)) == ["a", "aé", "aé€", "aé€😀"]
+    streamed.finish(tokens)
     assert (streamed.text, streamed.ended) == (text, True)
 
 
@@ -33,16 +33,16 @@ def test_streaming_decodes_new_tokens_only():
         return ByteTokenizer().decode(ids)
 
     streamed = Streamed(decode, list(b"The prompt " * 50))
-    for position, token in enumerate(text.encode(), start=550):
-        streamed.hear(position, token)
+    for token in text.encode():
+        streamed.add(token)
     assert streamed.text == text
     assert max(decoded) <= 20
 
 
 def test_incomplete_character_is_shown_at_end():
     streamed = Streamed(ByteTokenizer().decode, [])
-    for position, token in enumerate([*b"a\xe2\x82", None]):
-        streamed.hear(position, token)
+    for token in [*b"a\xe2\x82", None]:
+        streamed.add(token)
     assert streamed.text == "a\ufffd"
 
 
@@ -51,8 +51,8 @@ def test_texts_grow_one_after_the_other():
     live = Live(Console(file=output), ["one: ", "two: "])
     texts = [Streamed(ByteTokenizer().decode, []) for _ in range(2)]
     shown = []
-    for index, position, token in [(1, 0, ord("x")), (0, 0, ord("a")), (1, 1, None), (0, 1, ord("[")), (0, 2, None)]:
-        texts[index].hear(position, token)
+    for index, token in [(1, ord("x")), (0, ord("a")), (1, None), (0, ord("[")), (0, None)]:
+        texts[index].add(token)
         live.show(texts)
         shown.append(output.getvalue())
     assert shown == ["one: ", "one: a", "one: a", "one: a[", "one: a[\n\ntwo: x\n"]
@@ -97,10 +97,10 @@ def test_what_is_shown_is_the_text(kind):
         tokens = tokens[: len(tokens) - number % 3]
         output = io.StringIO()
         live, streamed = Live(Console(file=output), [""]), Streamed(decode, prompt)
-        for position, token in enumerate(tokens, len(prompt)):
-            streamed.hear(position, token)
+        for token in tokens:
+            streamed.add(token)
             live.show([streamed])
-        streamed.hear_all(tokens)
+        streamed.finish(tokens)
         live.show([streamed])
         written = written_after(decode, prompt, tokens)
         assert output.getvalue() == written + "\n"

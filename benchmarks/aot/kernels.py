@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mjax.planner.hlo import CONTROL, Line, Module, arrays_of
+from benchmarks.aot.hlo import CONTROL, Line, Module, arrays_of
 
 # Lines that cost nothing: they name values, or move less than a kernel launch costs.
 FREE = {

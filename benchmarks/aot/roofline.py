@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.aot.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 from benchmarks.aot.kernels import FREE, MOVES, Kernels
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
 from mjax.planner.calibration import Rates, default_calibration
-from mjax.planner.hlo import CONTROL, Line, arrays_of, dims_of, groups_of
 from mjax.planner.ledger import source_of
 
 PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives, exposed"

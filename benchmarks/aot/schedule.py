@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.aot.hlo import HloError, Line, ScheduledCollective
 from benchmarks.aot.kernels import Kernels
-from mjax.planner.hlo import HloError, Line, ScheduledCollective
 
 
 @dataclass(frozen=True)

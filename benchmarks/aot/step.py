@@ -66,21 +66,20 @@ def main() -> int:
         check_save(arguments.save_program)
     launch.leave_accelerators_alone()  # nothing runs: the GPUs are described, not opened
     from mjax.config import axes
-    from mjax.planner.compile import announcing, compile_step, versions
+    from mjax.planner.compile import announce, compile_step, versions
     from mjax.planner.layer import model_flops
 
     gpu, devices, compute = gpu_named(arguments.gpu), config.mesh.devices, config.precision.compute
-    with announcing() as announce:
-        compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, announce)
-        if arguments.save_program is not None:
-            announce(f"writing {arguments.save_program}")
-            facts = {"gpu": compiled.gpu, "device_kind": compiled.device_kind}
-            facts |= {
-                "attention": compiled.config.model.attention,
-                "memory": asdict(compiled.memory),
-                "versions": versions(),
-            }
-            save_program(arguments.save_program, compiled.config, compiled.step, "cuda", facts, compiled.text)
+    compiled = compile_step(config, arguments.gpu, arguments.devices_per_node, announce)
+    if arguments.save_program is not None:
+        announce(f"writing {arguments.save_program}")
+        facts = {"gpu": compiled.gpu, "device_kind": compiled.device_kind}
+        facts |= {
+            "attention": compiled.config.model.attention,
+            "memory": asdict(compiled.memory),
+            "versions": versions(),
+        }
+        save_program(arguments.save_program, compiled.config, compiled.step, "cuda", facts, compiled.text)
     overlaps = overlap_rows(read_overlaps(compiled.text, axes.sizes(config.mesh)))
     launches, modelled = read_launches(compiled.text), roofline(compiled.text, gpu, devices, compute)
     mfu = modelled.mfu(model_flops(config) / devices, gpu, compute)

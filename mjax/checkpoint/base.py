@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mjax.checkpoint.arrays import named
-from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.arrays import named, read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import BASE, Base, read_base, read_manifest
 from mjax.checkpoint.mirror import read_folder

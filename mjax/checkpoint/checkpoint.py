@@ -53,31 +53,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from mjax.checkpoint.arrays import (
-    by_field,
-    check_fits,
-    check_opens,
-    check_types,
-    chunks_on_disk,
-    in_chunks_of,
-    named,
-    reshape,
-    type_and_shape,
-)
-from mjax.checkpoint.folders import (
-    BASE,
-    GOOD,
-    Damaged,
-    Good,
-    Unusable,
-    adapters_on,
-    check_files,
-    needed_files,
-    read_manifest,
-    reason,
-    steps_in,
-    write_manifest,
-)
+from mjax.checkpoint import arrays, folders
+from mjax.checkpoint.folders import BASE, GOOD, Damaged, Good, Unusable, reason
 from mjax.checkpoint.mirror import Mirror, bring
 from mjax.cluster.processes import any_process, from_first, is_first, wait_for_all
 from mjax.config.plain_values import read
@@ -131,6 +108,7 @@ class Checkpoints:
         was removed; also from the writing thread.
       mirror: copies each checkpoint to an object store, if the run is in one.
       failed: steps whose save failed, the same in every process after `settle`.
+      keep_best: whether to keep the checkpoint with the lowest validation loss, too.
     """
 
     def __init__(
@@ -148,7 +126,7 @@ class Checkpoints:
         self.on_notice = on_notice
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
-        self._saving.array.saving.scoped_storage_options_creator = chunks_on_disk
+        self._saving.array.saving.scoped_storage_options_creator = arrays.chunks_on_disk
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
         # If folders are created in the background and that fails, threads wait for them for 300 s.
         self._saving.async_options.create_directories_asynchronously = False
@@ -159,6 +137,7 @@ class Checkpoints:
         self._unusable: dict[int, str] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.failed: set[int] = set()
+        self.keep_best = False
         self._error: RunError | None = None  # of the save before the one in progress
         self._pending: tuple[int, Future] | None = None
         self._others_wait = False  # for a part that this process could not write
@@ -176,7 +155,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the existing checkpoints, ascending. Their content is not checked."""
-        return steps_in(self.folder)
+        return folders.steps_in(self.folder)
 
     # --- Saving -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +207,7 @@ class Checkpoints:
         for then in ("trying it again", None) if last else ("the next save is tried",):
             finish = functools.partial(self._publish, step, host is not None, rotate, time.monotonic())
             second = self._error is not None
-            if not self._begin(_Save(step, finish, None if second else then, host), named(state)):
+            if not self._begin(_Save(step, finish, None if second else then, host), arrays.named(state)):
                 return
             if last or second:
                 self.settle()
@@ -280,7 +259,7 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def _begin(self, save: _Save, arrays: dict[str, jax.Array]) -> bool:
+    def _begin(self, save: _Save, leaves: dict[str, jax.Array]) -> bool:
         """Start to write a checkpoint; False if it exists. `_outcome` returns what goes wrong, also here."""
         error, exists, response = None, False, None
         if is_first():
@@ -295,11 +274,11 @@ class Checkpoints:
         if not from_first(error is not None):
             try:
                 with self._orbax(), self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
-                    response = ocp.save_checkpointables_async(self._unfinished(save.step), by_field(arrays))
+                    response = ocp.save_checkpointables_async(self._unfinished(save.step), arrays.by_field(leaves))
             except Exception as problem:
                 error = problem
         # The thread must not keep the arrays alive.
-        kinds = {name: type_and_shape(array) for name, array in arrays.items()}
+        kinds = {name: arrays.type_and_shape(array) for name, array in leaves.items()}
         self._pending = save.step, self._writer.submit(self._commit, save, kinds, response, error)
         return True
 
@@ -318,8 +297,8 @@ class Checkpoints:
                 with self._orbax():
                     response.result()  # every process has written its part
             if is_first():
-                check_opens(folder, kinds)
-                save.finish(folder, write_manifest(folder, save.step, kinds, save.host))
+                arrays.check_opens(folder, kinds)
+                save.finish(folder, folders.write_manifest(folder, save.step, kinds, save.host))
         except Exception as problem:
             for left in self.folder.glob(f"{folder.name}*") if is_first() else ():  # Orbax begins with a longer name
                 shutil.rmtree(left, ignore_errors=True)  # a full disk needs the space back
@@ -374,7 +353,7 @@ class Checkpoints:
             self._attempt(self._set_aside, step, "set aside")
         for step in self._sound():
             try:
-                read_manifest(self.folder / str(step), self.on_notice)
+                folders.read_manifest(self.folder / str(step), self.on_notice)
             except Unusable as error:  # it was renamed, or is being copied here
                 self._unusable[step] = f"{error.word}-while-training"  # not one to set aside
                 self.on_notice(f"checkpoint {step} is {error.word}, so it is not counted and stays: {error}")
@@ -387,11 +366,13 @@ class Checkpoints:
             stay.add(sound[0] if good is None else good)
         run = self.folder.parent
         try:
-            bases = adapters_on(run, [file.parent for file in run.parent.glob(f"*/{BASE}")])
+            bases = folders.adapters_on(run, [file.parent for file in run.parent.glob(f"*/{BASE}")])
         except (OSError, UsageError) as error:
             self.on_notice(f"no older checkpoint is removed, as it may be the base of adapters: {reason(error)}")
             return
         stay |= {base.step for base in bases.values()}
+        if self.keep_best and (losses := self._validation_losses()):
+            stay.add(min(losses, key=losses.__getitem__))
         if self.keep_every is not None:
             stay |= {step for step in sound if step % self.keep_every == 0}
         for step in set(sound) - stay:
@@ -469,9 +450,19 @@ class Checkpoints:
     def host_values(self, step: int) -> dict[str, Any]:
         """The host values stored with checkpoint `step`; empty if there are none, or it is damaged."""
         try:
-            return read_manifest(self.folder / str(step), self.on_notice).get("host") or {}
+            return folders.read_manifest(self.folder / str(step), self.on_notice).get("host") or {}
         except Unusable:
             return {}
+
+    def is_best(self, loss: float) -> bool:
+        """True in every process if the validation loss of every checkpoint is higher than `loss`, nats per label."""
+        self.settle()
+        return bool(from_first(is_first() and all(loss < other for other in self._validation_losses().values())))
+
+    def _validation_losses(self) -> dict[int, float]:
+        """The validation loss of each checkpoint after whose step it was measured."""
+        losses = {step: self.host_values(step).get("val_loss") for step in self._sound()}
+        return {step: loss for step, loss in losses.items() if loss is not None}
 
     def abandon(self, after: int) -> None:
         """Set the checkpoints after step `after` aside, so that the run continues from there; in every process."""
@@ -502,12 +493,12 @@ class Checkpoints:
           RunError: checkpoint `step` is damaged, or all are.
           ValueError: a leaf of `target` has no sharding; Orbax would use the one on disk.
         """
-        wanted = named(target, field)
+        wanted = arrays.named(target, field)
         if bare := [name for name, leaf in wanted.items() if leaf.sharding is None]:
             raise ValueError(f"{bare[0]} of the target has no sharding")
         chosen = self.find(target, step, field)
-        arrays = self.read(chosen, wanted)
-        return chosen, jax.tree.unflatten(jax.tree.structure(target), [arrays[name] for name in wanted])
+        leaves = self.read(chosen, wanted)
+        return chosen, jax.tree.unflatten(jax.tree.structure(target), [leaves[name] for name in wanted])
 
     def read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         """Read some arrays of a checkpoint that `find` has checked.
@@ -516,16 +507,16 @@ class Checkpoints:
           step: of the checkpoint.
           wanted: `jax.ShapeDtypeStruct` with a sharding, by name.
         """
-        stored = read_manifest(self.folder / str(step))["arrays"]
-        as_stored = {name: in_chunks_of(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
+        stored = folders.read_manifest(self.folder / str(step))["arrays"]
+        as_stored = {name: arrays.in_chunks_of(leaf, tuple(stored[name][1])) for name, leaf in wanted.items()}
         with self._loading:
-            found = ocp.load_checkpointables(self.folder / str(step), by_field(as_stored))
-        arrays = {name: array for part in found.values() for name, array in part.items()}
-        check_types(step, arrays, wanted)
+            found = ocp.load_checkpointables(self.folder / str(step), arrays.by_field(as_stored))
+        leaves = {name: array for part in found.values() for name, array in part.items()}
+        arrays.check_types(step, leaves, wanted)
         for name, leaf in wanted.items():  # one by one, to avoid two copies of everything
-            if arrays[name].shape != leaf.shape:
-                arrays[name] = reshape(arrays.pop(name), leaf)
-        return arrays
+            if leaves[name].shape != leaf.shape:
+                leaves[name] = arrays.reshape(leaves.pop(name), leaf)
+        return leaves
 
     def find(self, target: Any, step: int | None = None, field: str | None = None) -> int:
         """The step of the checkpoint that `restore` would read, which process 0 chooses; raises what `restore` does."""
@@ -536,7 +527,7 @@ class Checkpoints:
                 raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
             return chosen
         try:
-            chosen = self._choose(named(target, field), step, field)
+            chosen = self._choose(arrays.named(target, field), step, field)
         except Exception:
             from_first(-1)  # the others wait for an answer
             raise
@@ -553,8 +544,8 @@ class Checkpoints:
         for candidate in [step] if step is not None else reversed(there):
             folder = self.folder / str(candidate)
             try:
-                manifest = read_manifest(folder, self.on_notice)
-                check_fits(candidate, manifest["arrays"], wanted, field)
+                manifest = folders.read_manifest(folder, self.on_notice)
+                arrays.check_fits(candidate, manifest["arrays"], wanted, field)
                 self._check(folder, manifest["files"], field)
             except Unusable as error:
                 unusable[candidate] = error
@@ -569,11 +560,11 @@ class Checkpoints:
 
     def _check(self, folder: Path, files: dict[str, list], field: str | None) -> None:
         """`check_files`, after fetching from a store what is not here; what is damaged here is fetched again."""
-        needed = needed_files(files, field)
+        needed = folders.needed_files(files, field)
         bring(folder, needed, files, self.on_notice)
         try:
-            check_files(folder, files, field, self.on_notice)
+            folders.check_files(folder, files, field, self.on_notice)
         except Damaged:
             if not bring(folder, needed, files, self.on_notice, again=True):
                 raise
-            check_files(folder, files, field, self.on_notice)
+            folders.check_files(folder, files, field, self.on_notice)

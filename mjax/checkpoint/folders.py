@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mjax.config.plain_values import misfit, read
-from mjax.errors import UsageError, one_sentence
+from mjax.errors import UsageError, first_line, one_sentence
 from mjax.utils.files import make_folder, open_no_link, path_below, remove_temporary, take_lock, write_whole
 from mjax.utils.stores import is_address, resolved
 
@@ -212,13 +212,10 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
+    content = _retried(folder, MANIFEST, Path.read_bytes, say)
     try:
-        manifest = json.loads(_retried(folder / MANIFEST, Path.read_bytes, say))
+        manifest = json.loads(content)
         checksum = manifest.pop("checksum")
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing, so it was not finished or not copied completely") from None
-    except OSError as error:
-        raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
@@ -249,35 +246,28 @@ def check_files(folder: Path, files: dict[str, list], field: str | None, say: Ca
       Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
     """
     needed = {name: files[name] for name in needed_files(files, field)}
-    try:
-        for name, (size, _) in needed.items():
-            found = _retried(folder / name, Path.stat, say).st_size
-            if found != size:
-                raise Damaged(f"{name} has {found} bytes of {size}")
-        with ThreadPoolExecutor() as readers:
-            checksums = readers.map(lambda name: _retried(folder / name, _checksum, say), needed)
-            for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
-                if found != checksum:
-                    raise Damaged(f"{name} is not what was written (checksum)")
-    except FileNotFoundError as error:
-        raise Damaged(f"{Path(error.filename).relative_to(folder)} is missing") from error
-    except OSError as error:
-        raise Unreadable(
-            f"{Path(error.filename or folder).relative_to(folder)} cannot be read: {reason(error)}"
-        ) from error
+    for name, (size, _) in needed.items():
+        found = _retried(folder, name, Path.stat, say).st_size
+        if found != size:
+            raise Damaged(f"{name} has {found} bytes of {size}")
+    with ThreadPoolExecutor() as readers:
+        checksums = readers.map(lambda name: _retried(folder, name, _checksum, say), needed)
+        for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
+            if found != checksum:
+                raise Damaged(f"{name} is not what was written (checksum)")
 
 
-def _retried(file: Path, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
-    """`read(file)`, retried if the system cannot read it: a network file system may fail once."""
+def _retried(folder: Path, name: str, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+    """`read` of a file, retried if the system cannot read it: a network file system may fail once."""
     for attempt in range(1, READS + 1):
         try:
-            return read(file)
+            return read(folder / name)
         except FileNotFoundError:
-            raise
+            raise Damaged(f"{name} is missing, so it was not finished or not copied completely") from None
         except OSError as error:
-            say(f"reading {file} failed, attempt {attempt} of {READS}: {reason(error)}")
+            say(f"reading {folder / name} failed, attempt {attempt} of {READS}: {reason(error)}")
             if attempt == READS:
-                raise OSError(error.errno, error.strerror, str(file)) from error
+                raise Unreadable(f"{name} cannot be read: {reason(error)}") from error
             time.sleep(PAUSE)
 
 
@@ -298,4 +288,4 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     number = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(number[1])) if number else (str(error).splitlines() or [type(error).__name__])[0]
+    return os.strerror(int(number[1])) if number else first_line(error)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, either, suggestion
 from mjax.utils.figures import GB, MIB
 
 # Share of a GPU's memory that mjax gives to XLA (`launch.claim_gpu_memory`): the rest is for CUDA, cuBLAS and NCCL.
@@ -43,7 +43,6 @@ class Gpu:
       host_bandwidth: bytes per second, in one direction, between one GPU and the memory of its server: what its slot
         carries. Two GPUs that share a PCIe switch share its way to the processor, which no data sheet counts.
       host_memory_per_node: bytes of memory of a server; None if its data sheet does not fix it.
-      sources: of the numbers.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Gpu:
     network_bandwidth_per_node: float
     host_bandwidth: float
     host_memory_per_node: float | None
-    sources: tuple[str, ...]
     node_latency: float = 3.4e-6
     network_latency: float = 14e-6
 
@@ -110,25 +108,13 @@ def _peaks(sixteen_bit: float, fp32: float, bf16: bool = True, fp8: float | None
     return peaks if fp8 is None else {**peaks, "fp8": fp8}
 
 
-# All latencies: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl, src/graph/tuning.cc, hwLat).
-_V100 = "NVIDIA V100 data sheet, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways"
-_A100 = "NVIDIA A100 data sheet, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32"
-_DGX_A100 = "DGX A100 data sheet: NVLink 600 GB/s both ways, eight 200 Gb/s network cards for compute"
-_H100 = (
-    "NVIDIA H100 data sheet, 2023 (with sparsity twice): 1,978.9 TFLOP/s of FP8, 989.4 of 16 bits, 494.7 of TF32, "
-    "3.35 TB/s"
-)
-_DGX_H100 = "DGX H100 data sheet: NVLink 900 GB/s both ways, eight 400 Gb/s network cards"
-_PCIE = (
-    "no reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed; PCIe's own bandwidth, 32 GB/s "
-    "one way for generation 4 and 64 for generation 5"
-)
-# As reported by nvidia-smi, slightly below the round number.
-_SMI = "memory: the total that nvidia-smi prints"
-# One way over 16 lanes, by the data sheets of the GPUs; 15.75, 31.5 and 63 without the encoding of the bits.
+# Sources: NVIDIA's data sheets of each GPU and of its server, named above it. Memory is the total that nvidia-smi
+# prints, slightly below the round number. All latencies: NCCL's own model of its ring with the protocol Simple
+# (NVIDIA/nccl, src/graph/tuning.cc, hwLat). Links are one way, and data sheets give both ways; those of PCIe are of 16
+# lanes, 15.75, 31.5 and 63 GB/s without the encoding of the bits.
 _PCIE_3, _PCIE_4, _PCIE_5 = 16 * GB, 32 * GB, 64 * GB
-_SYSTEM = "system memory: data sheet of {}"
 
+# V100, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four 100 Gb/s network cards.
 V100 = Gpu(
     name="v100",
     device_kinds=("Tesla V100-SXM2-32GB",),
@@ -142,14 +128,9 @@ V100 = Gpu(
     network_bandwidth_per_node=50 * GB,
     host_bandwidth=_PCIE_3,
     host_memory_per_node=512 * GB,
-    sources=(_V100, "DGX-1 data sheet: four 100 Gb/s network cards", _SYSTEM.format("DGX-1"), _SMI),
 )
-V100_16GB = replace(
-    V100,
-    name="v100-16gb",
-    device_kinds=("Tesla V100-SXM2-16GB",),
-    memory_bytes=16_160 * MIB,
-)
+V100_16GB = replace(V100, name="v100-16gb", device_kinds=("Tesla V100-SXM2-16GB",), memory_bytes=16_160 * MIB)
+# DGX-2: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch.
 V100_DGX2 = replace(
     V100,
     name="v100-dgx2",
@@ -158,26 +139,17 @@ V100_DGX2 = replace(
     gpus_per_node=16,
     network_bandwidth_per_node=100 * GB,
     host_memory_per_node=1500 * GB,
-    sources=(
-        "DGX-2 data sheet: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch",
-        _V100,
-        _SYSTEM.format("DGX-2"),
-        _SMI,
-    ),
 )
+# arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a server, 300 GB/s
+# both ways through NVSwitch, 100 GB/s between servers. Memory: clock 958 MHz × 4,096 bits × 2, 981 GB/s.
 V100_DGX2H = replace(
     V100_DGX2,
     name="v100-dgx2h",
     device_kinds=("Tesla V100-SXM3-32GB-H",),
     peak_tflops=_peaks(130.0, 16.3, bf16=False),
-    sources=(
-        "arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a server, "
-        "300 GB/s both ways through NVSwitch, 100 GB/s between servers",
-        "memory clock 958 MHz × 4,096 bits × 2: 981 GB/s",
-        _SYSTEM.format("DGX-2"),
-        _SMI,
-    ),
 )
+# A100, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32; 2,039 GB/s. DGX A100 640GB: NVLink 600 GB/s both ways, eight 200
+# Gb/s network cards for compute.
 A100 = Gpu(
     name="a100",
     device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
@@ -191,8 +163,8 @@ A100 = Gpu(
     network_bandwidth_per_node=200 * GB,
     host_bandwidth=_PCIE_4,
     host_memory_per_node=2000 * GB,
-    sources=(_A100 + ", 2,039 GB/s", _DGX_A100, _SYSTEM.format("DGX A100 640GB"), _SMI),
 )
+# A100 40GB: 1,555 GB/s. DGX A100 320GB.
 A100_40GB = replace(
     A100,
     name="a100-40gb",
@@ -200,8 +172,8 @@ A100_40GB = replace(
     memory_bytes=40_536 * MIB,
     memory_bandwidth=1555 * GB,
     host_memory_per_node=1000 * GB,
-    sources=(_A100, _DGX_A100, "1,555 GB/s: A100 40GB data sheet", _SYSTEM.format("DGX A100 320GB"), _SMI),
 )
+# No reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed.
 A100_40GB_PCIE = replace(
     A100_40GB,
     name="a100-40gb-pcie",
@@ -209,16 +181,17 @@ A100_40GB_PCIE = replace(
     node_bandwidth=32 * GB,
     network_bandwidth_per_node=25 * GB,
     host_memory_per_node=None,
-    sources=(_A100, "1,555 GB/s: A100 40GB data sheet", _PCIE, _SMI),
 )
+# A100 80GB PCIe: 1,935 GB/s.
 A100_PCIE = replace(
     A100_40GB_PCIE,
     name="a100-pcie",
     device_kinds=("NVIDIA A100 80GB PCIe",),
     memory_bytes=81_251 * MIB,
     memory_bandwidth=1935 * GB,
-    sources=(_A100 + ", 1,935 GB/s", _PCIE, _SMI),
 )
+# H100, 2023 (with sparsity twice): 1,978.9 TFLOP/s of FP8, 989.4 of 16 bits, 494.7 of TF32, 3.35 TB/s. DGX H100: NVLink
+# 900 GB/s both ways, eight 400 Gb/s network cards.
 H100 = Gpu(
     name="h100",
     device_kinds=("NVIDIA H100 80GB HBM3",),
@@ -232,8 +205,8 @@ H100 = Gpu(
     network_bandwidth_per_node=400 * GB,
     host_bandwidth=_PCIE_5,
     host_memory_per_node=2000 * GB,
-    sources=(_H100, _DGX_H100, _SYSTEM.format("DGX H100"), _SMI),
 )
+# H100 PCIe, 2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s. No reference server, as above.
 H100_PCIE = replace(
     H100,
     name="h100-pcie",
@@ -244,25 +217,17 @@ H100_PCIE = replace(
     node_bandwidth=64 * GB,
     network_bandwidth_per_node=25 * GB,
     host_memory_per_node=None,
-    sources=(
-        "NVIDIA H100 PCIe data sheet, 2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s",
-        _PCIE,
-        _SMI,
-    ),
 )
+# H200, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s.
 H200 = replace(
     H100,
     name="h200",
     device_kinds=("NVIDIA H200",),
     memory_bytes=143_771 * MIB,
     memory_bandwidth=4800 * GB,
-    sources=(
-        "NVIDIA H200 data sheet, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s",
-        _DGX_H100,
-        _SYSTEM.format("DGX H200"),
-        _SMI,
-    ),
 )
+# HGX B200, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32. DGX B200: 64 TB/s on eight
+# GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards.
 B200 = Gpu(
     name="b200",
     device_kinds=("NVIDIA B200",),
@@ -276,26 +241,8 @@ B200 = Gpu(
     network_bandwidth_per_node=400 * GB,
     host_bandwidth=_PCIE_5,
     host_memory_per_node=None,
-    sources=(
-        "HGX B200 data sheet, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32",
-        "DGX B200 data sheet: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards",
-        _SMI,
-    ),
 )
-GPUS: tuple[Gpu, ...] = (
-    V100_16GB,
-    V100,
-    V100_DGX2H,
-    V100_DGX2,
-    A100_40GB,
-    A100,
-    A100_40GB_PCIE,
-    A100_PCIE,
-    H100,
-    H100_PCIE,
-    H200,
-    B200,
-)
+GPUS = (V100_16GB, V100, V100_DGX2H, V100_DGX2, A100_40GB, A100, A100_40GB_PCIE, A100_PCIE, H100, H100_PCIE, H200, B200)
 
 
 def gpu_named(name: str) -> Gpu:
@@ -308,9 +255,7 @@ def gpu_named(name: str) -> Gpu:
         if name.lower() == gpu.name or name in gpu.device_kinds:
             return gpu
     names = [gpu.name for gpu in GPUS]
-    raise UsageError(
-        f"--gpu {name} is not known{suggestion(name.lower(), names)}; use {', '.join(names[:-1])} or {names[-1]}"
-    )
+    raise UsageError(f"--gpu {name} is not known{suggestion(name.lower(), names)}; use {either(names)}")
 
 
 def gpu_of(device_kind: str) -> Gpu | None:

@@ -97,17 +97,22 @@ def start(where: Distributed) -> None:
 
 def _check_port(port: int | None) -> None:
     """Reject a port at which process 0 cannot listen: JAX would end in a segmentation fault."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
     try:
         if port is not None:
-            socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+            _server(port).close()
     except (OSError, OverflowError) as error:
         reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "it must be at most 65535"
         raise UsageError(
             f"process 0 cannot listen at port {port} of {socket.gethostname()} ({reason}); give every process "
             "--distributed.coordinator HOST:PORT with another port"
         ) from None
+
+
+def _server(port: int, backlog: int | None = None) -> socket.socket:
+    """A socket that listens on all addresses; port 0: the system chooses one."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=dual)
 
 
 def forward_warnings() -> None:
@@ -305,6 +310,64 @@ def told_to_stop(step: int) -> bool:
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 
 
+class StopSignal:
+    """Turns SIGTERM, `WARNINGS` and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops
+    immediately. Warnings that are ignored, as SIGHUP under `nohup`, or have another handler are left alone.
+
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`told_to_stop`), warnings
+    become one, and Ctrl-C stops immediately.
+
+    Leave the context when the save is committed. After a stop request these signals are ignored from then on:
+    launchers send them again, and must see the exit code that says "saved".
+
+    Attributes:
+      name: of what requested it; "" if nothing has.
+    """
+
+    def __init__(self):
+        self.name = ""
+        self._before: dict[int, object] = {}
+        self._interrupts = 0
+
+    @property
+    def requested(self) -> bool:
+        """True if the run is to end after the step dispatched last."""
+        return bool(self.name)
+
+    def __enter__(self) -> StopSignal:
+        if jax.process_count() > 1:
+            forward_warnings()
+            return self
+        free = [number for number in WARNINGS if signal.getsignal(number) == signal.SIG_DFL]
+        with contextlib.suppress(ValueError):  # signals belong to the main thread
+            for number in (signal.SIGTERM, signal.SIGINT, *free):
+                self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        saved = self.requested and kind is None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if saved:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                for number in {signal.SIGTERM, *self._before} - {signal.SIGINT}:
+                    signal.signal(number, signal.SIG_IGN)
+
+    def _stop(self, number: int, frame) -> None:
+        repeated = self.requested
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        # The host dispatches a step while the previous one runs, so up to two more steps are printed.
+        status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
+        left = "once more" if self._interrupts else "twice"
+        with contextlib.suppress(OSError):  # stderr may no longer be read
+            # Written directly: a handler may run while the console is in the middle of a line.
+            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())
+
+
 # --- Connections to process 0 -----------------------------------------------------------------------------------------
 #
 # Process 0 listens on a port chosen by the system and sends its addresses, the port and a token to the others through
@@ -362,15 +425,19 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
     Raises:
       UsageError: some did not connect.
     """
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    server = socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=socket.has_dualstack_ipv6())
-    token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
-    share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
     met: dict[int, tuple[Line, str]] = {}
     deadline = time.monotonic() + where.start_timeout
-    with server, selectors.DefaultSelector() as door:
+    with _server(0, backlog=count) as server, selectors.DefaultSelector() as door:
+        token, port, hosts = secrets.token_hex(16), server.getsockname()[1], _addresses(where)
+        share(json.dumps({"hosts": hosts, "port": port, "token": token, "name": name}).encode())
         door.register(server, selectors.EVENT_READ)
         while len(met) < count - 1:
+            if time.monotonic() >= deadline:
+                missing = ", ".join(str(index) for index in range(1, count) if index not in met)
+                raise UsageError(
+                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
+                    f"within {where.start_timeout} s; open the port range between the hosts"
+                )
             # Connections are not waited for: a stranger that connects and says nothing must not block the others.
             for key, _ in door.select(max(0.01, deadline - time.monotonic())):
                 if key.fileobj is server:
@@ -378,22 +445,18 @@ def listen(where: Distributed, count: int, name: str, share: Share) -> dict[int,
                 else:
                     door.unregister(key.fileobj)
                     met |= _welcome(key.fileobj, token)
-            if time.monotonic() >= deadline and len(met) < count - 1:
-                missing = ", ".join(str(index) for index in range(1, count) if index not in met)
-                raise UsageError(
-                    f"processes {missing} did not reach process 0 at port {port} of {' or '.join(hosts)} "
-                    f"within {where.start_timeout} s; open the port range between the hosts"
-                )
         for key in list(door.get_map().values()):
-            if key.fileobj is not server:
-                key.fileobj.close()
+            key.fileobj.close()
     return met
+
+
+# A stranger may send anything: bytes that are not JSON, JSON too deep for the parser, or another object.
+STRANGE = OSError, ValueError, LookupError, TypeError, RecursionError
 
 
 def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     """The process that has just sent a message, if it knows the token; others are rejected."""
-    # A stranger may send anything: bytes that are not JSON, JSON too deep for the parser, or another object.
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+    with contextlib.suppress(*STRANGE):
         hello = line.receive()[0]
         if secrets.compare_digest(hello["token"], token):
             line.send(token=token)
@@ -402,25 +465,26 @@ def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     return {}
 
 
-def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Line, str]:
-    """In process `index`: the connection to process 0, and its name. Arguments as for `listen`.
+def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+    """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
       UsageError: it cannot be reached.
     """
     there = json.loads(share(b""))
+    hosts, port = there["hosts"], there["port"]
     deadline = time.monotonic() + where.start_timeout
     while time.monotonic() < deadline:
-        for host in there["hosts"]:
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # try the next host
-                line = Line(socket.create_connection((host, there["port"]), timeout=STALL))
+        for host in hosts:
+            with contextlib.suppress(*STRANGE):  # try the next host
+                line = Line(socket.create_connection((host, port), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
-                    return line, there["name"]
+                    return {0: (line, there["name"])}
         time.sleep(RETRY)
     raise UsageError(
-        f"process {index} on {socket.gethostname()} cannot reach process 0 at port {there['port']} of "
-        f"{' or '.join(there['hosts'])}; set --distributed.coordinator to a host that it can reach"
+        f"process {index} on {socket.gethostname()} cannot reach process 0 at port {port} of {' or '.join(hosts)}; "
+        "set --distributed.coordinator to a host that it can reach"
     )
 
 

@@ -32,7 +32,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ import jax
 from mjax.cluster import processes
 from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import bytes_from_first
-from mjax.errors import UnhealthyError, UsageError, exit_code
+from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, shortened
 
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
@@ -84,7 +84,10 @@ class Watchdog:
         self.place = Place(f"process {index} on {socket.gethostname()} (pid {os.getpid()})")
         self._seconds: deque[float] = deque(maxlen=99)  # of the last steps
         self._began = time.monotonic()  # start of the current step of this process
-        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # replies for `ask_first`
+        self._heard: queue.SimpleQueue = queue.SimpleQueue()  # values for `ask_first`, with the index of the sender
+        self._peers: dict[int, tuple[processes.Line, Place]] = {}  # process 0; in process 0 all others
+        self._silent: set[int] = set()
+        self._slowest, self._progress, self._reported = -1, time.monotonic(), 0.0
         self._farewell: dict | None = None  # what to tell the others at the end; set by the main thread
         self._failing = False  # the main thread has an error, which a lost process may have caused
         self._certain = False  # the error is this process's own
@@ -106,25 +109,24 @@ class Watchdog:
         if self._thread is None:
             return judge([mine])
         if self.index > 0:
-            self._line.send(mine=mine)
-            return self._heard.get()
+            self._tell_all(value=mine)
+            return self._heard.get()[1]
         given = {0: mine}
         while len(given) < self.count:  # a process that dies meanwhile ends the run
-            index, theirs = self._heard.get()
-            given[index] = theirs
+            given |= [self._heard.get()]
         answer = judge([given[index] for index in range(self.count)])
-        self._tell_all({"answer": answer})
+        self._tell_all(value=answer)
         return answer
 
     def __enter__(self) -> Watchdog:
         if self.count > 1 or self.where.hang_limit is not None:
             self._selector = selectors.DefaultSelector()
             try:
-                run = self._listen() if self.index == 0 else self._connect()
+                self._connect()
             except Exception as error:
                 self._leave(self._explain(error))
                 raise
-            self._thread = threading.Thread(target=run, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
@@ -154,52 +156,46 @@ class Watchdog:
         self._certain = isinstance(error, UsageError | UnhealthyError | KeyboardInterrupt)
         self._failing = True
         self._thread.join(BEAT if self._certain else GRACE)
-        lines = str(error).strip().splitlines()
-        self._farewell = {"failed": lines[0] if lines else type(error).__name__, "code": exit_code(error)}
+        self._farewell = {"failed": first_line(error), "code": exit_code(error)}
         self._thread.join()
         self._leave(self._explain(error))
 
-    # --- Connecting ---------------------------------------------------------------------------------------------------
+    # --- The thread ---------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> Callable[[], None]:
-        """In process 0: wait for all others, then watch them."""
-        met = processes.listen(self.where, self.count, self.place.name, self._share) if self.count > 1 else {}
-        self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
-        for index, (line, _) in self._peers.items():
+    def _connect(self) -> None:
+        """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
+        meet, number = (processes.connect, self.index) if self.index else (processes.listen, self.count)
+        met = meet(self.where, number, self.place.name, self._share) if self.count > 1 else {}
+        for index, (line, name) in met.items():
+            self._peers[index] = line, Place(name, heard=math.inf if self.index else time.monotonic())
             self._selector.register(line, selectors.EVENT_READ, index)
-        return self._lead
 
-    def _connect(self) -> Callable[[], None]:
-        """In the others: connect to process 0."""
-        self._line, name = processes.connect(self.where, self.index, self.place.name, self._share)
-        self._first = Place(name, heard=math.inf)  # until process 0 has met all others
-        self._selector.register(self._line, selectors.EVENT_READ)
-        return self._follow
-
-    # --- The thread of process 0 --------------------------------------------------------------------------------------
-
-    def _lead(self) -> None:
-        beat, self._silent = 0.0, set()
-        self._slowest, self._progress, self._reported = -1, time.monotonic(), 0.0
+    def _watch(self) -> None:
+        """Send and hear heartbeats until this process, another one or the run ends."""
+        beat, alone = 0.0, not self._peers
         while self._farewell is None:
             for key, _ in self._selector.select(max(0.0, beat - time.monotonic())):
                 end = self._hear(key.data)
                 if end and not self._certain:
                     return self._end(*end)
-            now = time.monotonic()
-            if now < beat:
+            if not (self._peers or alone or self.index == 0):
+                return None  # process 0 has ended
+            if (now := time.monotonic()) < beat:
                 continue
             beat = now + BEAT
-            self._tell_all({"step": self.place.step, "doing": self.place.doing})
+            self._tell_all(step=self.place.step, doing=self.place.doing)
             self.place.heard = now
             for index, (_, peer) in self._peers.items():
                 if self._gone(peer, index, now):
                     return self._end(peer.silence(now))
-            if end := self._report(now):
+            if self.index == 0 and (end := self._report(now)):
                 return self._end(end)
-        if "failed" in self._farewell:
+        if "failed" not in self._farewell:
+            return self._tell_all(**self._farewell)
+        if self.index == 0:
             return self._end(*self.place.error(self._farewell))
-        return self._tell_all(self._farewell)
+        self._tell_all(**self._farewell)
+        return self._wait_for_end(self.where.heartbeat)  # process 0 tells the others first
 
     def _hear(self, index: int) -> tuple | None:
         """Read messages of process `index`; returns the sentence that ends the run, with its exit code, or None."""
@@ -211,16 +207,20 @@ class Watchdog:
             return (peer.death(),)
         now = peer.heard = time.monotonic()
         for message in messages:
-            if "bye" in message:
-                self._forget(index)
-                break
-            if "failed" in message:  # by itself, or because another one has fallen silent
-                silent = (other for _, other in self._peers.values() if now - other.heard > SUSPECT)
-                return next(((other.silence(now),) for other in silent), peer.error(message))
-            if "mine" in message:
-                self._heard.put((index, message["mine"]))
-                continue
-            peer.move(message["step"], message["doing"])
+            match message:
+                case {"step": step, "doing": doing}:
+                    peer.move(step, doing)
+                case {"value": value}:
+                    self._heard.put((index, value))
+                case {"end": sentence, "code": code}:  # by process 0
+                    self._forget(index)
+                    return sentence, code
+                case {"failed": _}:  # by itself, or because another one has fallen silent
+                    silent = (other for _, other in self._peers.values() if now - other.heard > SUSPECT)
+                    return next(((other.silence(now),) for other in silent), peer.error(message))
+                case _:  # goodbye
+                    self._forget(index)
+                    break
         return None
 
     def _forget(self, index: int) -> None:
@@ -228,66 +228,32 @@ class Watchdog:
         self._selector.unregister(line)
         line.close()
 
-    def _tell_all(self, message: dict) -> None:
+    def _tell_all(self, **message: Any) -> None:
         for line, _ in list(self._peers.values()):
             with contextlib.suppress(OSError):  # noticed when it is read
                 line.send(**message)
 
     def _end(self, sentence: str, code: int = 1) -> None:
-        """Tell the others, let them exit first, and exit unless the main thread does."""
+        """End the run: process 0 tells the others and lets them exit first. Exit unless the main thread does."""
         speaks = self._farewell is None
-        self._tell_all({"end": sentence, "code": code})
-        deadline = time.monotonic() + FAREWELL
-        while self._peers and time.monotonic() < deadline:
-            for key, _ in self._selector.select(BEAT):
-                try:
-                    key.fileobj.receive()
-                except (OSError, ValueError):
-                    self._forget(key.data)
+        if self.index == 0:
+            self._tell_all(end=sentence, code=code)
+            self._wait_for_end(FAREWELL)
         if speaks:
             self._leave_with(sentence, code)
 
-    # --- The thread of the others -------------------------------------------------------------------------------------
+    def _wait_for_end(self, seconds: float) -> None:
+        """Wait until the peers have ended."""
+        deadline = time.monotonic() + seconds
+        while self._peers and time.monotonic() < deadline:
+            for key, _ in self._selector.select(BEAT):
+                try:
+                    if any("end" in message for message in key.fileobj.receive()):
+                        self._forget(key.data)
+                except (OSError, ValueError):
+                    self._forget(key.data)
 
-    def _follow(self) -> None:
-        while self._farewell is None:
-            with contextlib.suppress(OSError):
-                self._line.send(step=self.place.step, doing=self.place.doing)
-            if self._selector.select(BEAT):
-                if self._obey():
-                    return
-            elif self._gone(self._first, None, time.monotonic()):
-                return self._leave_with(self._first.silence(time.monotonic()))
-        with contextlib.suppress(OSError):
-            self._line.send(**self._farewell)
-            while "failed" in self._farewell and not any("end" in message for message in self._line.receive()):
-                pass  # process 0 tells the others first
-        self._line.close()
-
-    def _obey(self) -> bool:
-        """Read messages of process 0; whether that was its last one."""
-        try:
-            messages = self._line.receive()
-        except (OSError, ValueError):
-            self._leave_with(self._first.death())
-            return True
-        self._first.heard = time.monotonic()
-        for message in messages:
-            if "step" in message:
-                self._first.move(message["step"], message["doing"])
-                continue
-            if "answer" in message:
-                self._heard.put(message["answer"])
-                continue
-            if "end" in message and not self._certain:
-                self._leave_with(message["end"], message["code"])
-            self._line.close()
-            return True
-        return False
-
-    # --- Both ---------------------------------------------------------------------------------------------------------
-
-    def _gone(self, place: Place, index: int | None, now: float) -> bool:
+    def _gone(self, place: Place, index: int, now: float) -> bool:
         """Whether the process of connection `index` has been silent for too long.
 
         Not while there is data to read from it: then it was this process that was stopped.
@@ -308,28 +274,26 @@ class Watchdog:
     def _report(self, now: float) -> str:
         """Report which processes are silent, and which are behind if no step has finished for long; returns the
         sentence that ends the run, or nothing."""
-        for index, (_, peer) in self._peers.items():
-            silent = now - peer.heard > self.where.heartbeat / 2
-            if silent and index not in self._silent:
-                self.say(f"{peer.silence(now)}; at {self.where.heartbeat:g} s the run ends")
-            if not silent and index in self._silent:
-                self.say(f"{peer.name} is heard again")
-            (self._silent.add if silent else self._silent.discard)(index)
+        peers = {index: peer for index, (_, peer) in self._peers.items()}
+        silent = {index for index, peer in peers.items() if now - peer.heard > self.where.heartbeat / 2}
+        for index in silent - self._silent:
+            self.say(f"{peers[index].silence(now)}; at {self.where.heartbeat:g} s the run ends")
+        for index in (self._silent - silent) & peers.keys():
+            self.say(f"{peers[index].name} is heard again")
+        self._silent = silent
 
-        places = [self.place, *(peer for _, peer in self._peers.values())]
+        places = [self.place, *peers.values()]
         slowest = min(place.step for place in places)
         if slowest != self._slowest:
             if self._reported:
                 self.say(f"continuing: step {slowest} after {now - self._progress:.0f} s")
             self._slowest, self._progress, self._reported = slowest, now, 0.0
-        waited, patience = now - self._progress, self._patience(places)
-        limit = self.where.hang_limit
+        waited, patience, limit = now - self._progress, self._patience(places), self.where.hang_limit
         ends = limit is not None and waited >= limit * patience
-        speaks = 0 < self._limit() * patience <= waited and waited >= 2 * self._reported
-        if not (ends or speaks):
+        if not (ends or (0 < self._limit() * patience <= waited and waited >= 2 * self._reported)):
             return ""
         self._reported = waited
-        standing = f"no step has been finished for {waited:.0f} s: {self._standing(now)}"
+        standing = f"no step has been finished for {waited:.0f} s: {_standing(places, now)}"
         if ends:
             return f"{standing}; --distributed.hang-limit is {limit:g} s"
         self.say(standing)
@@ -348,34 +312,23 @@ class Watchdog:
         same = len({(place.step, place.doing) for place in places}) == 1 and self.place.doing != STEP
         return 10.0 if compiling or same else 1.0
 
-    def _standing(self, now: float) -> str:
-        """Position of every process: those behind by name, the largest group of the foremost by number."""
-        groups = defaultdict(list)
-        for place in [self.place, *(peer for _, peer in self._peers.values())]:
-            groups[place.step, place.doing].append(place)
-        *behind, (where, foremost) = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
-        parts = [
-            f"{place.name} is at step {place.step}, {place.doing} for {now - place.since:.0f} s"
-            f"{place.unheard(now, SUSPECT)}"
-            for _, places in behind
-            for place in places
-        ]
-        parts += [
-            f"{place.name} is at the same step{place.unheard(now, SUSPECT)}"
-            for place in foremost
-            if place.unheard(now, SUSPECT)
-        ]
-        if len(parts) > 8:
-            parts[8:] = [f"{len(parts) - 8} more are behind"]
-        who = "all others are" if parts else f"all {len(foremost)} processes are"
-        return "; ".join([*parts, f"{who} at step {where[0]}, {where[1]}"])
+
+def _standing(places: list[Place], now: float) -> str:
+    """Position of every process: those behind or silent by name, the largest group of the foremost together."""
+    groups = Counter((place.step, place.doing) for place in places)
+    step, doing = max(groups, key=lambda position: (position[0], groups[position]))
+    behind = [place for place in places if (place.step, place.doing) != (step, doing) or place.unheard(now)]
+    parts = [
+        f"{place.name} is at step {place.step}, {place.doing} for {now - place.since:.0f} s{place.unheard(now)}"
+        for place in sorted(behind, key=lambda place: place.step)
+    ]
+    who = "all others are" if parts else f"all {len(places)} processes are"
+    return "; ".join([*shortened(parts, 8, "more are behind"), f"{who} at step {step}, {doing}"])
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:
     """The watchdog of this process of the run; `explain` prints an error and returns its exit code."""
-    return Watchdog(
-        where, explain, index=jax.process_index(), count=jax.process_count(), share=bytes_from_first, leave=os._exit
-    )
+    return Watchdog(where, explain, index=jax.process_index(), count=jax.process_count(), share=bytes_from_first)
 
 
 # --- The position of a process of a run, and the messages about a process that is lost --------------------------------
@@ -408,7 +361,7 @@ class Place:
         """Message about a process that ended with an error, and the exit code for it."""
         return f"{self.name} ended at step {self.step} with an error: {farewell['failed']}", farewell["code"]
 
-    def unheard(self, now: float, suspect: float) -> str:
-        """Suffix of its position, if it has been silent for more than `suspect` seconds."""
+    def unheard(self, now: float) -> str:
+        """Suffix of its position, if it has been silent for more than `SUSPECT` seconds."""
         silent = now - self.heard
-        return f", not heard of for {silent:.0f} s" if silent > suspect else ""
+        return f", not heard of for {silent:.0f} s" if silent > SUSPECT else ""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
-from mjax.config.bounds import Bounds, Count, CountOrZero
+from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
-from mjax.data.corpus import FilterArguments, TextArguments, Unit
-from mjax.generation.sampling import Sampling
+from mjax.data.corpus import TextFiles, Unit, find_files
+from mjax.data.corpus.blocks import MOST_BYTES
+from mjax.errors import UsageError
+from mjax.generation import Sampling
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_ELSEWHERE]
     """Run folder, such as runs/demo; same as --run RUN."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
@@ -99,14 +102,14 @@ class ToHfArguments:
 class GenerateArguments(RunArguments):
     """Continue prompts with a trained model."""
 
-    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], Elsewhere("text start")] = ()
     """Prompt; may be given several times. Without it, or for -, each line of stdin is one."""
-    num_samples: Count = 1
+    num_samples: Annotated[Count, Elsewhere("num-return-sequences")] = 1
     """Continuations of each prompt."""
-    chat: bool = False
+    chat: Annotated[bool, Elsewhere("interactive")] = False
     """Talk with the model by its chat template: each prompt is a question. Without a prompt, ask on a terminal, or read
     stdin: lines are the questions of one conversation, JSON is whole conversations."""
-    system: str | None = None
+    system: Annotated[str | None, Elsewhere("system-prompt")] = None
     """With --chat: the system message."""
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
@@ -115,6 +118,56 @@ class GenerateArguments(RunArguments):
     """Devices that share every layer's matrices; may differ from training."""
     json: bool = False
     """Print one JSON object per continuation, each on its own line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextArguments:
+    """Flags of all commands that read text: `mjax prepare`, `dedup` and `clean`."""
+
+    output: Any
+    """Output."""
+    inputs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES …")] = ()
+    """Text in UTF-8: .txt, .md, .py and the like hold one document per file, .jsonl one per line, all plain, .gz or
+    .zst; .parquet one per row. A folder, or a quoted pattern such as 'data/*.jsonl', means its files in the order of
+    their names. Addresses such as s3://bucket/data/*.jsonl too."""
+    key: str = "text"
+    """Field of a .jsonl line or column of a .parquet file that holds the text."""
+    malformed: Literal["stop", "skip"] = "stop"
+    """On a malformed line, stop and name it, or skip and count it."""
+    max_document_bytes: Count = MOST_BYTES
+    """Largest document, in bytes: an unpacked .txt file or line of .jsonl. A larger one is malformed."""
+    workers: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """Worker processes; by default one per core, fewer for little text. The result is the same with any number."""
+    tasks: Annotated[Count | None, tyro.conf.arg(metavar="INT")] = None
+    """Parts of the input, each a task that runs again if it was killed; by default one for 4 MB, at most 256 until each
+    has 1 GB. The result is the same with any number."""
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE …")] = ()
+    """Run the tasks as jobs of Slurm, with these options of sbatch: partition=NAME, time=HH:MM:SS (default 24 hours),
+    account=NAME, … --workers limits the jobs that run at once."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace an existing output."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print one JSON object instead of a table."""
+
+    def open(self, **options: Any) -> TextFiles:
+        """The text of the inputs; `options` as in `TextFiles`.
+
+        Raises:
+          UsageError: as there, or there are no inputs, or a number is out of its bounds.
+        """
+        if not self.inputs:
+            raise UsageError("no input; give .txt, .jsonl or .parquet files, a folder or a pattern")
+        check_bounds(self)
+        return TextFiles(find_files(self.inputs), self.key, self.malformed, most=self.max_document_bytes, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterArguments(TextArguments):
+    """Flags of the commands that remove documents."""
+
+    output: Annotated[Path, tyro.conf.arg(metavar="FILE.jsonl")]
+    """File for the documents kept; FILE.removed.jsonl lists those removed, FILE.report.json counts them by reason.
+    s3://bucket/FILE.jsonl is copied there when it is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +305,10 @@ class EvaluateArguments(RunArguments):
     task: str
     """wikitext103, lambada, perplexity or positions; for a run of `mjax finetune` mnli, qqp, race, squad1.1 or
     squad2.0."""
-    data: str
+    data: Annotated[str, Elsewhere("dataset data-dir data-file")]
     """File of the task: wiki.test.tokens; LAMBADA as .jsonl; for perplexity and positions any .txt, .jsonl or .parquet
     file, or the prefix of an indexed dataset; for the other tasks a published file or folder."""
-    stride: int | None = None
+    stride: Annotated[int | None, Elsewhere("overlap")] = None
     """Tokens by which the window advances over a text that is longer than the model's sequence, and which are scored;
     the rest is context. By default 32 for wikitext103, and the model's sequence length for perplexity."""
     positions: PositionsOptions = field(default_factory=PositionsOptions)

@@ -31,71 +31,46 @@ class Command(NamedTuple):
         fields are the flags, or `argv`; it returns the exit code, or anything else for success.
       about: one line.
       on_cpu: whether JAX must see the CPU only.
-      flags: MODULE:CLASS of the flags, if `run` imports more than its flags need, for which --help does not wait.
+      early: whether `run` imports more than its flags need, which are in `arguments.py`: --help does not wait for it.
     """
 
     run: str | Commands
     about: str
     on_cpu: bool = False
-    flags: str | None = None
+    early: bool = False
 
 
 Commands = dict[str, Command]
 
 DATA_COMMANDS: Commands = {
-    "inspect": Command(
-        "data:inspect", "show a dataset: documents, tokens, lengths, a sample", flags="arguments:InspectArguments"
-    ),
-    "merge": Command("data:merge", "merge several datasets into one", flags="arguments:MergeArguments"),
+    "inspect": Command("data:inspect", "show a dataset: documents, tokens, lengths, a sample", early=True),
+    "merge": Command("data:merge", "merge several datasets into one", early=True),
 }
-
 CONVERT_COMMANDS: Commands = {
-    "from-hf": Command(
-        "convert:from_hf", "convert a Hugging Face model into a run folder", True, "arguments:FromHfArguments"
-    ),
-    "from-megatron": Command(
-        "convert:from_megatron",
-        "convert a Megatron-LM checkpoint into a run folder",
-        True,
-        "arguments:FromMegatronArguments",
-    ),
-    "to-hf": Command(
-        "convert:to_hf_command",
-        "export a run's checkpoint as a model folder for transformers",
-        True,
-        "arguments:ToHfArguments",
-    ),
+    "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", True, True),
+    "from-megatron": Command("convert:from_megatron", "convert a Megatron-LM checkpoint into a run folder", True, True),
+    "to-hf": Command("convert:to_hf_command", "export a checkpoint as a folder for transformers", True, True),
 }
-
 RUNS_COMMANDS: Commands = {
     "list": Command("runs:list_runs", "list runs, one line each; same as `mjax runs` alone"),
     "compare": Command("runs:compare_runs", "compare runs: results, different settings, a figure of the loss curves"),
     "remove": Command("runs:remove_runs", "remove runs, after asking"),
 }
-
 COMMANDS: Commands = {
     "train": Command("train:train", "train a model"),
     "sft": Command("sft:sft", "fine-tune a model on conversations, so that it answers"),
-    "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset", flags="arguments:PrepareArguments"),
-    "dedup": Command(
-        "dedup:dedup", "remove exact and near-duplicate documents from text", flags="arguments:DedupArguments"
-    ),
-    "clean": Command(
-        "clean:clean",
-        "fix broken Unicode, remove evaluation sets, short and unwanted documents",
-        flags="arguments:CleanArguments",
-    ),
+    "prepare": Command("prepare:prepare", "tokenize text into an indexed dataset", early=True),
+    "dedup": Command("dedup:dedup", "remove exact and near-duplicate documents from text", early=True),
+    "clean": Command("clean:clean", "fix Unicode, remove evaluation sets, short and unwanted documents", early=True),
     "data": Command(DATA_COMMANDS, "inspect or merge datasets"),
     "runs": Command(RUNS_COMMANDS, "list, compare or remove runs"),
     "evaluate": Command(
-        "evaluate:evaluate",
-        "evaluate a model: WikiText103, LAMBADA, perplexity, the task it was fine-tuned for",
-        flags="arguments:EvaluateArguments",
+        "evaluate:evaluate", "evaluate a model: WikiText103, LAMBADA, perplexity, its task", early=True
     ),
     "lm-eval": Command("lm_eval:lm_eval", "run tasks of EleutherAI's lm-evaluation-harness on a model"),
     "finetune": Command("finetune:finetune", "fine-tune a BERT for a task: MNLI, QQP, RACE, SQuAD"),
     "convert": Command(CONVERT_COMMANDS, "convert checkpoints from Hugging Face or Megatron-LM, or to Hugging Face"),
-    "generate": Command("generate:generate", "generate text with a trained model", flags="arguments:GenerateArguments"),
+    "generate": Command("generate:generate", "generate text with a trained model", early=True),
     "plan": Command("plan:plan", "predict memory, communication and time of a run, without a device", on_cpu=True),
     "doctor": Command("doctor:doctor", "check this installation and machine, and suggest fixes"),
 }
@@ -118,8 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             command, prog, rest = chosen
             if command.on_cpu:
                 launch.leave_accelerators_alone()
-            if command.flags is not None and {"-h", "--help", "--help-all"} & set(rest):
-                parse(_named(command.flags), rest, prog)
+            if command.early and {"-h", "--help", "--help-all"} & set(rest):
+                words = prog.rpartition(" ")[2].split("-")
+                parse(_named(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
             if command.run != "train:train":  # which tells the other processes of a run what is wrong
                 from mjax.checkpoint.mirror import localized
 

@@ -4,52 +4,49 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from mjax.commands.arguments import ConversationArguments
 from mjax.config import read_settings
-from mjax.data.corpus import Corpus, TextFiles, parse_rows
+from mjax.data.corpus import Corpus, TextFiles, parse
 from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
 from mjax.data.indexed import token_dtype
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat
-from mjax.generation.conversations import Trained, Unfit, encode, preview, refused
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
 
 
-class Encoded(NamedTuple):
+@dataclass
+class Encoded:
     """The documents of one block.
 
     Attributes:
       tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
       lengths: tokens in each sequence, int32 [sequences].
       sequences: sequences in each document, int64 [documents].
-      text_bytes: bytes of their text in UTF-8.
-      size: bytes of the input file they took.
       malformed: what is malformed in the block, in order.
+      counts: documents, sequences, tokens, text_bytes (in UTF-8); of conversations trained tokens; dropped and cut,
+        which were too long; endless, whose last turn ends without a special token.
       trained: of conversations, whether each token is trained, bool [tokens].
-      dropped, cut: conversations that were too long.
-      endless: conversations whose last turn ends without a special token.
-      stops: ids of the special tokens that end the other ones.
+      stops: ids of the special tokens that end conversations.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     sequences: np.ndarray
-    text_bytes: int
-    size: int
     malformed: list[str]
+    counts: dict[str, int]
     trained: np.ndarray | None = None
-    dropped: int = 0
-    cut: int = 0
-    endless: int = 0
     stops: frozenset[int] = frozenset()
+
+    def __post_init__(self):
+        sizes = {"documents": self.sequences, "sequences": self.lengths, "tokens": self.tokens}
+        self.counts |= {name: len(values) for name, values in sizes.items()}
 
 
 ONLY = {
@@ -76,19 +73,13 @@ def check_chat(arguments: ConversationArguments, tokenizer: str | None, of_text:
             if getattr(arguments, name) != default:
                 raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
         return
-    for flag, value in of_text.items():
-        if value:
-            raise UsageError(f"{flag} is for text, and --chat for conversations; leave one out")
+    if flags := [flag for flag, value in of_text.items() if value]:
+        raise UsageError(f"{flags[0]} is for text, and --chat for conversations; leave one out")
     kind, _, run = (tokenizer or "").partition(":")
     if kind != "run":
-        raise UsageError(
-            "--chat needs the tokenizer and the chat template of the model to train; add --tokenizer run:RUN"
-        )
+        raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
     if arguments.template is None and not (Path(run) / "tokenizer" / TEMPLATE).is_file():
-        raise UsageError(
-            f"{run} has no chat template ({run}/tokenizer/{TEMPLATE}); add --template FILE, or --template plain for "
-            "User: … Assistant: …"
-        )
+        raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
     if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
         raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
 
@@ -130,7 +121,7 @@ def show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     left = arguments.preview
     for block in corpus.blocks():
-        for document in parse_rows(block)[0][:left]:
+        for document in parse(block, "")[0][:left]:
             try:
                 encoded = encode(chat, document.fields, _trained(arguments))
             except Unfit as error:
@@ -158,7 +149,7 @@ class ConversationEncoder:
 
     def encode(self, block: Block) -> Encoded:
         """The conversations of a block as token ids and masks."""
-        documents, malformed = parse_rows(block)
+        documents, malformed = parse(block, "")
         encoded, dropped = [], 0
         for document in documents:
             try:
@@ -173,17 +164,20 @@ class ConversationEncoder:
             encoded += [] if one is None else [one]
         lengths = np.array([len(one.ids) for one in encoded], np.int32)
         total = int(lengths.sum())
+        trained = np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total)
         return Encoded(
             tokens=np.fromiter(chain.from_iterable(one.ids for one in encoded), self.dtype, total),
             lengths=lengths,
             sequences=np.ones(len(encoded), np.int64),
-            text_bytes=sum(one.text_bytes for one in encoded),
-            size=block.size,
             malformed=malformed,
-            trained=np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total),
-            dropped=dropped,
-            cut=sum(one.cut for one in encoded),
-            endless=sum(one.stops is None and not one.cut for one in encoded),
+            counts={
+                "text_bytes": sum(one.text_bytes for one in encoded),
+                "trained": int(trained.sum()),
+                "dropped": dropped,
+                "cut": sum(one.cut for one in encoded),
+                "endless": sum(one.stops is None and not one.cut for one in encoded),
+            },
+            trained=trained,
             stops=frozenset(one.stops for one in encoded if one.stops is not None),
         )
 

@@ -27,10 +27,10 @@ from mjax import __version__
 from mjax.commands.arguments import InspectArguments, MergeArguments
 from mjax.config.datasets import DatasetMetadata, metadata_file, read_metadata
 from mjax.data import indexed
-from mjax.data.corpus import EXAMPLES
-from mjax.data.indexed import IndexedDataset, tokenizer_folder
+from mjax.data.corpus.documents import EXAMPLES
+from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, tokenizer_folder
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.errors import UsageError, check_picture
+from mjax.errors import RunError, UsageError, check_picture
 from mjax.utils.progress import facts, progress
 
 QUANTILES = {"shortest": 0.0, "1%": 0.01, "25%": 0.25, "median": 0.5, "75%": 0.75, "99%": 0.99, "longest": 1.0}
@@ -151,25 +151,20 @@ def merge(arguments: MergeArguments) -> None:
     datasets = [IndexedDataset(part) for part in parts]
     parts = [dataset.prefix for dataset in datasets]  # local ones
     dtype, tokens = datasets[0].dtype, sum(dataset.tokens for dataset in datasets)
-    for other in datasets:
-        if other.dtype != dtype:
-            raise UsageError(
-                f"{parts[0]} has tokens of dtype {dtype} and {other.prefix} of dtype {other.dtype}; "
-                "prepare them with the same tokenizer"
-            )
-        if other.masked != datasets[0].masked:
-            kinds = "conversations" if datasets[0].masked else "text", "text" if datasets[0].masked else "conversations"
-            raise UsageError(f"{parts[0]} holds {kinds[0]} and {other.prefix} {kinds[1]}; merge one kind")
     known = [read_metadata(part) for part in parts]
-    metadata = None if None in known else _merged(parts, known)
-    with indexed.writing(output, "merging into", int(np.iinfo(dtype).max) + 1, dtype) as writer:
-        with progress("copying", tokens * dtype.itemsize) as advance:
-            for dataset in datasets:
-                for copied in writer.add_dataset(dataset):
-                    advance(copied)
-        if metadata is not None:
-            shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
-        indexed.put_beside(output, metadata)
+    _check_agreement(datasets, known)
+    metadata = None if None in known else _merged(known)
+    try:
+        with IndexedDatasetWriter(output, int(np.iinfo(dtype).max) + 1, dtype) as writer:
+            with progress("copying", tokens * dtype.itemsize) as advance:
+                for dataset in datasets:
+                    for copied in writer.add_dataset(dataset):
+                        advance(copied)
+            if metadata is not None:
+                shutil.copytree(tokenizer_folder(parts[0]), indexed.temporary_tokenizer(output))
+            indexed.put_beside(output, metadata)
+    except OSError as error:
+        raise RunError(f"merging into {output} stopped: {error}; nothing was left under that name") from error
 
     documents = sum(dataset.documents for dataset in datasets)
     size = filesize.decimal(tokens * dtype.itemsize)
@@ -180,29 +175,30 @@ def merge(arguments: MergeArguments) -> None:
         print(f"it has no metadata and no tokenizer, because {unknown} does not exist")
 
 
-def _merged(parts: Sequence[str], known: Sequence[DatasetMetadata]) -> DatasetMetadata:
-    """The metadata of the whole.
+def _check_agreement(datasets: Sequence[IndexedDataset], known: Sequence[DatasetMetadata | None]) -> None:
+    """Compare the parts, and where all have metadata these and their tokenizers.
 
     Raises:
-      UsageError: the parts do not agree.
+      UsageError: the parts do not agree, or one has metadata and no tokenizer.
     """
-    for part in parts:
-        if not tokenizer_folder(part).is_dir():
-            missing = f"there is no {tokenizer_folder(part)} beside {metadata_file(part)}"
-            raise UsageError(f"{missing}; copy it there, or prepare {part} again")
-    for part, metadata in zip(parts[1:], known[1:], strict=True):
-        for field in AGREEING:
-            ours, theirs = getattr(known[0], field), getattr(metadata, field)
-            if ours != theirs:
-                raise UsageError(
-                    f"{metadata_file(parts[0])} says {field} {ours!r} and {metadata_file(part)} {theirs!r}; "
-                    "prepare both in the same way"
-                )
-        if indexed.digest_of_folder(tokenizer_folder(parts[0])) != indexed.digest_of_folder(tokenizer_folder(part)):
-            raise UsageError(
-                f"{tokenizer_folder(parts[0])} and {tokenizer_folder(part)} are different tokenizers of the same kind "
-                "and size; prepare both with the same one"
-            )
+    facts = [{"tokens": dataset.dtype, "masks": dataset.masked} for dataset in datasets]
+    for fact, dataset, metadata in zip(facts, datasets, known, strict=True):
+        folder = tokenizer_folder(dataset.prefix)
+        if None in known:
+            continue
+        if not folder.is_dir():
+            raise UsageError(f"there is no {folder}; copy it there, or prepare {dataset.prefix} again")
+        fact |= {name: getattr(metadata, name) for name in AGREEING}
+        fact["tokenizer files"] = indexed.digest_of_folder(folder)[:8]
+    for fact, dataset in zip(facts, datasets, strict=True):
+        for name, first in facts[0].items():
+            if fact[name] != first:
+                parts = f"{datasets[0].prefix} has {name} {first} and {dataset.prefix} {fact[name]}"
+                raise UsageError(f"{parts}; prepare both in the same way")
+
+
+def _merged(known: Sequence[DatasetMetadata]) -> DatasetMetadata:
+    """The metadata of the whole."""
     sequences = [metadata.sequences for metadata in known]
     return dataclasses.replace(
         known[0],

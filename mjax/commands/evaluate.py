@@ -23,10 +23,9 @@ from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError, check_picture, either, in_python
-from mjax.tasks import labelled
+from mjax.tasks import labelled, labelled_task
 from mjax.tasks.interface import FOR_TEXT, Metric, Task
-from mjax.tasks.long_contexts import Positions
-from mjax.tasks.zero_shot import Lambada, Perplexity, WikiText103
+from mjax.tasks.zero_shot import Lambada, Perplexity, Positions, WikiText103
 from mjax.utils.files import without_parents
 from mjax.utils.progress import facts, progress
 
@@ -156,7 +155,7 @@ def _read_run(arguments: EvaluateArguments) -> Config:
     if arguments.task in TEXT_TASKS:
         return read_run(arguments.checkpoint, *FOR_TEXT)
     saved = read_settings(arguments.checkpoint / "config.json")
-    if not labelled.is_fine_tuned(saved.model):
+    if not labelled_task.is_fine_tuned(saved.model):
         raise UsageError(
             f"{arguments.checkpoint} has not been fine-tuned for {arguments.task}; type mjax finetune "
             "--help, and give the folder best that it writes"
@@ -168,8 +167,8 @@ def _check_labelled(arguments: EvaluateArguments, saved: Config, task: labelled.
     """Refuse a model that was not fine-tuned for this form of task, and a file that would give no output."""
     if task.with_head(saved.model) != saved.model:
         raise UsageError(
-            f"the model in {arguments.checkpoint} predicts {labelled.what_is_told(saved.model)} and was not fine-tuned "
-            f"for {arguments.task}; give a run of mjax finetune --task {arguments.task}"
+            f"the model in {arguments.checkpoint} predicts {labelled_task.what_is_told(saved.model)} and was not "
+            f"fine-tuned for {arguments.task}; give a run of mjax finetune --task {arguments.task}"
         )
     if arguments.predictions is None and not task.has_labels:
         raise UsageError(
@@ -187,12 +186,11 @@ def report(arguments: EvaluateArguments, step: int, metrics: Sequence[Metric]) -
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{arguments.task} on {arguments.data}: {arguments.checkpoint}, step {step}\n", markup=False)
-    lines = [metric for metric in metrics if isinstance(metric.shown, str)]
+    lines = [metric for metric in metrics if not isinstance(metric.value, list)]
     if not lines:  # predictions only
         console.print("no metrics: the file has no labels")
         return
     console.print(facts((metric.name.replace("_", " "), metric.shown, metric.remark) for metric in lines))
     for metric in metrics:
         if metric not in lines:
-            console.print()
-            console.print(metric.shown)
+            print(f"\n{metric.shown}")

@@ -2,7 +2,7 @@
 
     config and tokenizer of the run → examples of the files → recipe → mesh and program
     for each seed: trunk of the checkpoint, new head → epochs → best epoch
-    report: table, report.json, report.png, best → seed-N/best
+    report: table, report.json, best → seed-N/best
 
 Invalid flags and files are reported before training starts. An interrupted command continues after the last completed
 epoch, or the step at which it was stopped, with a bit-identical result.

@@ -1,17 +1,19 @@
 """Parsing flags with tyro, with a suggestion for an unknown flag.
 
-Users of Megatron-LM, nanoGPT or Hugging Face type the names they know. Each is in `ELSEWHERE` and is answered with our
-name in one sentence, as is a field without its section (--learning-rate), in the wrong one (--train.learning-rate) or
-misspelt.
+Users of Megatron-LM, nanoGPT or Hugging Face type the names they know. Each stands in a mark `Elsewhere` of our field
+and is answered with our name in one sentence, as is a field without its section (--learning-rate), in the wrong one
+(--train.learning-rate) or misspelt.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import sys
 import textwrap
 import types
@@ -22,131 +24,21 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 import tyro
 
 from mjax.config.bounds import check_bounds, fields_of, is_unsectioned
-from mjax.config.model import KIND_FLAG, kinds_with
+from mjax.config.marks import FILE_ONLY, PLANNED, RUN_ELSEWHERE, Elsewhere, Mark
+from mjax.config.model import KIND_FLAG, REGISTRY
+from mjax.config.plain_values import describe, fits
 from mjax.errors import UsageError, either, suggestion
 from mjax.utils.files import without_parents
 
 T = TypeVar("T")
 WIDTH_OF_HELP = 110
 
-NAMES_ELSEWHERE = {
-    # --- model
-    "model.layers": "num-layers n-layer n-layers num-hidden-layers", "model.hidden": "hidden-size n-embd d-model dim",
-    "model.heads": "num-attention-heads n-head n-heads num-heads",
-    "model.feed-forward": "ffn-hidden-size intermediate-size n-inner d-ff",
-    "model.sequence sequence": "seq-length seq-len sequence-length max-seq-length max-seq-len",
-    "model.sequence sequence tokens": "max-length",
-    "model.sequence": "block-size context-length encoder-seq-length",
-    "model.max-position-embeddings": "n-positions",
-    "model.vocabulary": "vocab-size padded-vocab-size", "model.vocabulary-multiple": "make-vocab-size-divisible-by",
-    "model.positions": "position-embedding-type", "model.hidden-dropout model.attention-dropout": "dropout",
-    "model.hidden-dropout": "resid-pdrop embd-pdrop", "model.attention-dropout": "attn-pdrop",
-    "model.init-std": "init-method-std initializer-range",
-    "model.layernorm-epsilon": "norm-epsilon layer-norm-epsilon layer-norm-eps",
-    "model.attention": "use-flash-attn attention-backend attn-implementation",
-    "model.activation": "activation-function", "model.experts": "num-experts num-local-experts n-routed-experts",
-    "model.experts-per-token": "moe-router-topk num-experts-per-tok",
-    "model.expert-width": "moe-ffn-hidden-size moe-intermediate-size",
-    "model.shared-width": "moe-shared-expert-intermediate-size", "model.router": "moe-router-score-function",
-    "model.router-scale": "moe-router-topk-scaling-factor routed-scaling-factor",
-    "model.balance-loss": "moe-aux-loss-coeff router-aux-loss-coef",
-    "model.balance-over": "moe-router-load-balancing-type", "model.z-loss": "moe-z-loss-coeff",
-    "model.balance-bias": "moe-router-bias-update-rate moe-router-enable-expert-bias",
-    "model.grouped": "moe-grouped-gemm", "model.expert-interval": "moe-layer-freq decoder-sparse-step",
-    "model.dense-layers": "first-k-dense-replace",
-    # --- mesh
-    "mesh.replica": "num-distributed-optimizer-instances hsdp dp-replicate data-parallel-replicate-degree",
-    "mesh.expert": "expert-model-parallel-size expert-parallel-size ep ep-size",
-    "mesh.context": "context-parallel-size cp cp-size context-parallel-degree ulysses-parallel-degree "
-    "sequence-parallel-size",
-    "mesh.context-attention": "cp-comm-type context-parallel-load-balance",
-    "mesh.model": "tensor-model-parallel-size tensor-parallel-size tensor tp tp-size model-parallel-size",
-    "mesh.pipe": "pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size",
-    "mesh.data": "data-parallel-size dp dp-size num-gpus gpus nproc-per-node", "mesh.sequence-parallel": "sp",
-    "mesh.zero": "use-distributed-optimizer zero-stage use-megatron-fsdp fsdp",
-    "mesh.chunks": "num-virtual-stages-per-pipeline-rank num-layers-per-virtual-pipeline-stage",
-    # --- optimizer
-    "optimizer.learning-rate learning-rate": "lr", "optimizer.learning-rate": "peak-lr max-lr",
-    "optimizer.min-learning-rate": "min-lr",
-    "optimizer.schedule": "lr-decay-style lr-scheduler lr-scheduler-type lr-schedule decay-lr",
-    "optimizer.warmup-steps": "lr-warmup-iters warmup-iters lr-warmup-steps num-warmup-steps warmup",
-    "optimizer.warmup-steps warmup": "lr-warmup-fraction warmup-ratio",
-    "optimizer.decay-steps": "lr-decay-iters lr-decay-steps", "optimizer.wsd-decay-steps": "lr-wsd-decay-iters",
-    "optimizer.wsd-decay": "lr-wsd-decay-style", "optimizer.weight-decay weight-decay": "wd",
-    "optimizer.beta1": "adam-beta1", "optimizer.beta2": "adam-beta2", "optimizer.epsilon": "adam-eps adam-epsilon eps",
-    "optimizer.clip-norm": "clip-grad grad-clip gradient-clip-val max-grad-norm",
-    "optimizer.muon-adjust-lr": "adjust-lr-fn muon-scale-mode",
-    # --- length and batch
-    "train.steps": "train-iters max-iters max-steps iters num-steps train-steps iterations total-steps "
-    "train-samples epochs",
-    "train.tokens": "train-tokens total-tokens",
-    "train.steps epochs": "num-epochs num-train-epochs max-epochs",
-    "train.global-batch batch train.micro-batch": "batch-size",
-    "train.global-batch batch": "global-batch-size train-batch-size",
-    "train.micro-batch": "micro-batch-size device-batch-size per-device-train-batch-size "
-    "per-device-eval-batch-size train-micro-batch-size-per-gpu",
-    "train.global-batch train.micro-batch": "gradient-accumulation-steps", "train.batch-rampup": "rampup-batch-size",
-    "train.recompute": "recompute-activations recompute-granularity gradient-checkpointing "
-    "activation-checkpointing checkpoint-activations cpu-offloading-num-layers",
-    "train.seed seed": "random-seed",
-    "train.eval-batches": "eval-iters", "train.eval-interval": "eval-steps val-check-interval eval-every",
-    # --- precision
-    "precision.compute": "fp16 bf16 dtype fp8 fp8-format fp8-recipe mixed-precision",
-    "precision.initial-loss-scale": "initial-loss-scale",
-    # --- data
-    "data.path": "data", "data.path data": "dataset data-dir data-file", "data.path train": "train-file",
-    "data.train-path train": "train-data", "data.train-path": "train-data-path", "data.valid-path": "valid-data-path",
-    "data.valid-path validation": "val-data validation-file",
-    "data.reset-positions": "reset-position-ids", "data.reset-attention": "reset-attention-mask",
-    "data.mask-eod-loss": "eod-mask-loss", "data.mask-probability": "mask-prob",
-    "data.short-probability": "short-seq-prob", "data.cache": "data-cache-path", "data.mock": "mock-data",
-    # --- checkpoints, logging, the run
-    "checkpoint.interval": "save-interval save-steps save-every checkpoint-every checkpoint-interval",
-    "checkpoint.interval log.interval": "every", "log.interval": "log-every log-interval logging-steps",
-    "stride": "overlap", "checkpoint.keep-last": "save-total-limit", "log.wandb": "wandb-project wandb",
-    "log.tensorboard": "tensorboard-dir", "runs output": "save output-dir out-dir save-dir",
-    "name": "run-name wandb-run-name",
-    "run": "load ckpt checkpoint-path model-path resume-from-checkpoint continue checkpoint resume",
-    "init run": "model-name-or-path pretrained pretrained-checkpoint init-from", "init": "finetune",
-    # --- text
-    "tokens": "max-new-tokens num-tokens", "tokens train.tokens": "max-tokens", "temperature": "temp",
-    "prompt": "text start", "num-samples": "num-return-sequences", "chat": "interactive", "system": "system-prompt",
-}  # fmt: skip
-"""Our name → the names in other projects. Of several names of ours, those that the command has are offered."""
-ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
-
-EPOCHS = "mjax counts steps; an epoch is the tokens of the data / (global batch × sequence) steps"
-NAMES_BY_NOTE = {
-    EPOCHS: "epochs num-epochs num-train-epochs max-epochs",
-    "steps are samples / global batch": "train-samples",
-    "it is global batch / (data replicas × micro-batch)": "gradient-accumulation-steps",
-    "it is the number of virtual stages per device": "num-layers-per-virtual-pipeline-stage",
-    "the number of steps between validations; --train.eval-batches is the length of one": "eval-steps",
-    "with the value fp8": "fp8",
-    "with the value fp16": "fp16",
-    "with the value bf16, which is the default": "bf16",
-    "with the value selective": "recompute-activations",
-    "with the value full": "gradient-checkpointing checkpoint-activations activation-checkpointing",
-    "with the value offload, for all layers": "cpu-offloading-num-layers",
-    "with the value 1": "use-distributed-optimizer",
-    "with the value 3": "fsdp use-megatron-fsdp",
-    "it counts steps": "lr-warmup-fraction warmup-ratio",
-    "it takes no value": "mock-data",
-    "constant does not decay": "decay-lr",
-    "the folder is RUNS/NAME": "save output-dir out-dir",
-}
-"""Notes on names elsewhere whose values mean something else in mjax."""
-NOTES = {name: note for note, names in NAMES_BY_NOTE.items() for name in names.split()}
-UNITS = {
-    "train.global-batch": "sequences per step over all devices", "train.micro-batch": "sequences per replica at a time",
-}  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """Flags of the commands that use a trained model."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE]
     """Run folder, such as runs/demo: its config.json, tokenizer and newest checkpoint are used."""
     config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
     """The file that defines a model of your own; every setting stays that of the run."""
@@ -169,9 +61,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    kinds = {flag.name: flag.kind for flag in documented_flags(cls, default)}
-    _check_names(argv, kinds, prog)
-    _check_values(argv, kinds)
+    _check(argv, {flag.name: flag for flag in all_fields(cls, default)}, prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
@@ -180,52 +70,51 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
 
 def typed_flags(argv: Sequence[str]) -> set[str]:
     """Names of the flags in a command line, without leading dashes: 'config', 'train.steps'."""
-    return {word[2:].partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    return {name for name, _, _ in _words(argv)}
 
 
-# --- Flags that are not there, and values of flags that take none ----------------------------------------------------
+def first_values(argv: Sequence[str]) -> dict[str, str | None]:
+    """The first value of each flag in a command line, before it is parsed; None for a flag without one."""
+    return {name: words[0] if words else None for name, words, _ in _words(argv)}
 
 
-def _check_names(argv: Sequence[str], kinds: dict[str, Any], prog: str) -> None:
-    for word, after in itertools.pairwise([*argv, "--"]):
-        if not word.startswith("--") or word == "--":
+# --- Flags that are not there, and values of another type -------------------------------------------------------------
+
+
+def _words(argv: Sequence[str]) -> list[tuple[str, list[str], bool]]:
+    """Each flag of a command line, the words after it, and whether the first of them is joined to it by `=`."""
+    flags: list[tuple[str, list[str], bool]] = []
+    for word in argv:
+        if word.startswith("--") and word != "--":
+            name, equals, value = word[2:].partition("=")
+            flags.append((name.replace("_", "-"), [value] if equals else [], bool(equals)))
+        elif flags:
+            flags[-1][1].append(word)
+    return flags
+
+
+def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
+    """Refuse unknown flags, values of another type or number, and lists given twice; tyro prints a box for the rest."""
+    flags, lists = {name: flag for name, flag in fields.items() if not flag.hidden}, set()
+    for name, words, joined in _words(argv):
+        flag, switch = flags.get(name), flags.get(_positive(name))
+        if flag is None and (switch is None or switch.kind is not bool):
+            raise UsageError(f"{prog} has no --{name}{_instead(name, words, fields, prog)}")
+        if flag is None or flag.kind is bool:
+            if words and (joined or words[0].lower() in ("true", "false")):
+                switches = f"--{_positive(name)} or --{_negative(_positive(name))}"
+                raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
-        name, _, value = word[2:].partition("=")
-        name = name.replace("_", "-")
-        ours = name if name in kinds else _positive(name)
-        if ours not in kinds:
-            value = value or ("" if after.startswith("--") else after)
-            raise UsageError(f"{prog} has no --{name}{_instead(name, value, set(kinds), prog)}")
-        value = value or (after if after.lower() in ("true", "false") else "")
-        if kinds[ours] is bool and value:
-            raise UsageError(f"--{name} {value}: it takes no value; type --{ours} or --{_negative(ours)}")
-
-
-def _check_values(argv: Sequence[str], kinds: dict[str, Any]) -> None:
-    """Refuse values of another type or number, and lists given twice; what is left to tyro it prints in a box."""
-    lists: set[str] = set()
-    for index, word in enumerate(argv):
-        name, equals, value = word[2:].partition("=")
-        kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
-        if kind is None or kind is bool:
-            continue
-        after = itertools.takewhile(lambda next_word: not next_word.startswith("--"), argv[index + 1 :])
-        values = [value] if equals else list(after)
         if name in lists:
             raise UsageError(
                 f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
             )
-        if "." in name and any(... in get_args(option) for option in _options(kind)):  # others may add up: --prompt
+        options = [option for option in _options(flag.kind) if option is not type(None)]
+        if "." in name and any(... in get_args(option) for option in options):  # others may add up: --prompt
             lists.add(name)
-        if not _can_be(values, kind):
-            typed = " ".join([f"--{name}", *values[: len(_parts(kind)) or 1]])
-            raise UsageError(f"{typed}: it takes {_takes(kind)}")
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    """The kinds of the values of a flag with a fixed number of several."""
-    kind = next((option for option in _options(kind) if option is not type(None)), kind)
-    return get_args(kind) if get_origin(kind) is tuple and ... not in get_args(kind) else ()
+        if not any(_accepts(option, words) for option in _options(flag.kind)):
+            typed = " ".join([f"--{name}", *words[: len(get_args(options[0])) if _is_tuple(options[0]) else 1]])
+            raise UsageError(f"{typed}: it takes {' or '.join(map(_in_words, options))}")
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -236,41 +125,33 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return tuple(one for option in get_args(kind) for one in _options(option)) if is_union else (kind,)
 
 
-def _can_be(values: Sequence[str], kind: Any) -> bool:
-    """True if the first of `values` can be read as `kind`; later ones may belong to the command."""
-    for option in _options(kind):
-        if get_origin(option) is tuple:
-            parts = get_args(option)
-            if ... in parts or (len(values) >= len(parts) and all(map(_can_be, ([value] for value in values), parts))):
-                return True
-        elif values and _is_one(values[0], option):
-            return True
-    return False
+def _is_tuple(kind: Any) -> bool:
+    return get_origin(kind) is tuple
 
 
-def _is_one(value: str, kind: Any) -> bool:
+def _accepts(kind: Any, words: Sequence[str]) -> bool:
+    """True if the first of `words` can be read as `kind`; later ones may belong to the command."""
+    if _is_tuple(kind):
+        parts = get_args(kind)
+        return ... in parts or fits([_plain(word) for word in words[: len(parts)]], kind)
     if get_origin(kind) is Literal:
-        return value in map(str, get_args(kind))
-    if kind is type(None):
-        return value == "None"
-    try:
-        return kind not in (int, float) or kind(value) is not None
-    except ValueError:
-        return False
+        return words[:1] in [[str(choice)] for choice in get_args(kind)]
+    return bool(words) and (kind in (str, Path) or fits(_plain(words[0]), kind))
 
 
-def _takes(kind: Any) -> str:
-    """'a whole number', 'one of bf16, fp16'."""
-    if several := _parts(kind):
-        return f"{len(several)} {_takes(several[0]).removeprefix('a ')}s"
-    words = {int: "a whole number", float: "a number"}
-    options = [option for option in _options(kind) if option is not type(None)]
-    return " or ".join(
-        f"one of {', '.join(map(str, get_args(option)))}"
-        if get_origin(option) is Literal
-        else words.get(option, "a text")
-        for option in options
-    )
+def _plain(word: str) -> Any:
+    """A word as the number or None that it spells."""
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(word)
+    return None if word == "None" else word
+
+
+def _in_words(kind: Any) -> str:
+    """'a whole number', '3 whole numbers', 'one of bf16, fp16'."""
+    if _is_tuple(kind) and ... not in get_args(kind):
+        return f"{len(get_args(kind))} {_in_words(get_args(kind)[0]).removeprefix('a ')}s"
+    return describe(str if kind is Path else kind)
 
 
 def _positive(name: str) -> str:
@@ -285,25 +166,44 @@ def _negative(name: str) -> str:
     return f"{section}{dot}no-{knob}"
 
 
-def _instead(name: str, value: str, known: set[str], prog: str) -> str:
+def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
-    theirs = ELSEWHERE.get(last, "").split()
-    if section == "model" and (kinds := list(kinds_with(last.replace("-", "_")))):
-        return f" for this model; it is for {KIND_FLAG} {either(kinds)}: leave it out"
-    ours = [flag for flag in theirs if flag in known]
-    if not ours and theirs and (kinds := list(kinds_with(theirs[0].removeprefix("model.").replace("-", "_")))):
-        return f" for this model; it is --{theirs[0]}, for {KIND_FLAG} {either(kinds)}: leave it out"
-    ours = ours or sorted(flag for flag in known if flag.rpartition(".")[2] == last)
-    ours = [flag for flag in ours if flag.startswith(f"{section}.")] or ours
-    if ours:
-        note = NOTES.get(last)
-        typed_value = f" {value}" if value and note is None else ""
-        units = {flag: f" ({UNITS[flag]})" for flag in ours if len(ours) > 1 and flag in UNITS}
-        choices = [f"--{flag}{typed_value}{units.get(flag, '')}" for flag in ours]
-        return f"; type {either(choices)}" + (f" ({note})" if note else "")
-    close = suggestion(name, sorted(known)).replace("'", "--", 1).replace("'", "")
+    flags, value = [flag for flag in fields.values() if not flag.hidden], "".join(words[:1])
+    ours = [(flag, known) for flag in flags if (known := _elsewhere(flag.marks, last, value)) is not None]
+    ours = ours or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    if ours := [(flag, value) for flag, value in ours if flag.name.startswith(f"{section}.")] or ours:
+        return "; type " + either([_typed(flag, value, len(ours) > 1) for flag, value in ours])
+    for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
+        if last == flag.name.rpartition(".")[2] or _elsewhere(flag.marks, last, "") is not None:
+            return f"; {flag.hidden}"
+    for field, kinds in _fields_of_models(last).items():
+        known = "" if field == last else f"--model.{field}, "
+        return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
+    close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
+
+
+def _elsewhere(marks: Sequence, name: str, given: str) -> str | None:
+    """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
+    return next((mark.value(name, given) for mark in marks if isinstance(mark, Elsewhere)), None)
+
+
+def _typed(flag: Flag, value: str, of_several: bool) -> str:
+    """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
+    meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
+    meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
+    return f"--{flag.name}{f' {value}' if value and flag.kind is not bool else ''}{meaning}"
+
+
+def _fields_of_models(name: str) -> dict[str, list[str]]:
+    """The kinds of registered models with a field of this name, here or elsewhere, by the field's flag."""
+    kinds: dict[str, list[str]] = {}
+    for kind, cls in REGISTRY.items():
+        for _, flag, _, marks in fields_of(cls):
+            if flag == name or _elsewhere(marks, name, "") is not None:
+                kinds.setdefault(flag, []).append(kind)
+    return kinds
 
 
 # --- Help -------------------------------------------------------------------------------------------------------------
@@ -319,7 +219,7 @@ def _short_help(cls: type, default: object, prog: str) -> str:
             sentence = flag.text.partition(". ")[0].rstrip(".")
             lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _shown_default(cls, flag))
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
-    return "\n".join([*lines, "", f"{len(known)} flags in all, every field of a config: {prog} --help-all"])
+    return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
 
 
 def _whole_help(cls: type, default: object, prog: str) -> str:
@@ -372,7 +272,8 @@ class Flag(NamedTuple):
       kind: type of its value.
       default: `dataclasses.MISSING` if it is required.
       owner: the dataclass that has it as a `field`.
-      form: its value in --help: 'KIND:FILES', 'N'.
+      marks: annotations of the field.
+      hidden: of a field that is no flag, what to do instead of typing it.
     """
 
     name: str
@@ -380,12 +281,18 @@ class Flag(NamedTuple):
     default: Any
     owner: type
     field: str
-    form: str
+    marks: tuple[Any, ...]
+    hidden: str
 
     @property
     def text(self) -> str:
         """The docstring of the field, on one line."""
         return _field_texts(self.owner).get(self.field, "")
+
+    @property
+    def form(self) -> str:
+        """Its value in --help: 'KIND:FILES', 'N'."""
+        return _form(self.marks) or _placeholder(self.kind)
 
 
 def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
@@ -393,17 +300,27 @@ def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[F
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
+    return (flag for flag in all_fields(cls, default, prefix) if not flag.hidden)
+
+
+def all_fields(
+    cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
+) -> Iterator[Flag]:
+    """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
+    without = without or getattr(cls, "without", None)
     for field, (name, flag, kind, marks) in zip(dataclasses.fields(cls), fields_of(cls), strict=True):
         value = getattr(default, name, None) if default is not None else field.default
+        reason = f"no result depends on {prefix}{name}: leave it out" if without in marks else hidden
         if dataclasses.is_dataclass(kind):
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
-            yield from documented_flags(inner, value, f"{prefix}{flag}." if flag else prefix)
-        elif tyro.conf.Positional not in marks and tyro.conf.Fixed not in marks:
+            yield from all_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
+        elif tyro.conf.Positional not in marks:
+            reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
             for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
-                yield Flag(typed, kind, value, cls, name, _form(marks) or _placeholder(kind))
+                yield Flag(typed, kind, value, cls, name, marks, reason)
 
 
 def _form(marks: Sequence) -> str:

@@ -17,79 +17,40 @@ PREFIX.tmp, where the same command continues, with the same result.
 """
 
 import dataclasses
-import functools
 import json
 import random
 import shlex
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
+from mjax.commands import conversations
 from mjax.commands.arguments import PrepareArguments
-from mjax.commands.conversations import (
-    ConversationEncoder,
-    Encoded,
-    check_chat,
-    conversations_of,
-    longest_of,
-    save_chat,
-    show_first,
-)
+from mjax.commands.conversations import ConversationEncoder, Encoded
 from mjax.config import DataConfig, load_config
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
-from mjax.data.corpus import (
-    Corpus,
-    MalformedLines,
-    Questions,
-    Wikipedia,
-    load_splitter,
-    parse,
-    split_sentences,
-    tasks,
-)
+from mjax.data import indexed, tokenizers
+from mjax.data.corpus import Corpus, parse, tasks
 from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.documents import Questions, Wikipedia
 from mjax.data.corpus.outputs import speed
-from mjax.data.corpus.workers import Workers
-from mjax.data.indexed import (
-    Shape,
-    check_ids,
-    check_output,
-    dataset_files,
-    index_file,
-    mask_file,
-    put_beside,
-    put_index,
-    temporary_tokenizer,
-    token_dtype,
-    token_file,
-)
+from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
-from mjax.data.tokenizers import (
-    TRAINABLE,
-    BertTokenizer,
-    Tokenizer,
-    add_ends_of_text,
-    files_of,
-    load_tokenizer,
-    tokenizer_from_folder,
-    train_sentencepiece,
-    train_wordpiece,
-)
-from mjax.data.tokenizers.fast import EncodersDiffer
-from mjax.errors import RunError, UsageError
-from mjax.utils.progress import facts, watched
-from mjax.utils.remote import RemoteFile, put, remove
+from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, Tokenizer
+from mjax.errors import UsageError
+from mjax.utils.progress import facts
+from mjax.utils.remote import RemoteFile, remove
 
 TRAINING_CHARACTERS = 2**26  # a larger sample does not improve a tokenizer
 CHUNK = 2**14  # characters that are sampled together
@@ -100,8 +61,8 @@ class PrepareSummary:
     """Result of `prepare`.
 
     Attributes:
+      prefix: of the dataset.
       metadata: of the dataset.
-      files: the dataset's files and its tokenizer's folder.
       encoder: the package that encoded: gigatoken, tokenizers, sentencepiece, or mjax for bytes.
       workers: processes that encoded; 1 means this process alone.
       seconds: total time.
@@ -111,8 +72,8 @@ class PrepareSummary:
       for_bert: whether the tokenizer has the tokens of a BERT's samples.
     """
 
+    prefix: str
     metadata: DatasetMetadata
-    files: list[Path]
     encoder: str
     workers: int
     seconds: float
@@ -122,6 +83,11 @@ class PrepareSummary:
     endless: int = 0
     for_bert: bool = False
 
+    @property
+    def files(self) -> list[Path]:
+        """The dataset's files and its tokenizer's folder."""
+        return indexed.dataset_files(self.prefix)
+
 
 def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSummary | None:
     """Write a dataset and print a summary, with the command that follows; None if the work was submitted to a cluster.
@@ -130,169 +96,128 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
       UsageError: arguments that contradict each other, an input that cannot be read, no text, or an output that exists.
       RunError: the demo cannot be fetched, a worker was killed, or the output cannot be written.
     """
-    began = time.time()
     _check(arguments)
     if arguments.chat:
         run = Path((arguments.tokenizer or "").partition(":")[2])
-        arguments = dataclasses.replace(arguments, longest=arguments.longest or longest_of(run))
-        corpus = Questions() if arguments.demo else conversations_of(arguments)
+        arguments = dataclasses.replace(arguments, longest=arguments.longest or conversations.longest_of(run))
+        corpus = Questions() if arguments.demo else conversations.conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
-    job = PrepareJob(arguments, corpus, began, following)
-    try:
-        return tasks.run(job)
-    except RunError as error:  # with any number of tasks the dataset is the same: begin again
-        reason = job.differ.read_text() if job.differ.exists() else str(error)
-        if not (job.differ.exists() or isinstance(error, EncodersDiffer)):
-            raise
-    print(f"{reason}; begin again with tokenizers alone", file=sys.stderr)
-    shutil.rmtree(job.folder, ignore_errors=True)
-    return tasks.run(PrepareJob(arguments, corpus, began, following, fast=False))
-
-
-class EncodedShare(NamedTuple):
-    """Sizes of an encoded share, and the package that encoded.
-
-    Attributes:
-      counts: those of the last fields of a summary.
-      stops: ids of the tokens that end conversations.
-    """
-
-    shape: Shape
-    text_bytes: int
-    trained: int
-    counts: list[int]
-    malformed: MalformedLines
-    encoder: str
-    stops: list[int]
+    return tasks.run(PrepareJob(arguments, corpus, following))
 
 
 class PrepareJob(tasks.Job):
-    """The stages of `mjax prepare`; not `fast`: without gigatoken.
+    """The stages of `mjax prepare`.
 
     Raises:
       UsageError: the tokenizer cannot be loaded, or does not do what the arguments ask.
     """
 
-    readers = ("lines", "encode")
+    single = ("tokenizer", "finish")
+    readers = ("lines", "tokenizer", "encode")
 
-    def __init__(self, arguments: PrepareArguments, corpus: Corpus, began: float, following: bool, fast: bool = True):
-        super().__init__(arguments, corpus, arguments.output, ["encode", "merge", "finish"])
-        self.began, self.following, self.encoding_began = began, following, began
-        self.given = None if _trains(arguments) else _with_bos(load_tokenizer(arguments.tokenizer), arguments)
-        tokenizer = [] if _trains(arguments) else files_of(arguments.tokenizer)
-        self.settings = [*tokenizer, Path(arguments.template or "")]
-        self.differ, self.slow = self.folder / "differ", self.folder / "slow"
-        self.fast = fast and not self.slow.exists()
+    def __init__(self, arguments: PrepareArguments, corpus: Corpus, following: bool):
+        stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
+        super().__init__(arguments, corpus, arguments.output, stages)
+        self.following, self.given = following, None
+        self.settings = [Path(arguments.template or "")]
+        if not _trains(arguments):
+            self.given = _with_bos(tokenizers.load_tokenizer(arguments.tokenizer), arguments)
+            self.settings += tokenizers.files_of(arguments.tokenizer)
 
     @property
     def _tokenizer_folder(self) -> Path:
         return self.folder / "tokenizer"
 
     def begin(self) -> None:
-        """Train the tokenizer, if none is given, and save it for the tasks."""
+        """Save the tokenizer for the tasks, if one is given, and show the first conversations."""
         how, folder = self.arguments, self._tokenizer_folder
-        if self.differ.exists():  # a task that Slurm ran
-            raise EncodersDiffer(self.differ.read_text())
-        if not self.fast:
-            self.slow.touch()
         given, self.given = self.given, None  # tasks read it from the folder
-        if not folder.exists():
-            part = self.folder / "tokenizer.part"
-            shutil.rmtree(part, ignore_errors=True)
-            if given is None:
-                self._train(part)
-            else:
-                if how.chat:
-                    save_chat(how.template, Path(how.tokenizer.partition(":")[2]), part, given)
-                    given.bos = None  # the template writes it
-                given.save(part)
-            put(part, folder)
+        if how.chat:
+            conversations.save_chat(how.template, Path(how.tokenizer.partition(":")[2]), folder, given)
+            given.bos = None  # the template writes it
+        if given is not None:
+            given.save(folder)
         if how.preview and not how.json:
-            show_first(how, self.corpus, folder)
-        self.encoding_began = time.time()
+            conversations.show_first(how, self.corpus, folder)
 
-    def _train(self, folder: Path) -> None:
-        """Train a tokenizer and save it, in a process that Ctrl-C can end: the training is one call of a library."""
-        read, train = functools.partial(self.counted, "tokenizer"), functools.partial(_train, self)
-        label, after = "reading for the tokenizer", "training the tokenizer"
-        shown = watched(label, self.corpus.size, read, self.pace, after=after)
-        with Workers(min(self.processes, 1)) as workers, shown:
-            list(workers.map(train, [folder]))
+    def tokenizer(self, rank: int) -> None:
+        """Train the tokenizer: sentencepiece or BERT's vocabulary, on a fixed random sample of a large corpus."""
+        how = self.arguments
+        of_demo = 4096 if how.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
+        vocabulary = how.vocabulary or (of_demo if how.demo else 8192)
+        share, draw = TRAINING_CHARACTERS / max(self.corpus.size, 1), random.Random(0)
+
+        def chunks() -> Iterator[str]:
+            for document in self.corpus.documents(self.advance):
+                for first in range(0, len(document.text), CHUNK):
+                    if draw.random() < share:
+                        yield document.text[first : first + CHUNK]
+            self.advance(self.corpus.size)  # of blank lines too
+
+        if how.tokenizer is None:
+            trained = tokenizers.train_sentencepiece(chunks(), vocabulary)
+        else:
+            trained = tokenizers.train_wordpiece(chunks(), vocabulary, how.tokenizer)
+        _with_bos(trained, how).save(self._tokenizer_folder)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that the tasks use, loaded once in each process."""
-        return tokenizer_from_folder(self._tokenizer_folder)
+        return tokenizers.tokenizer_from_folder(self._tokenizer_folder)
 
     @cached_property
     def _encoder(self) -> "Encoder | ConversationEncoder":
         make = ConversationEncoder if self.arguments.chat else Encoder
-        encoder = make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
-        if not self.fast:
-            encoder.tokenizer.leave_gigatoken()
-        return encoder
+        return make(self.arguments, self.corpus.key, self._tokenizer_folder, self._tokenizer)
 
-    @cached_property
-    def _dtype(self) -> np.dtype:
-        return np.dtype(token_dtype(self._tokenizer.vocabulary))
+    def encode(self, rank: int) -> dict[str, Any]:
+        """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks.
 
-    def encode(self, rank: int) -> EncodedShare:
-        """Encode a share: its tokens, the lengths of its sequences, the ends of its documents, its masks."""
-        encoder, malformed = self._encoder, self.malformed()
-        documents = sequences = tokens = text_bytes = trained = 0
-        counts, stops = np.zeros(3, np.int64), set()
+        Returns:
+          counts, summed over blocks; malformed lines; encoder, the package that encoded; stops, ids of the tokens that
+          end conversations.
+        """
+        encoder, malformed, counts, stops = self._encoder, self.malformed(), Counter(), set()
         with self.writing(rank, "tokens", "lengths", "ends", "masks") as (token_stream, lengths, ends, masks):
             for raw in self.blocks(rank):
-                try:
-                    block = encoder.encode(raw)
-                except EncodersDiffer as error:
-                    self.differ.write_text(str(error))
-                    raise
+                block = encoder.encode(raw)
                 malformed.add(block.malformed)
-                check_ids(block.tokens, encoder.tokenizer.vocabulary)
-                block.tokens.astype(encoder.dtype, copy=False).tofile(token_stream)
-                block.lengths.astype(np.int32, copy=False).tofile(lengths)
-                (np.cumsum(block.sequences, dtype=np.int64) + sequences).tofile(ends)
+                block.tokens.tofile(token_stream)
+                block.lengths.tofile(lengths)
+                (np.cumsum(block.sequences, dtype=np.int64) + counts["sequences"]).tofile(ends)
                 if block.trained is not None:
                     block.trained.astype(np.uint8).tofile(masks)
-                    trained += int(block.trained.sum())
-                documents, sequences = documents + len(block.sequences), sequences + len(block.lengths)
-                tokens, text_bytes = tokens + len(block.tokens), text_bytes + block.text_bytes
-                counts += (block.dropped, block.cut, block.endless)
+                counts.update(block.counts)
                 stops |= block.stops
-        shape = Shape(documents, sequences, tokens)
         used = encoder.tokenizer.encoder
-        return EncodedShare(shape, text_bytes, trained, counts.tolist(), malformed, used, sorted(stops))
-
-    @cached_property
-    def _shares(self) -> list[EncodedShare]:
-        return [EncodedShare(*share) for share in self.results("encode")]
+        return {"counts": counts, "malformed": malformed, "encoder": used, "stops": sorted(stops)}
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        shapes = np.array([part.shape for part in self._shares])
+        fields = Shape._fields
+        shapes = np.array([[share["counts"].get(name, 0) for name in fields] for share in self.results("encode")])
         before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
-        dtype = self._dtype
+        dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
         if self.arguments.chat:
             self.put_part("masks", rank, self.folder / "mask", before.tokens)
-        lengths = np.fromfile(self.part("lengths", rank), np.int32)
-        put_index(self.folder / "idx", dtype, before, whole, lengths, np.fromfile(self.part("ends", rank), np.int64))
+        lengths, ends = np.array(self.mapped("lengths", rank, np.int32)), self.mapped("ends", rank, np.int64)
+        indexed.put_index(self.folder / "idx", dtype, before, whole, lengths, ends)
 
-    def finish(self, rank: int) -> dict[str, Any]:
-        """Write the metadata and give all files their names, the index last; returns a summary without its files."""
-        how, parts, prefix = self.arguments, self._shares, self.arguments.output
-        tokenizer = self._tokenizer
-        documents, sequences, tokens = np.array([part.shape for part in parts]).sum(axis=0).tolist()
-        counts = np.sum([part.counts for part in parts], axis=0).tolist()
-        malformed = self.malformed([part.malformed for part in parts])
-        if tokens == 0 and counts[0]:
+    def finish(self, rank: int) -> PrepareSummary:
+        """Write the metadata and give all files their names, the index last."""
+        how, shares, prefix, tokenizer = self.arguments, self.results("encode"), self.arguments.output, self._tokenizer
+        counts = Counter()
+        for share in shares:
+            counts.update(share["counts"])
+        malformed = self.malformed([share["malformed"] for share in shares])
+        if not counts["tokens"] and counts["dropped"]:
             raise UsageError(
-                f"all {counts[0]:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
+                f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
                 "--too-long cut"
             )
-        if tokens == 0:
+        if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
             tokenizer=tokenizer.scheme,
@@ -300,58 +225,56 @@ class PrepareJob(tasks.Job):
             eod=tokenizer.eod,
             append_eod=how.append_eod and not how.chat,
             bos=tokenizer.bos,
-            documents=documents,
-            tokens=tokens,
-            text_bytes=sum(part.text_bytes for part in parts),
+            documents=counts["documents"],
+            tokens=counts["tokens"],
+            text_bytes=counts["text_bytes"],
             inputs=self.corpus.names,
             mjax_version=__version__,
-            sequences=sequences,
+            sequences=counts["sequences"],
             sentences=how.language if how.split_sentences else None,
             malformed=malformed.count,
             malformed_examples=malformed.examples,
-            trained=sum(part.trained for part in parts) if how.chat else None,
+            trained=counts["trained"] if how.chat else None,
         )
         self.copies = isinstance(token_file(prefix), RemoteFile)
         if (self.folder / "idx").exists():  # else a run that was killed just before its end has put all
-            shutil.rmtree(temporary_tokenizer(prefix), ignore_errors=True)
-            shutil.copytree(self._tokenizer_folder, temporary_tokenizer(prefix))
-            add_ends_of_text(
-                temporary_tokenizer(prefix), tokenizer.eod, {stop for part in parts for stop in part.stops}
-            )
-            put_beside(prefix, metadata)
+            shutil.rmtree(indexed.temporary_tokenizer(prefix), ignore_errors=True)
+            shutil.copytree(self._tokenizer_folder, indexed.temporary_tokenizer(prefix))
+            stops = {stop for share in shares for stop in share["stops"]}
+            tokenizers.add_ends_of_text(indexed.temporary_tokenizer(prefix), tokenizer.eod, stops)
+            indexed.put_beside(prefix, metadata)
             if not how.chat:
                 remove(mask_file(prefix))
-            self.complete()
-            for name, file in (("bin", token_file(prefix)), ("mask", mask_file(prefix)), ("idx", index_file(prefix))):
-                if (self.folder / name).exists():
-                    put(self.folder / name, file)
-        workers = (how.workers or self.tasks) if how.executor else max(self.processes, 1)
-        now, encoder = time.time(), min(part.encoder for part in parts)  # gigatoken, if it took some
-        values = {"metadata": metadata, "encoder": encoder, "workers": workers}
-        values["for_bert"] = isinstance(tokenizer, BertTokenizer)
-        values |= {"seconds": now - self.began, "encoding_seconds": now - self.encoding_began}
-        return values | dict(zip(("dropped", "cut", "endless"), counts, strict=True))
+        self.put_outputs({"bin": token_file(prefix), "mask": mask_file(prefix), "idx": index_file(prefix)})
+        now = time.time()
+        return PrepareSummary(
+            prefix=prefix,
+            metadata=metadata,
+            encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
+            workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
+            seconds=now - self.began,
+            encoding_seconds=now - (self._tokenizer_folder / DESCRIPTION).stat().st_mtime,
+            for_bert=isinstance(tokenizer, BertTokenizer),
+            **{name: counts[name] for name in ("dropped", "cut", "endless")},
+        )
 
     def result(self) -> PrepareSummary:
-        """The summary, with the files of the dataset."""
+        """The summary."""
         values = super().result()
-        metadata, files = DatasetMetadata(**values["metadata"]), dataset_files(self.arguments.output)
-        return PrepareSummary(**{**values, "metadata": metadata, "files": files})
+        return PrepareSummary(**values | {"metadata": DatasetMetadata(**values["metadata"])})
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
-        arguments, metadata = self.arguments, result.metadata
-        if arguments.json:
-            rates = {"documents_per_second": metadata.documents / result.encoding_seconds}
-            rates["megabytes_per_second"] = metadata.text_bytes / result.encoding_seconds / 1e6
+        if self.arguments.json:
+            rates = {"documents_per_second": result.metadata.documents / result.encoding_seconds}
+            rates["megabytes_per_second"] = result.metadata.text_bytes / result.encoding_seconds / 1e6
             values = dataclasses.asdict(result)
-            del values["for_bert"]
-            values = {"prefix": arguments.output, **values.pop("metadata"), **values, **rates}
+            values = {**values, **values.pop("metadata"), "files": result.files, **rates}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
-        show(arguments, result)
+        show(self.arguments, result)
         if self.following:
-            print(f"\nNext: {_following(arguments, metadata, result.for_bert)}")
+            print(f"\nNext: {_following(self.arguments, result.metadata, result.for_bert)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -359,28 +282,23 @@ class PrepareJob(tasks.Job):
 
 def _trains(arguments: PrepareArguments) -> bool:
     """True if the vocabulary is learned from the text."""
-    return arguments.tokenizer is None or arguments.tokenizer in TRAINABLE
+    return arguments.tokenizer is None or arguments.tokenizer in tokenizers.TRAINABLE
 
 
 def _check(arguments: PrepareArguments) -> None:
     """Refuse arguments that are out of bounds or contradict each other, before text is fetched or read."""
     check_bounds(arguments)
-    if arguments.demo and arguments.inputs:
-        raise UsageError(f"--demo brings its own text; leave out {arguments.inputs[0]}, or leave out --demo")
-    if arguments.demo and arguments.split_documents is not None:
-        raise UsageError("--demo brings its own documents; leave out --split-documents, or leave out --demo")
+    if arguments.demo and (arguments.inputs or arguments.split_documents is not None):
+        raise UsageError("--demo brings its own documents; leave out --demo, or the files and --split-documents")
     if not arguments.demo and not arguments.inputs:
         raise UsageError("no input; give .txt, .jsonl or .parquet files, or --demo for 5 MB of Wikipedia")
     if arguments.vocabulary is not None and not _trains(arguments):
-        raise UsageError(
-            f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out, "
-            f"or leave out --tokenizer {arguments.tokenizer}"
-        )
+        raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
     of_text = {"--split-sentences": arguments.split_sentences, "--split-documents": arguments.split_documents}
-    check_chat(arguments, arguments.tokenizer, of_text)
+    conversations.check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
-    check_output(arguments.output, arguments.overwrite)
+    indexed.check_output(arguments.output, arguments.overwrite)
 
 
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
@@ -388,36 +306,8 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
     if arguments.prepend_bos != "auto":
         tokenizer.bos = tokenizer.bos_of_files() if arguments.prepend_bos == "on" else None
         if arguments.prepend_bos == "on" and tokenizer.bos is None:
-            raise UsageError(
-                f"--prepend-bos on: this {tokenizer.scheme} tokenizer puts no token before a text; leave it out"
-            )
+            raise UsageError(f"--prepend-bos on: a {tokenizer.scheme} tokenizer puts none before texts; leave it out")
     return tokenizer
-
-
-def _train(job: PrepareJob, folder: Path) -> None:
-    """Train the tokenizer of a job and save it."""
-    with job.counting("tokenizer", 0):
-        _with_bos(_learned(job.corpus, job.arguments, job.advance), job.arguments).save(folder)
-
-
-def _learned(corpus: Corpus, arguments: PrepareArguments, advance: Callable[[int], None]) -> Tokenizer:
-    """Train a sentencepiece or BERT vocabulary on the corpus, or on a fixed random sample of a large one."""
-    of_demo = 4096 if arguments.tokenizer is None else 2048  # as in configs/gpt_demo.py and bert_demo.py
-    vocabulary = arguments.vocabulary or (of_demo if arguments.demo else 8192)
-    share = TRAINING_CHARACTERS / max(corpus.size, 1)
-    draw = random.Random(0)
-
-    def chunks() -> Iterator[str]:
-        for document in corpus:
-            for first in range(0, len(document.text), CHUNK):
-                if draw.random() < share:
-                    yield document.text[first : first + CHUNK]
-            advance(document.size)
-        advance(corpus.size)  # of blank lines too
-
-    if arguments.tokenizer is None:
-        return train_sentencepiece(chunks(), vocabulary)
-    return train_wordpiece(chunks(), vocabulary, arguments.tokenizer)
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
@@ -443,14 +333,9 @@ class Encoder:
         if block.first == 1:
             self.tokenizer.begin_file()
         tokens, lengths, sequences = self._encode(texts)
-        return Encoded(
-            tokens=tokens.astype(self.dtype),
-            lengths=lengths,
-            sequences=sequences,
-            text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
-            size=block.size,
-            malformed=malformed,
-        )
+        indexed.check_ids(tokens, self.tokenizer.vocabulary)
+        counts = {"text_bytes": sum(len(text) if text.isascii() else len(text.encode()) for text in texts)}
+        return Encoded(tokens.astype(self.dtype), lengths, sequences, malformed, counts)
 
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, the lengths of sequences, and the number of sequences in each document, 0 without text."""
@@ -474,6 +359,40 @@ class Encoder:
         # The end of a document is inserted before the beginning of the next, which is at the same place.
         values = np.repeat([self.tokenizer.eod, self.begin or 0], [len(after), len(before)]).astype(tokens.dtype)
         return np.insert(tokens, np.concatenate([after, before]), values), lengths, sequences
+
+
+# --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
+
+# Punkt (Kiss and Strunk, Computational Linguistics 32:4, 2006) ends a sentence at a full stop unless an abbreviation,
+# an initial or a number stands before it, as learned from plain text of the language. The algorithm is NLTK's, so the
+# sentences are those of Megatron's preprocess_data. The learned tables are not part of NLTK: `punkt_tab`, plain text in
+# a folder tokenizers/punkt_tab/LANGUAGE under $NLTK_DATA or one of NLTK's usual folders. Megatron's older `punkt` is a
+# pickle, which can execute anything; mjax never opens it.
+
+PIECE = 1_000_000  # characters that Megatron splits at a time; the cuts between them end a sentence too
+
+
+def load_splitter(language: str) -> Any:
+    """NLTK's Punkt with the tables of a language, such as "english"; sentences do not include the spaces between them.
+
+    Raises:
+      UsageError: the language's tables are missing; says where to get them.
+    """
+    from nltk.tokenize.punkt import PunktTokenizer  # takes a second to import
+
+    try:
+        return PunktTokenizer(language)
+    except (LookupError, ValueError):
+        raise UsageError(
+            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
+            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
+        ) from None
+
+
+def split_sentences(text: str, splitter: Any) -> list[str]:
+    """The sentences of a text, as Megatron's preprocess_data splits it: a million characters at a time."""
+    parts = (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    return [sentence for part in parts for sentence in splitter.tokenize(part)]
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------
@@ -500,27 +419,24 @@ def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
 
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert: bool) -> str:
     """The command that trains on the dataset."""
-    config = "gpt_demo"
-    if for_bert:
-        config = "bert_demo" if arguments.demo else "bert_336m --mesh.data 1"
     kind, _, run = (arguments.tokenizer or "").partition(":")
-    file = config.partition(" ")[0]
-    if kind == "run":  # of a model, which the text is for
-        file = f"{run}/config.json"
-        config = f"{shlex.quote(file)} --init {shlex.quote(run)} --name NEW"
-    command = f"mjax train --config {config} --data.path {shlex.quote(arguments.output)}"
-    if arguments.chat:
-        command = f"mjax sft --init {shlex.quote(run)} --data.path {shlex.quote(arguments.output)} --name NEW"
-    documents = metadata.documents
-    if not split_sequences(DataConfig.split, documents)[1]:  # none is left for validation
-        command += f" --data.split {documents - 1},1,0"
-    if documents == 1 and arguments.chat:
-        command = f"{command.partition(' --data.split')[0]} --train.eval-interval 0"
-    elif documents == 1:
-        command = f"for one document, {advice(metadata.tokens, load_config(file).model.sequence + 1)}"
+    data, documents = f"--data.path {shlex.quote(arguments.output)}", metadata.documents
     if for_bert and (metadata.append_eod or not arguments.split_sentences):
-        command = "for a BERT, prepare it again with --split-sentences --no-append-eod"
-    return command
+        return "for a BERT, prepare it again with --split-sentences --no-append-eod"
+    config, more = "gpt_demo", ""
+    if for_bert:
+        config, more = ("bert_demo", "") if arguments.demo else ("bert_336m", " --mesh.data 1")
+    if kind == "run":  # of a model, which the text is for
+        config, more = f"{run}/config.json", f" --init {shlex.quote(run)} --name NEW"
+    command = f"mjax train --config {shlex.quote(config)}{more} {data}"
+    if arguments.chat:
+        command = f"mjax sft --init {shlex.quote(run)} {data} --name NEW"
+    if documents == 1 and arguments.chat:
+        return f"{command} --train.eval-interval 0"
+    if documents == 1:
+        return f"for one document, {advice(metadata.tokens, load_config(config).model.sequence + 1)}"
+    has_validation = split_sequences(DataConfig.split, documents)[1]
+    return command if has_validation else f"{command} --data.split {documents - 1},1,0"
 
 
 def _facts(summary: PrepareSummary, tokenizer: str) -> Iterator[tuple[str, str, str]]:

@@ -17,7 +17,7 @@ import shutil
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,25 +30,8 @@ from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 
-from mjax.checkpoint.folders import (
-    BASE,
-    GOOD,
-    MANIFEST,
-    Unusable,
-    adapters_on,
-    checkpoint_steps,
-    locked,
-    read_manifest,
-)
-from mjax.checkpoint.mirror import (
-    INDEX,
-    fetch_all,
-    folders_of,
-    is_locked,
-    is_running_elsewhere,
-    local_run,
-    remove_there,
-)
+from mjax.checkpoint import mirror
+from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
 from mjax.config.checks import validate
@@ -56,8 +39,7 @@ from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
-from mjax.pictures.curves import Curve, smoothed
-from mjax.pictures.runs import draw_runs
+from mjax.pictures.runs import Curve, draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
@@ -67,14 +49,11 @@ from mjax.utils.stores import address_of, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
-TOKENS_OF_A_STEP = (
-    "train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"
-)  # fmt: skip
+TOKENS_OF_A_STEP = {"train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"}
 OF_A_RUN = {
-    ".lock", INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json", "experts.json",
-    "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json", "profile",
-    "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json",
-    "wandb",
+    ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
+    "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",
+    "profile", "samples.jsonl", "tensorboard", "tokenizer", TRACKING_ID, "unhealthy.json", "wandb",
 }  # fmt: skip
 """Files that training leaves in a run folder."""
 LEFT_BY_A_RUN = re.compile(r"\.tmp(\.png)?$|\.damaged(\.\d+)?$|^\.shared-")
@@ -209,18 +188,14 @@ def show_goodput(arguments: ListArguments) -> int:
     return 0
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
 COLUMNS = (
     ("run", 0, lambda row: row.name),
     ("model", 110, lambda row: row.model or ""),
     ("parameters", 100, lambda row: "" if row.parameters is None else f"{row.parameters:,}"),
     ("step", 0, lambda row: "" if row.steps is None else f"{row.step}/{row.steps}"),
     ("tokens", 170, lambda row: "" if row.tokens is None else f"{row.tokens:,}"),
-    ("loss", 0, lambda row: _number(row.loss)),
-    ("val loss", 60, lambda row: _number(row.val_loss)),
+    ("loss", 0, lambda row: "" if row.loss is None else f"{row.loss:.4f}"),
+    ("val loss", 60, lambda row: "" if row.val_loss is None else f"{row.val_loss:.4f}"),
     ("from", 120, lambda row: row.init or ""),
     ("last step", 80, lambda row: (row.date or "")[:16].replace("T", " ")),
     ("state", 0, lambda row: row.state),
@@ -231,9 +206,12 @@ RIGHT = {"parameters", "step", "tokens", "loss", "val loss"}
 
 
 def _run_folders(runs: Path) -> list[Path]:
-    if (fetched := fetch_all(runs)) is not None:
-        return fetched
-    return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
+    fetched = mirror.fetch_all(runs)
+    return (
+        fetched
+        if fetched is not None
+        else sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
+    )
 
 
 def row_of(folder: Path) -> Row:
@@ -251,16 +229,13 @@ def row_of(folder: Path) -> Row:
     if config is None:
         return Row(folder.name, state=f"cannot be read: {problems[0]}")
     checkpoints = attempt(checkpoint_steps, folder, default=[])
-    end, origin = (
-        attempt(read_end, folder / "metrics.jsonl", TAIL, default=End()), attempt(origin_of, folder, default=None)
-    )  # fmt: skip
+    end = attempt(read_end, folder / "metrics.jsonl", TAIL, default=End())
+    origin = attempt(origin_of, folder, default=None)
     step = max([end.last.get("step", 0), *checkpoints])
-    if _in_use(folder):
-        state = "running"
-    elif checkpoints == [0] and not end.last:
+    state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
+    if checkpoints == [0] and not end.last:
         state = "imported"
-    else:
-        state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
+    state = "running" if _in_use(folder) else state
     if end.skipped:
         state += f", {end.skipped} of the last {end.steps} steps skipped"
     parameters = attempt(_parameters, folder, config, default=None)
@@ -305,7 +280,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
 
 def _in_use(folder: Path) -> bool:
     """True if a process trains the run; nothing is written to find out."""
-    return is_locked(folder) or is_running_elsewhere(folder)
+    return mirror.is_locked(folder) or mirror.is_running_elsewhere(folder)
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
@@ -328,7 +303,7 @@ def compare_runs(arguments: CompareArguments) -> int:
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
     settings = _different_settings(configs)
-    x = "tokens" if any(name in settings for name in TOKENS_OF_A_STEP) else "step"
+    x = "tokens" if TOKENS_OF_A_STEP & settings.keys() else "step"
     histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
     if empty := [name for name in names if not histories[name].curves[0].bins]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
@@ -389,12 +364,10 @@ class History:
         self.skipped += bool(record.get("skipped"))
         if (speed := record.get("tokens_per_second")) is not None:
             self.speeds.append(speed)
-        if (loss := record.get("loss")) is not None:
+        if record.get("loss") is not None:
             self.steps.append(record["step"])
-        for value, values, curve in zip(
-            (loss, record.get("val_loss")), (self.losses, self.validation), self.curves, strict=True
-        ):
-            if value is not None:
+        for name, values, curve in zip(("loss", "val_loss"), (self.losses, self.validation), self.curves, strict=True):
+            if (value := record.get(name)) is not None:
                 values.append(value)
                 if at is not None:
                     curve.add(at, value)
@@ -440,17 +413,13 @@ def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]
 
 
 def _shown(value: Any) -> str:
-    match value:
-        case None:
-            return "–"
-        case bool() | str():
-            return str(value)
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
-        case _:
-            return " ".join(map(str, value))
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 # --- Removing ---------------------------------------------------------------------------------------------------------
@@ -466,25 +435,30 @@ def remove_runs(arguments: RemoveArguments) -> int:
     folders = list(dict.fromkeys(_run_folder(name, arguments.runs) for name in arguments.names))
     if not folders:
         raise UsageError("mjax runs remove takes names of runs, such as mjax runs remove try1")
-    removed = {_without_links(folder) for folder in folders}
-    siblings = {_without_links(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
+    resolve = lambda folder: folder.resolve() if address_of(folder) is None else folder  # noqa: E731
+    removed = set(map(resolve, folders))
+    siblings = {resolve(other) for runs in {folder.parent for folder in removed} for other in _run_folders(runs)}
     for folder in folders:
         _check_removable(folder)
-        _check_no_base(folder, siblings - removed)
+        for other in adapters_on(folder, siblings - removed):
+            raise UsageError(
+                f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
+                f"mjax runs remove {folder.name} {other.name}"
+            )
     for folder in folders:
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise UsageError(f"cannot ask before removing {folder}: stdin is not a terminal; add --yes")
             row = row_of(folder)
             here = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-            size = filesize.decimal(remove_there(folder, dry=True) or here)
+            size = filesize.decimal(mirror.remove_there(folder, dry=True) or here)
             about = f"step {row.step}/{row.steps}, {len(checkpoint_steps(folder))} checkpoints, {size}"
             if not Confirm.ask(with_addresses(f"remove {folder} ({about})?"), default=False):
                 print(f"kept {folder}")
                 continue
         with locked(folder, print):
-            remove_there(folder)
-            for local in folders_of(folder):
+            mirror.remove_there(folder)
+            for local in mirror.folders_of(folder):
                 # Renamed first: whatever ends this process, a half-removed run is never taken for a run.
                 gone = local.with_name(f".{local.name}.removed")
                 rename(local, gone)
@@ -507,19 +481,6 @@ def _check_removable(folder: Path) -> None:
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 
-def _without_links(folder: Path) -> Path:
-    return folder.resolve() if address_of(folder) is None else folder
-
-
-def _check_no_base(folder: Path, others: Iterable[Path]) -> None:
-    """Refuse to remove a run if another, that stays, has adapters of its weights."""
-    for other in adapters_on(folder, others):
-        raise UsageError(
-            f"{folder} holds the weights that the adapters of {other.name} belong to; remove that run too: "
-            f"mjax runs remove {folder.name} {other.name}"
-        )
-
-
 def _is_of_a_save(entry: Path) -> bool:
     """True for a checkpoint, also a damaged or partial one; False for a user's folder."""
     if entry.name.isdigit():
@@ -535,7 +496,7 @@ def _run_folder(name: str, runs: Path) -> Path:
     below = []
     with contextlib.suppress(UsageError):  # a path such as ../runs/one
         below.append(path_below(runs, name))
-    for folder in (*map(local_run, below), Path(name)):
+    for folder in (*map(mirror.local_run, below), Path(name)):
         if (folder / "config.json").is_file():
             return without_parents(folder) if folder.name else folder.resolve()
     known = [folder.name for folder in _run_folders(runs)] if runs.is_dir() else []

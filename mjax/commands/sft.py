@@ -5,14 +5,13 @@ It is `mjax train` with other defaults, which it prints, and takes its flags.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -21,11 +20,12 @@ import tyro
 
 from mjax import __version__
 from mjax.cluster import launch
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import first_values, parse, typed_flags
 from mjax.commands.train import TrainArguments, train
-from mjax.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
+from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
 from mjax.config.datasets import parse_blend, split_sequences
+from mjax.config.marks import Elsewhere
 from mjax.config.run import as_flag, differences
 from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
@@ -39,28 +39,20 @@ DEFAULTS = Config(
 """Of a run that trains all weights; its steps and validations follow from the data."""
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
+PATHS = ("path", "train_path", "valid_path")
 EVALUATIONS = 5
 """Validations of a run."""
-SHOWN = (
-    "train.steps",
-    "train.global_batch",
-    "train.micro_batch",
-    "optimizer.learning_rate",
-    "optimizer.min_learning_rate",
-    "optimizer.warmup_steps",
-    "optimizer.weight_decay",
-)
 
 
 @dataclass(frozen=True)
 class SftArguments(TrainArguments):
     """Fine-tune a model on conversations; all flags of `mjax train` work."""
 
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX")] = ()  # rewritten before flags are parsed
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE|PREFIX"), Elsewhere("dataset data-file")] = ()
     """Conversations: a .jsonl or .parquet file, or prefixes of `mjax prepare --chat`; short for --data.path."""
     name: str | None = None
     """Name of the run, whose folder is RUNS/NAME. An existing run is continued."""
-    epochs: Annotated[float, Bounds(gt=0)] = 3.0
+    epochs: Annotated[float, Bounds(gt=0), Elsewhere("num-epochs num-train-epochs")] = 3.0
     """Times that every conversation is seen; --train.steps instead is exact."""
     template: Annotated[str | None, tyro.conf.arg(metavar="FILE|plain")] = None
     """Chat template for a file of conversations; by default that of the model, or plain if it has none."""
@@ -104,33 +96,33 @@ def sft(argv: Sequence[str]) -> int:
         parse(SftArguments, argv, "mjax sft", SftArguments(settings=DEFAULTS))
     if {"resume", "run"} & typed_flags(argv):
         return train(argv)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--init", type=Path, nargs="?")
-    parser.add_argument("--config", nargs="?")
-    first, _ = parser.parse_known_args(argv)
-    if first.init is None:
+    first = first_values(argv)
+    if first.get("init") is None:
         raise UsageError(
             "mjax sft trains a model further: add --init RUN, such as one of `mjax convert from-hf MODEL RUN`"
         )
-    load_own_model(first.config, first.init, print)
-    saved = read_config(first.init / "config.json")
+    init = Path(first["init"])
+    load_own_model(first.get("config"), init, print)
+    saved = read_config(init / "config.json")
     if not saved.model.causal:
-        raise UsageError(f"{first.init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
-    defaults = replace(saved, data=DataConfig(), mesh=MeshConfig())
+        raise UsageError(f"{init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
+    defaults = _defaults(saved, trained=any((init / "checkpoints").glob("[1-9]*")))  # not only converted
     given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
     data = given.settings.data
     if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
+    longest, prefixes = given.settings.model.sequence + 1 if "model.sequence" in first else None, {}
     for path in dict.fromkeys([*data.path, *data.train_path, *data.valid_path]):
         if path.endswith(OF_ROWS):
-            longest = given.settings.model.sequence + 1 if "model.sequence" in typed_flags(argv) else None
-            prefix = _prepared(given, path, longest)
+            prefix = prefixes[path] = _prepared(given, path, longest)
             argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
-    chosen = _chosen(given, argv)
-    typed = {name.replace("-", "_") for name in typed_flags(argv)}
+    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in PATHS}
+    given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
+    chosen = _chosen(given, defaults, first)
     changed = differences(chosen.settings, Config())
-    shown = [as_flag(name, changed[name][0]) for name in SHOWN if name in changed and name not in typed]
-    print(f"sft     {' '.join(shown)}")
+    typed = {name.replace("-", "_") for name in first}
+    names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
+    print(f"sft     {' '.join(as_flag(name, changed[name][0]) for name in names if name not in typed)}")
     return train(argv, lambda _: chosen, "mjax sft")
 
 
@@ -185,34 +177,37 @@ def prepared_key(given: SftArguments, file: str, template: str | None, longest: 
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _chosen(given: SftArguments, argv: Sequence[str]) -> SftArguments:
-    """The defaults of the other flags: the settings of the model's run, for a short run on conversations."""
-    saved = read_config(given.init / "config.json")
-    trained = any(Path(given.init, "checkpoints").glob("[1-9]*"))  # not only converted
+def _defaults(saved: Config, trained: bool) -> Config:
+    """The settings of the model's run, for a short run on conversations."""
     train_config = replace(
         DEFAULTS.train,
         micro_batch=math.gcd(saved.train.micro_batch, DEFAULTS.train.global_batch) if trained else 1,
         recompute=saved.train.recompute,
         loss_chunks=saved.train.loss_chunks,
     )
-    settings = replace(DEFAULTS, model=saved.model, precision=saved.precision, train=train_config)
-    chosen = replace(given, config=f"{given.init}/config.json", settings=settings)
-    if given.name is None:
-        chosen = replace(chosen, name=f"{given.init.resolve().name}-sft")
-    typed = parse(SftArguments, argv, "mjax sft", chosen).settings
-    samples, steps, validation = _length(typed, given.epochs)
-    if {"train.steps", "data.samples"} & typed_flags(argv):
-        samples, steps = typed.data.samples, typed.train.steps if "train.steps" in typed_flags(argv) else steps
-    rates = LORA_RATES if typed.model.lora_rank else {}
-    optimizer = replace(settings.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates)
-    train_config = replace(
-        train_config,
-        steps=steps,
-        eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
-        eval_batches=max(validation, 1),
+    return replace(DEFAULTS, model=saved.model, precision=saved.precision, train=train_config)
+
+
+def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> SftArguments:
+    """The defaults of flags that are not typed, which follow from the data and from those that are."""
+    samples, steps, validation = _length(given.settings, given.epochs)
+    if "train.steps" in typed or "data.samples" in typed:
+        samples = given.settings.data.samples
+        steps = given.settings.train.steps if "train.steps" in typed else steps
+    rates = LORA_RATES if given.settings.model.lora_rank else {}
+    settings = replace(
+        defaults,
+        data=replace(defaults.data, samples=samples),
+        optimizer=replace(defaults.optimizer, warmup_steps=min(math.ceil(0.03 * steps), steps - 1), **rates),
+        train=replace(
+            defaults.train,
+            steps=steps,
+            eval_interval=math.ceil(steps / EVALUATIONS) if validation else 0,
+            eval_batches=max(validation, 1),
+        ),
     )
-    data = replace(settings.data, samples=samples)
-    return replace(chosen, settings=replace(settings, data=data, optimizer=optimizer, train=train_config))
+    name = given.name or f"{given.init.resolve().name}-sft"
+    return replace(given, config=f"{given.init}/config.json", name=name, settings=settings)
 
 
 def _length(config: Config, epochs: float) -> tuple[int, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,23 +14,24 @@ from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import first_values, parse, typed_flags
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
 from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
+from mjax.run.callbacks import Callback
 from mjax.utils.files import check_run_name, without_parents
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
-    from mjax.data.sources import TrainingData
     from mjax.generation.generate import Generator
     from mjax.generation.text import Sample
     from mjax.run.continuing import Origin
     from mjax.run.loop import Run
-    from mjax.step.train_state import TrainState
+    from mjax.run.metrics import Record
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class TrainArguments:
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`. With --run: the file that defines a
     model of your own."""
-    name: str | None = None
+    name: Annotated[str | None, Elsewhere("run-name wandb-run-name")] = None
     """Name of the run, whose folder is RUNS/NAME; by default that of the config. An existing run is continued."""
-    runs: Path = Path("runs")
+    runs: Annotated[Path, Elsewhere("save~ output-dir~ out-dir~ save-dir~")] = Path("runs")
     """Folder that contains the run folders."""
-    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"])] = None
+    resume: Annotated[Path | None, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE] = None
     """Continue the run in this folder with its saved config."""
-    init: Path | None = None
+    init: Annotated[Path | None, Elsewhere("pretrained pretrained-checkpoint init-from finetune")] = None
     """Start a new run from the weights alone of the run in this folder, trained or converted: optimizer, step and data
     order start from scratch. Once the new run has checkpoints the same command continues it."""
     step: int | None = None
@@ -99,7 +99,7 @@ def train(
     from mjax.planner.command import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
-    from mjax.run.options import Options
+    from mjax.run.loop import Options
 
     config = arguments.settings
     keep_programs(arguments.distributed.several)
@@ -111,23 +111,15 @@ def train(
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
-        samples = _Samples([] if file is None else read_prompts(file))
-        options = Options(
-            name=label,
-            step=step,
-            origin=origin,
-            on_validation=samples.at_validation,
-            on_end=samples.at_end,
-            watchdog=watchdog,
-        )
-        if arguments.profile is not None and processes.is_first():
-            steps = profiled_steps(arguments.profile, config.train.steps)
-            options = replace(options, profile=Recorder(steps, arguments.resume))
+        callbacks = [_Samples([] if file is None else read_prompts(file))]
+        if arguments.profile is not None:
+            callbacks.append(Recorder(profiled_steps(arguments.profile, config.train.steps)))
+        options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
         result = loop.train(config, arguments.resume, options)
     return result.exit_code
 
 
-class _Samples:
+class _Samples(Callback):
     """Continues prompts with the model of a run: those of `log.sample_prompts` at each validation, and one at the end.
 
     It prints nothing if the run has no tokenizer, or if the model is not causal.
@@ -138,29 +130,30 @@ class _Samples:
         self.prompts = prompts
         self._generator: Generator | None = None
 
-    def at_validation(self, run: Run, state: TrainState, step: int) -> None:
-        """Print the continuations, and add them to samples.jsonl."""
-        if not self.prompts or run.tokenizer is None or not run.config.model.causal:
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """After a validation print the continuations, and add them to samples.jsonl."""
+        folder = run.data.tokenizer
+        if metrics.val_loss is None or not self.prompts or folder is None or not run.config.model.causal:
             return
         from mjax.data.tokenizers import tokenizer_from_folder
         from mjax.generation.chat import Chat
 
         prompts = self.prompts
-        chat = Chat(run.tokenizer) if run.config.data.conversations else None
-        tokenizer = tokenizer_from_folder(run.tokenizer)
+        chat = Chat(folder) if run.config.data.conversations else None
+        tokenizer = tokenizer_from_folder(folder)
         texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
         encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
         ends = tokenizer.eod if chat is None else chat.stops
-        samples = self._continued(run, state, texts, [encode(text) for text in texts], decode, ends)
+        samples = self._continued(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
-            run.display.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
+            run.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
             run.log.write_samples(step, prompts, [sample.continuation for sample in samples])
 
-    def at_end(self, run: Run, state: TrainState, data: TrainingData) -> None:
+    def on_end(self, run: Run) -> None:
         """Print how the model continues `log.prompt`, or the beginning of a validation sample; nothing if
         `log.sample_tokens` is 0."""
-        log, display = run.config.log, run.display
+        log, display, data = run.config.log, run.display, run.data
         if data.tokenizer is None or log.sample_tokens == 0 or not run.config.model.causal:
             return
         from rich.text import Text
@@ -179,12 +172,12 @@ class _Samples:
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.say("")
         ends = ends_of_text(data.tokenizer, tokenizer.eod)
-        (sample,) = self._continued(run, state, [prompt], [ids], decode, ends)
+        (sample,) = self._continued(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.say("")
 
-    def _continued(self, run: Run, state: TrainState, prompts, encoded, decode, ends) -> list[Sample]:
+    def _continued(self, run: Run, prompts, encoded, decode, ends) -> list[Sample]:
         from mjax.generation.generate import Generator, Sampling
         from mjax.generation.text import continue_ids
         from mjax.utils.progress import status
@@ -192,7 +185,7 @@ class _Samples:
         sampling = Sampling(tokens=max(run.config.log.sample_tokens, 1), seed=run.config.train.seed)
         with status("writing samples", run.display.console):
             self._generator = self._generator or Generator(run.config, run.mesh)
-            return continue_ids(self._generator, state.model, decode, prompts, encoded, sampling, ends)
+            return continue_ids(self._generator, run.state.model, decode, prompts, encoded, sampling, ends)
 
 
 def read_prompts(file: str) -> list[str]:
@@ -231,59 +224,47 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        _check_step(arguments, folder)
+        if arguments.resume is None:
+            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+        if arguments.step not in (steps := checkpoint_steps(folder)):
+            raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
-    arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
+    settings, typed = after_steps_taken(arguments.settings, folder, step), typed_flags(argv)
     if arguments.resume is None:
         weights = folder if arguments.init is None or checkpoint_steps(folder) else arguments.init
-        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
+        settings, taken = resolve(settings, chosen.settings, typed, label, weights)
     else:
-        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+        settings, taken = resolve_steps(settings, typed)
     settings = with_positions(settings, folder, arguments.init)
-    arguments = replace(arguments, settings=settings)
     validate(settings, label)
     if settings.log.sample_prompts is not None:
         read_prompts(settings.log.sample_prompts)
     if arguments.profile is not None:
         profiled_steps(arguments.profile, settings.train.steps)
-    origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
+    origin = choose_origin(folder, settings, arguments.init, arguments.step)
     if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
         raise UsageError(
             f"--lora.rank {settings.model.lora_rank} trains adapters of a model that is there; add --init RUN, such as "
             "one of `mjax convert from-hf MODEL RUN`"
         )
-    changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
+    changes = changes_since(folder, settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
         be_repeatable()
     from mjax.run.metrics import check_trackers
 
-    check_trackers(arguments.settings.log)
-    return replace(arguments, resume=folder), label, origin, [*taken, *changes]
-
-
-def _check_step(arguments: TrainArguments, folder: Path) -> None:
-    """Refuse a --step without a checkpoint in the run that is resumed."""
-    from mjax.checkpoint.folders import checkpoint_steps
-
-    if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
-    if arguments.step not in (steps := checkpoint_steps(folder)):
-        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
+    check_trackers(settings.log)
+    return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
 
 
 def _tell_the_others(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
-    needed = ("--distributed.", "--simulate")  # other flags may be what is wrong
-    words = [
-        word
-        for before, word in zip(["", *argv], argv, strict=False)
-        if word.startswith(needed) or (before.startswith(needed) and "=" not in before)
-    ]
+    typed = first_values(argv).items()  # other flags may be what is wrong
+    words = [f"--{name}={value}" for name, value in typed if value and name.startswith(("distributed.", "simulate"))]
     if not words and launch.launched_by() is None:
         return
     arguments = parse(TrainArguments, words, "mjax train", TrainArguments())
@@ -308,35 +289,26 @@ def name_of(config: str) -> str:
 
 def choose_config(argv: Sequence[str]) -> TrainArguments:
     """The defaults of the other flags: from --run's folder, or from --config's file."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?")
-    parser.add_argument("--run", "--resume", dest="resume", type=Path, nargs="?")
-    parser.add_argument("--name", nargs="?")
-    parser.add_argument("--init", nargs="?")
-    parser.add_argument(KIND_FLAG, dest="architecture", nargs="?")
-    first, _ = parser.parse_known_args(argv)
-    if first.resume is not None:
-        first.resume = without_parents(first.resume)
-        from mjax.checkpoint.folders import checkpoint_steps
+    typed = first_values(argv)
+    name, init, architecture = (typed.get(flag) for flag in ("name", "init", KIND_FLAG.removeprefix("--")))
+    run, config = typed.get("run") or typed.get("resume"), typed.get("config")
+    if run is None:
+        settings = load_config(config or TrainArguments.config)
+        if architecture is not None and architecture != kind_of(settings.model):
+            settings = replace(settings, model=as_kind(settings.model, architecture))
+        return TrainArguments(config=config or TrainArguments.config, settings=settings)
+    from mjax.checkpoint.folders import checkpoint_steps
 
-        if not checkpoint_steps(first.resume):
-            raise UsageError(f"--run {first.resume} has no checkpoint; give a run folder such as runs/gpt_demo")
-        of_model = first.config is not None and has_own_model(first.resume)
-        for flag in ("name",) if of_model else ("config", "name"):
-            if (value := getattr(first, flag)) is not None:
-                other = first.config if of_model else f"{first.resume}/config.json"
-                raise UsageError(
-                    f"--{flag} {value} has no effect with --run {first.resume}, which continues that run; leave one "
-                    f"out, or type --config {other} --name NEW for a new run with its settings"
-                )
-        if first.init is not None:
+    folder = without_parents(Path(run))
+    if not checkpoint_steps(folder):
+        raise UsageError(f"--run {folder} has no checkpoint; give a run folder such as runs/gpt_demo")
+    own = config is not None and has_own_model(folder)
+    useless = {"--init": init, "--name": name, "--config": None if own else config}
+    for flag, value in useless.items():
+        if value is not None:
             raise UsageError(
-                f"--init {first.init} starts a new run and --run {first.resume} continues one; leave one of them out"
+                f"{flag} {value} has no effect with --run {folder}, which continues that run; leave one out, or for a "
+                f"new run type --config {config if own else folder / 'config.json'} --name NEW"
             )
-        load_own_model(first.config, first.resume, lambda line: None)  # `changes_since` has the note
-        return TrainArguments(resume=first.resume, settings=read_config(first.resume / "config.json"))
-    config = first.config or TrainArguments.config
-    settings = load_config(config)
-    if first.architecture is not None and first.architecture != kind_of(settings.model):
-        settings = replace(settings, model=as_kind(settings.model, first.architecture))
-    return TrainArguments(config=config, settings=settings)
+    load_own_model(config, folder, lambda line: None)  # `changes_since` has the note
+    return TrainArguments(resume=folder, settings=read_config(folder / "config.json"))

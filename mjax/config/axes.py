@@ -37,63 +37,22 @@ class Axis:
         columns and rows of matrices.
       sums: whether ranks that share a weight have different gradients for it, to be summed after the backward pass:
         always, where its size is above 1, or with sequence parallelism.
-      exchanged: what its devices communicate.
-      often: how often.
       shards: whether ZeRO splits over it the weights of which its ranks have copies.
     """
 
     name: str
     splits: Splits
     sums: Literal["always", "above 1", "with sequence parallelism"]
-    exchanged: str
-    often: str
     shards: bool = True
 
 
 AXES = (
-    Axis(
-        "pipe",
-        splits="layers",
-        sums="above 1",
-        exchanged="activations and their gradients, b·s·h numbers",
-        often="at stage boundaries",
-    ),
-    Axis(
-        "replica",
-        splits="batch",
-        sums="always",
-        exchanged="gradients of a device's shards, in float32",
-        often="once per step",
-        shards=False,
-    ),
-    Axis(
-        "data",
-        splits="batch",
-        sums="always",
-        exchanged="gradients, all weights in float32",
-        often="once per step",
-    ),
-    Axis(
-        "expert",
-        splits="batch",
-        sums="always",
-        exchanged="tokens for the experts, b·s·h numbers",
-        often="twice per layer of a mixture",
-    ),
-    Axis(
-        "context",
-        splits="positions",
-        sums="always",
-        exchanged="activations, 4·b·s·h numbers, or keys and values",
-        often="once per layer",
-    ),
-    Axis(
-        "model",
-        splits="columns",
-        sums="with sequence parallelism",
-        exchanged="activations, b·s·h numbers",
-        often="four times per layer",
-    ),
+    Axis("pipe", "layers", "above 1"),
+    Axis("replica", "batch", "always", shards=False),
+    Axis("data", "batch", "always"),
+    Axis("expert", "batch", "always"),
+    Axis("context", "positions", "always"),
+    Axis("model", "columns", "with sequence parallelism"),
 )
 NAMES = tuple(axis.name for axis in AXES)
 PIPE, REPLICA, DATA, EXPERT, CONTEXT, MODEL = NAMES
@@ -165,6 +124,5 @@ def sharding() -> tuple[str, ...]:
 
 def summed(mesh) -> frozenset[str]:
     """Axes over which the gradients of weights are summed after the backward pass rather than in it."""
-    asked = {"always": lambda axis: True, "above 1": lambda axis: sizes(mesh)[axis.name] > 1}
-    asked["with sequence parallelism"] = lambda axis: mesh.splits_tokens
-    return frozenset(axis.name for axis in AXES if asked[axis.sums](axis))
+    sums = {"always": True, "with sequence parallelism": mesh.splits_tokens}
+    return frozenset(axis.name for axis in AXES if sums.get(axis.sums, sizes(mesh)[axis.name] > 1))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields
+from operator import attrgetter
 
 from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
-from mjax.config.bounds import check_bounds
+from mjax.config.bounds import check_bounds, fields_of
 from mjax.config.datasets import parse_blend, split_sequences
-from mjax.config.kernels import ways_across
-from mjax.config.model import KIND_FLAG
+from mjax.config.marks import Only
 from mjax.config.pattern import check_stages
 from mjax.config.run import Config, as_flag
 from mjax.errors import UsageError, either
@@ -30,24 +30,24 @@ def validate(config: Config, name: str = "this config") -> None:
     _check_shapes(config)
     check_batch_sizes(config)
     _check_pipeline(config)
-    _check_samples(config)
+    _check_conditions(config)
     config.model.check(config)
-    _check_sequence_parallel(config)
     check_offload(config)
     _check_schedules(config)
-    _check_for_one(config, "name", "muon", "muon_adjust_lr")
     _check_lora(config)
     _check_data(config, name)
+
+
+def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
+    if size % number:
+        raise UsageError(f"{flag} {number} does not divide {what}; use {_listed(allowed or _divisors(size))}")
 
 
 def _check_shapes(config: Config) -> None:
     """Check that heads, mesh axes and micro-batches divide what they split."""
     model, mesh, train = config.model, config.mesh, config.train
-    if model.head_dim is None and model.hidden % model.heads:
-        raise UsageError(
-            f"--model.heads {model.heads} does not divide hidden size {model.hidden}; "
-            f"use {_listed(_divisors(model.hidden))}"
-        )
+    if model.head_dim is None:
+        _check_divides("--model.heads", model.heads, f"hidden size {model.hidden}", model.hidden)
     if model.learned_positions and model.sequence > (most := model.max_position_embeddings or model.sequence):
         raise UsageError(
             f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
@@ -59,13 +59,32 @@ def _check_shapes(config: Config) -> None:
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
-
     if mesh.expert > 1:
-        _check_experts(config)
+        if not (experts := model.experts):
+            raise UsageError(
+                f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
+            )
+        possible = _divisors(math.gcd(mesh.data, experts))
+        for what, size in ((f"--mesh.data {mesh.data}", mesh.data), (f"{experts} experts", experts)):
+            _check_divides("--mesh.expert", mesh.expert, what, size, possible)
     if mesh.replica > 1:
-        _check_replica(config)
+        if mesh.zero == 0:
+            raise UsageError(
+                f"--mesh.replica {mesh.replica} copies the shards of ZeRO between groups, and --mesh.zero 0 makes "
+                "none; add --mesh.zero 3, or leave --mesh.replica out"
+            )
+        by_expert = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
+        what = f"--mesh.data {mesh.data}{by_expert}: it is the number of groups"
+        _check_divides("--mesh.replica", mesh.replica, what, mesh.data // mesh.expert)
     if mesh.context > 1:
         _check_context(config)
+    tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
+    if mesh.sequence_parallel and tokens % mesh.model:
+        raise UsageError(
+            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
+            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
+            "--mesh.no-sequence-parallel"
+        )
     if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
             f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
@@ -77,11 +96,8 @@ def _check_shapes(config: Config) -> None:
             f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
         )
     share = train.global_batch // mesh.data
-    if share % train.micro_batch:
-        raise UsageError(
-            f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of a data replica "
-            f"(global batch {train.global_batch} / data {mesh.data}); use {_listed(_divisors(share))}"
-        )
+    what = f"the {share} sequences of a data replica (global batch {train.global_batch} / data {mesh.data})"
+    _check_divides("--train.micro-batch", train.micro_batch, what, share)
 
 
 def _check_lora(config: Config) -> None:
@@ -104,39 +120,6 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_experts(config: Config) -> None:
-    """Check that the `expert` axis divides the replicas and the experts."""
-    mesh, experts = config.mesh, config.model.parted_experts()
-    if not experts:
-        raise UsageError(
-            f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {config.model.title} has none; "
-            "leave it out"
-        )
-    if mesh.data % mesh.expert or experts % mesh.expert:
-        what = f"--mesh.data {mesh.data}" if mesh.data % mesh.expert else f"{experts} experts"
-        possible = _listed(_divisors(math.gcd(mesh.data, experts)))
-        raise UsageError(
-            f"--mesh.expert {mesh.expert} does not divide {what}: it is the number of replicas that share the experts; "
-            f"use {possible}"
-        )
-
-
-def _check_replica(config: Config) -> None:
-    """Check that `replica` divides the data-parallel replicas, and that there are shards to copy."""
-    mesh = config.mesh
-    if mesh.zero == 0:
-        raise UsageError(
-            f"--mesh.replica {mesh.replica} copies the shards of ZeRO between groups, and --mesh.zero 0 makes none; "
-            "add --mesh.zero 3, or leave --mesh.replica out"
-        )
-    if mesh.data % (mesh.replica * mesh.expert):
-        beside = f" / --mesh.expert {mesh.expert}" if mesh.expert > 1 else ""
-        raise UsageError(
-            f"--mesh.replica {mesh.replica} does not divide --mesh.data {mesh.data}{beside}: it is the number of "
-            f"groups; use {_listed(_divisors(mesh.data // mesh.expert))}"
-        )
-
-
 def _check_context(config: Config) -> None:
     """Check that the `context` axis divides the positions, and heads where it splits them."""
     model, mesh = config.model, config.mesh
@@ -144,38 +127,19 @@ def _check_context(config: Config) -> None:
     if model.sequence % parts:
         raise UsageError(
             f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
-            f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
-            f"{_listed([n for n in _divisors(model.sequence) if n > 1 and _cuts(config, n)] or [1])}"
+            f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
         )
     heads = model.heads // mesh.model
-    possible = _listed(_divisors(heads)[1:] or [1])
     if config.across == "heads" and heads % mesh.context:
+        possible = _listed(_divisors(heads)[1:] or [1])
         raise UsageError(
-            f"--mesh.context-attention heads splits the {heads} heads of a rank of --mesh.model {mesh.model}, which "
-            f"--mesh.context {mesh.context} does not divide; use --mesh.context {possible}, or "
-            "--mesh.context-attention gather"
+            f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
+            f"use --mesh.context {possible}, or --mesh.context-attention gather"
         )
     if config.across == "gather" and model.attention == "cudnn":
         raise UsageError(
             "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
             "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
-        )
-
-
-def _cuts(config: Config, context: int) -> bool:
-    """Whether so many ranks of `context` can have equal parts of a sequence."""
-    there = replace(config, mesh=replace(config.mesh, context=context))
-    return there.across in ways_across(there)
-
-
-def _check_sequence_parallel(config: Config) -> None:
-    model, mesh, train = config.model, config.mesh, config.train
-    tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
-    if mesh.sequence_parallel and tokens % mesh.model:
-        raise UsageError(
-            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
-            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
-            "--mesh.no-sequence-parallel"
         )
 
 
@@ -217,7 +181,12 @@ def _check_schedules(config: Config) -> None:
             f"--optimizer.warmup-steps {optimizer.warmup_steps} must be below the {decay_steps} steps of the schedule; "
             f"use --optimizer.warmup-steps {decay_steps // 10}"
         )
-    _check_wsd(config, decay_steps)
+    room = decay_steps - optimizer.warmup_steps
+    if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
+        raise UsageError(
+            f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
+            f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
+        )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
             f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
@@ -232,10 +201,6 @@ def _check_schedules(config: Config) -> None:
             f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "
             "leave it out or raise it"
         )
-    if config.precision.loss_scale is not None and config.precision.compute != "fp16":
-        raise UsageError(
-            f"--precision.loss-scale needs --precision.compute fp16; this run computes in {config.precision.compute}"
-        )
     if config.health.spike != "announce" and config.health.spike_deviations == 0:
         raise UsageError(
             f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
@@ -243,58 +208,27 @@ def _check_schedules(config: Config) -> None:
         )
 
 
-def _check_wsd(config: Config, decay_steps: int) -> None:
-    """Check that the final decay is asked for, and begins after the warm-up."""
-    _check_for_one(config, "schedule", "wsd", "wsd_decay_steps", "wsd_decay")
-    optimizer = config.optimizer
-    room = decay_steps - optimizer.warmup_steps
-    if optimizer.wsd_decay_steps is not None and optimizer.wsd_decay_steps > room:
-        raise UsageError(
-            f"--optimizer.wsd-decay-steps {optimizer.wsd_decay_steps} does not fit between the warm-up of "
-            f"{optimizer.warmup_steps} steps and step {decay_steps}; use {room} or fewer"
-        )
-
-
-def _check_for_one(config: Config, choice: str, value: str, *fields: str) -> None:
-    """Refuse settings of the optimizer that are only for one value of a choice."""
-    optimizer, default = config.optimizer, type(config.optimizer)()
-    for field in fields:
-        given, chosen = getattr(optimizer, field), getattr(optimizer, choice)
-        if chosen != value and given != getattr(default, field):
-            raise UsageError(
-                f"--optimizer.{field.replace('_', '-')} {given} is for --optimizer.{choice} {value}, and this run has "
-                f"{chosen}; add that, or leave it out"
-            )
-
-
-OF_PAIRS = ("mask_probability", "short_probability")
-OF_TEXT = ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail", "conversations")
-"""Fields of `data` that are for BERT's pairs of text, and for text read from left to right."""
-
-
-def _check_samples(config: Config) -> None:
-    """Refuse data settings that the model's samples do not have."""
-    default = type(config.data)()
-    others = {"text": (OF_PAIRS, f"pairs of text, with {KIND_FLAG} bert", "these samples are whole and unmasked")}
-    others["pairs"] = (OF_TEXT, f"text, with {KIND_FLAG} gpt", "a BERT's samples are pairs with padding")
-    fields, meant, reason = others.get(config.model.samples, ((), "", ""))
-    for field in fields:
-        value = getattr(config.data, field)
-        if value != getattr(default, field):
-            given = f"--data.{field.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise UsageError(f"{given} is for {meant}; leave it out, {reason}")
+def _check_conditions(config: Config) -> None:
+    """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
+    for section in fields(config):
+        settings = getattr(config, section.name)
+        for field, (name, _, _, marks) in zip(fields(settings), fields_of(type(settings)), strict=True):
+            value = getattr(settings, name)
+            for mark in marks if value != field.default else ():
+                if isinstance(mark, Only) and (actual := attrgetter(mark.field)(config)) not in (
+                    *mark.values.split(),
+                    "examples",
+                ):
+                    other = "samples of" if mark.field == "samples" else f"--{mark.field}"
+                    raise UsageError(
+                        f"{as_flag(f'{section.name}.{name}', value)} is for {other} {either(mark.values.split())}, and "
+                        f"this run has {actual}; leave it out"
+                    )
 
 
 def _check_data(config: Config, name: str) -> None:
     """Check that there are data, given in one of the two ways, and that blends are well-formed."""
     data = config.data
-    if data.conversations:
-        for field in ("reset_positions", "reset_attention", "mask_eod_loss", "validation_tail"):
-            if getattr(data, field):
-                flag = f"--data.{field.replace('_', '-')}"
-                raise UsageError(f"{flag} is for text, and conversations are apart without it; leave it out")
-    elif not data.pack:
-        raise UsageError("--data.no-pack is for conversations of `mjax prepare --chat`; leave it out")
     if data.mock or data.own:
         return
     if not data.path and not data.train_path:
@@ -326,54 +260,33 @@ def check_batch_sizes(config: Config) -> None:
         return
     if train.batch_rampup is not None and train.batch_schedule is not None:
         raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
-    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
+    unit, of, end = (
+        mesh.data * train.micro_batch,
+        f"data {mesh.data} × micro-batch {train.micro_batch}",
+        train.global_batch,
+    )
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     if train.batch_rampup is not None:
         flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
-        start, increment, samples = train.batch_rampup
-        fitting = _fitting_rampup(config, unit)
-        if min(start, increment, samples) < 1:
-            raise UsageError(f"{flag}: START, INCREMENT and SAMPLES must each be at least 1; {fitting}")
-        if start >= train.global_batch:
-            raise UsageError(f"{flag} does not start below --train.global-batch {train.global_batch}; {fitting}")
-        if (train.global_batch - start) % increment:
+        start, increment, _ = train.batch_rampup
+        if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
             raise UsageError(
-                f"{flag} does not reach --train.global-batch {train.global_batch} in whole increments; {fitting}"
+                f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
+                "INCREMENT that divides the difference"
             )
     else:
         flag = f"--train.batch-schedule {train.batch_schedule!r}"
-        last = parse_schedule(train.batch_schedule)[-1][1]
-        if last != train.global_batch:
+        if (last := parse_schedule(train.batch_schedule)[-1][1]) != end:
             raise UsageError(
-                f"{flag} ends with {last} and --train.global-batch is {train.global_batch}; "
-                f"use --train.global-batch {last}"
+                f"{flag} ends with {last} and --train.global-batch is {end}; use --train.global-batch {last}"
             )
-        starts = [(entry.partition(":")[0], int(entry.partition(":")[2])) for entry in train.batch_schedule.split()]
-        fitting = "type --train.batch-schedule " + repr(
-            " ".join(f"{start}:{_nearest_multiple(size, unit)}" for start, size in starts)
-        )
-        if train.global_batch % unit:
-            fitting += f" --train.global-batch {_nearest_multiple(train.global_batch, unit)}"
     for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({of}); {fitting}"
+                f"({of}); use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
             )
-
-
-def _fitting_rampup(config: Config, unit: int) -> str:
-    """The flags of the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
-    (start, increment, samples), end = config.train.batch_rampup, config.train.global_batch
-    changed = "" if end % unit == 0 else f" --train.global-batch {_nearest_multiple(end, unit)}"
-    end = _nearest_multiple(end, unit)
-    if end == unit:
-        return f"leave it out, or type --train.global-batch {2 * unit} or more"
-    start = min(_nearest_multiple(start, unit), end - unit)
-    increments = [unit * count for count in _divisors((end - start) // unit)]
-    increment = min(increments, key=lambda size: abs(size - increment))
-    return f"type --train.batch-rampup {start} {increment} {max(samples, 1)}{changed}"
 
 
 def check_devices(config: Config, found: int, name: str = "this config") -> None:

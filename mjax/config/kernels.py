@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from mjax.config import Config, DataConfig
 from mjax.config.model import ModelConfig
@@ -130,9 +131,15 @@ def _attention_on_gpu(
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
     model = replace(config.model, attention=attention_on_gpu(config, capability))
-    if model.grouped_kernel:
-        model = model.with_grouped(choose_grouped(config, "gpu", capability)[0])
+    if model.grouped:
+        model = with_grouped(model, choose_grouped(config, "gpu", capability)[0])
     return replace(config, model=model)
+
+
+def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:
+    """The same model with this kernel for the products of its experts, if it has some."""
+    changes: dict[str, Any] = {"grouped": kernel} if model.grouped else {}
+    return replace(model, **changes)
 
 
 def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:
@@ -165,10 +172,8 @@ def capability_of(device) -> tuple[int, ...]:
 def _flash_obstacle(
     model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...], chunks: int
 ) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
+    if obstacle := _fused_obstacle(model, compute, platform, capability):
         return obstacle
-    if compute not in ("bf16", "fp16", "fp8"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     if not 16 <= model.head_size <= 128:
         return f"it needs a head size from 16 to 128 and hidden / heads is {model.head_size}"
     if model.sequence % (BLOCK * chunks):
@@ -197,15 +202,23 @@ def _gpu_obstacle(platform: str, capability: tuple[int, ...]) -> str | None:
     return None
 
 
+def _fused_obstacle(model: ModelConfig, compute: str, platform: str, capability: tuple[int, ...]) -> str | None:
+    if obstacle := _gpu_obstacle(platform, capability):
+        return obstacle
+    if compute not in ("bf16", "fp16", "fp8"):
+        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
+    if model.value_size != model.head_size:
+        return f"it needs values as wide as keys, and those of {model.title} have {model.value_size} numbers a head"
+    return None
+
+
 def _cudnn_obstacle(
     model: ModelConfig, compute: str, platform: str, documents: bool, capability: tuple[int, ...]
 ) -> str | None:
-    if obstacle := _gpu_obstacle(platform, capability):
+    if obstacle := _fused_obstacle(model, compute, platform, capability):
         return obstacle
     if model.attention_dropout > 0:
         return f"it has no dropout and --model.attention-dropout is {model.attention_dropout}"
-    if compute not in ("bf16", "fp16", "fp8"):
-        return f"it computes in bf16 or fp16 and --precision.compute is {compute}"
     largest, where = (256, "") if capability >= HOPPER else (128, " on GPUs before H100")
     if model.head_size % 8 or model.head_size > largest:
         allowed = f"a multiple of 8 up to {largest}{where}"

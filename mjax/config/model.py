@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import FREE, NEW_RUN, TUNING
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
@@ -90,40 +90,43 @@ class ModelConfig:
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
       window: tokens that a position sees, itself included; None: all up to its own.
+      experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
+      experts_per_token: that each token is routed to.
+      grouped: kernel of the products of experts.
     """
 
     kind: str = ""
     """Architecture of the model."""
-    layers: Count = 24
+    layers: Annotated[Count, Elsewhere("num-layers n-layer n-layers num-hidden-layers")] = 24
     """Transformer layers."""
-    hidden: Count = 1024
+    hidden: Annotated[Count, Elsewhere("hidden-size n-embd d-model")] = 1024
     """Width of the residual stream, h."""
-    heads: Count = 16
+    heads: Annotated[Count, Elsewhere("num-attention-heads n-head n-heads num-heads")] = 16
     """Attention heads, n; the head size is hidden / heads."""
-    sequence: Count = 1024
+    sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Count | None = None
+    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
-    vocabulary: Annotated[Count, NEW_RUN] = 50257
+    vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN] = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
-    init_std: Tuned = 0.02
+    init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha")] = None
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
     """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora")] = False
+    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
     """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
-    lora_dropout: Annotated[Rate, lora_flag("dropout")] = 0.0
+    lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
@@ -134,15 +137,21 @@ class ModelConfig:
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = False
-    head_dim: ClassVar[int | None] = None
     biased_scores: ClassVar[bool] = False
-    attention_dropout: ClassVar[float] = 0.0
-    window: ClassVar[int | None] = None
+    # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
+    head_dim = window = grouped = None
+    attention_dropout = 0.0
+    experts = experts_per_token = 0
 
     @property
     def head_size(self) -> int:
         """Width of one attention head, d."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of a head's values, e, if it is not d; fused kernels of attention need it to be."""
+        return self.head_size
 
     @property
     def padded_vocabulary(self) -> int:
@@ -228,23 +237,6 @@ class ModelConfig:
         return all(size % ranks == 0 for size in self.columns().values()) and all(
             size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
         )
-
-    @property
-    def grouped_kernel(self) -> str | None:
-        """The kernel of the products of experts; None for a model without them, which has no field `grouped`."""
-        return None
-
-    def with_grouped(self, kernel: str) -> Self:
-        """The same model with this kernel for the products of experts."""
-        return self
-
-    def parted_experts(self) -> int:
-        """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
-        return 0
-
-    def taken_experts(self) -> int:
-        """Number of experts that each token is routed to; 0 for a dense model."""
-        return 0
 
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.
@@ -349,13 +341,6 @@ def as_kind(model: ModelConfig, kind: str) -> ModelConfig:
     cls = config_class(kind, KIND_FLAG)
     shared = (field for field in dataclasses.fields(model) if field.name in _names(cls) - {"kind"})
     return cls(**{field.name: value for field in shared if (value := getattr(model, field.name)) != field.default})
-
-
-def kinds_with(field: str) -> Iterator[str]:
-    """The kinds of the registered models that have a field."""
-    for kind, cls in REGISTRY.items():
-        if field in _names(cls):
-            yield kind
 
 
 def _lora_defaults(model: ModelConfig) -> Iterator[tuple[str, Any]]:

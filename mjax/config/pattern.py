@@ -108,7 +108,8 @@ def check_stages(model, mesh) -> None:
     """
     runs, unit, stages = model.pattern.runs(model.layers), stage_unit(model), mesh.pipe * mesh.chunks
     if mesh.pipe > 1 and len(runs) > 1:
-        parts = ", then ".join(f"{count} groups of {len(kinds)}" for kinds, count in runs)
+        groups = [(count * len(kinds), len(kinds)) for kinds, count in runs]
+        parts = ", then ".join(f"{layers} in groups of {size}" if size > 1 else f"{layers}" for layers, size in groups)
         raise UsageError(
             f"--mesh.pipe {mesh.pipe} cannot split {model.title}, which has several stacks of layers: {parts}; "
             "use --mesh.pipe 1 with --mesh.zero 3"

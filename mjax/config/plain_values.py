@@ -65,8 +65,8 @@ def misfit(value: Any, kind: Any, name: str = "") -> str | None:
         parts = ((part, get_args(kind)[0], f"{name}[{number}]") for number, part in enumerate(value))
     elif get_origin(kind) is dict and isinstance(value, dict):
         parts = ((part, get_args(kind)[1], f"{dot}{key}") for key, part in value.items())
-    elif not _fits(value, kind):
-        return f"{name or 'the content'} is {value!r}, which is not {_describe(kind)}"
+    elif not fits(value, kind):
+        return f"{name or 'the content'} is {value!r}, which is not {describe(kind)}"
     return next(filter(None, (misfit(*part_of) for part_of in parts)), None)
 
 
@@ -96,13 +96,11 @@ def build(cls: type[T], values: Any, source: str, prefix: str = "") -> T:
             raise UsageError(f"{source}: unknown field {prefix}{name}{suggestion(name, known)}")
         if dataclasses.is_dataclass(hints[name]):
             arguments[name] = build(hints[name], value, source, f"{prefix}{name}.")
-        elif _fits(value, hints[name]):
-            if get_origin(hints[name]) is tuple and not isinstance(value, list | tuple):
-                value = [] if value is None else [value]
+        elif fits(value, hints[name]):
             listed = isinstance(value, list) and get_origin(hints[name]) is not list
             arguments[name] = _as_tuples(value) if listed else value
         else:
-            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {_describe(hints[name])}")
+            raise UsageError(f"{source}: {prefix}{name} is {value!r}, which is not {describe(hints[name])}")
     for f in dataclasses.fields(cls):
         if f.name not in arguments and f.default is f.default_factory is MISSING:
             raise UsageError(f"{source}: there is no {prefix}{f.name}")
@@ -113,7 +111,8 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
+    """True if a plain value is one of `kind`."""
     if kind is Any:
         return True
     if is_typeddict(kind):
@@ -123,16 +122,14 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:  # JSON has lists
         kinds = get_args(kind)
         if kinds[1:] == (...,):
-            if kinds[0] is str and (value is None or isinstance(value, str)):  # none or one, as it once was (`build`)
-                return value is None or _fits(value, str)
             kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
-        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(fits, value, kinds))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(part, *get_args(kind)) for part in value)
+        return isinstance(value, list) and all(fits(part, *get_args(kind)) for part in value)
     if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(part, get_args(kind)[1]) for part in value.values())
+        return isinstance(value, dict) and all(fits(part, get_args(kind)[1]) for part in value.values())
     if get_args(kind):
-        return any(_fits(value, option) for option in get_args(kind))
+        return any(fits(value, option) for option in get_args(kind))
     if kind is float:
         in_range = not isinstance(value, (int, float)) or abs(value) <= sys.float_info.max  # NaN is not
         return isinstance(value, (int, float)) and not isinstance(value, bool) and in_range
@@ -143,17 +140,18 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
+    """A kind in words: 'a whole number'."""
     if is_typeddict(kind) or kind == dict[str, Any]:
         return "an object"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is list or (get_origin(kind) is tuple and get_args(kind)[1:] == (...,)):
-        return f"a list of {_describe(get_args(kind)[0])}".replace("of an object", "of objects")
+        return f"a list of {describe(get_args(kind)[0])}".replace("of an object", "of objects")
     if get_origin(kind) is tuple:
-        return "[" + ", ".join(_describe(part) for part in get_args(kind)) + "]"
+        return "[" + ", ".join(describe(part) for part in get_args(kind)) + "]"
     if get_origin(kind) is dict:
-        return f"an object in which each value is {_describe(get_args(kind)[1])}"
+        return f"an object in which each value is {describe(get_args(kind)[1])}"
     if get_args(kind):
-        return " or ".join(_describe(option) for option in get_args(kind))
+        return " or ".join(describe(option) for option in get_args(kind))
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}[kind]

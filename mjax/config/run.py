@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from mjax.config import axes
-from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed
-from mjax.config.marks import FREE, PER_PROCESS
+from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
+from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only
 from mjax.config.model import (
     REGISTRY,
     Arrays,
@@ -34,42 +32,48 @@ from mjax.config.model import (
     stand_in,
 )
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
-from mjax.config.optimizer import OptimizerConfig as OptimizerConfig
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, suggestion
 from mjax.utils.files import read_json, write_whole
+
+Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
+Recompute = Literal["none", "selective", "full", "offload"]
+WSD, MUON = Only("optimizer.schedule", "wsd"), Only("optimizer.name", "muon")
+Schedule = Literal["cosine", "linear", "constant", "inverse_square_root", "wsd"]
+TEXT, PAIRS = Only("samples", "text"), Only("samples", "pairs")
+"""Fields for text read from left to right, and for BERT's pairs of text."""
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices along each axis of the mesh. Ranks of `model` should share a server, so keep it within one."""
 
-    pipe: Count = 1
+    pipe: Annotated[Count, Elsewhere("pipeline-model-parallel-size pipeline-parallel-size pipeline pp pp-size")] = 1
     """Pipeline stages, each with its share of the layers (1: no pipeline)."""
-    data: Count = 1
+    data: Annotated[Count, Elsewhere("data-parallel-size dp dp-size num-gpus gpus")] = 1
     """Data-parallel replicas."""
-    model: Count = 1
+    model: Annotated[Count, Elsewhere("tensor-model-parallel-size tensor-parallel-size tp tp-size")] = 1
     """Devices that share every layer's matrices (Megatron's tensor parallelism)."""
-    expert: Count = 1
+    expert: Annotated[Count, Elsewhere("expert-model-parallel-size expert-parallel-size ep ep-size")] = 1
     """Data-parallel replicas that share the experts of a mixture: each has a part of them, and computes it for the
     tokens of all. It divides data."""
-    context: Count = 1
+    context: Annotated[Count, Elsewhere("context-parallel-size cp cp-size context-parallel-degree")] = 1
     """Devices that share every sequence (context parallelism): each has a part of its positions, and of all
     activations."""
-    context_attention: Literal["auto", "heads", "gather"] = "auto"
+    context_attention: Annotated[Literal["auto", "heads", "gather"], Elsewhere("cp-comm-type")] = "auto"
     """Attention of a sequence over `context`: heads, each rank gets all positions of a part of the heads (all-to-all);
     gather, each rank gets keys and values of all positions. auto: heads if their number allows it."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, Elsewhere("sp")] = False
     """Also split LayerNorm, dropout and the residual stream over `model`, by tokens (arXiv 2205.05198): less memory for
     the same communication. It has no effect with `model` 1."""
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     """Order of forward and backward passes in the pipeline; with chunks above 1, 1f1b is interleaved."""
-    chunks: Count = 1
+    chunks: Annotated[Count, Elsewhere("num-layers-per-virtual-pipeline-stage~")] = 1
     """Chunks of layers per pipeline stage (virtual stages), V; they shrink the bubble V times."""
-    zero: Literal[0, 1, 3] = 0
+    zero: Annotated[Literal[0, 1, 3], Elsewhere("use-distributed-optimizer=1 zero-stage fsdp=3")] = 0
     """Sharding over `data`: 0 none; 1 weights and moments between steps (ZeRO-1); 3 also weights during the step,
     gathered layer by layer (ZeRO-3, FSDP)."""
-    replica: Count = 1
+    replica: Annotated[Count, Elsewhere("num-distributed-optimizer-instances hsdp dp-replicate")] = 1
     """Groups of data-parallel replicas that each hold all weights (HSDP): ZeRO shards within a group, and groups
     exchange the gradients of their shards once a step. It divides data."""
 
@@ -88,17 +92,17 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: tuple[str, ...] = ()
+    path: Annotated[tuple[str, ...], PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
-    train_path: tuple[str, ...] = ()
+    train_path: Annotated[tuple[str, ...], Elsewhere("train-data train-data-path")] = ()
     """Instead of path: a blend used for training only. valid_path goes with it."""
-    valid_path: tuple[str, ...] = ()
+    valid_path: Annotated[tuple[str, ...], Elsewhere("valid-data-path val-data validation-file")] = ()
     """With train_path: a blend used for validation only."""
-    mock: bool = False
+    mock: Annotated[bool, PLANNED, Elsewhere("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
     own: bool = False
     """Batches come from the caller of `mjax.Trainer`, which sets this."""
@@ -106,27 +110,27 @@ class DataConfig:
     """Number of training samples for which the order is drawn; by default those of all steps. Megatron's sample order
     depends on it, so set it to lengthen a run later without changing the order. Of conversations, padding follows them
     in the last batch."""
-    reset_positions: bool = False
+    reset_positions: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-position-ids")] = False
     """Restart positions at 0 after each end of document."""
-    reset_attention: bool = False
+    reset_attention: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-attention-mask")] = False
     """Let a token attend only to tokens of its own document."""
-    mask_eod_loss: bool = False
+    mask_eod_loss: Annotated[bool, TEXT, Elsewhere("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
-    conversations: bool = False
+    conversations: Annotated[bool, PLANNED, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
     assistant wrote is trained. Set by the data of a new run."""
-    pack: bool = True
+    pack: Annotated[bool, Only("samples", "conversations")] = True
     """For conversations: as many in a sequence as fit; else one in each, padded."""
-    validation_tail: bool = False
+    validation_tail: Annotated[bool, FILE_ONLY, TEXT] = False
     """Keep the last, partial validation sample, padded; padding does not count."""
-    mask_probability: Annotated[float, Bounds(gt=0, lt=1, such_as="0.15")] = 0.15
+    mask_probability: Annotated[float, Bounds(gt=0, lt=1), FILE_ONLY, PAIRS, Elsewhere("mask-prob")] = 0.15
     """For pairs of text (BERT): share of masked tokens; Megatron's --mask-prob."""
-    short_probability: Annotated[float, Bounds(ge=0, le=1)] = 0.1
+    short_probability: Annotated[float, Bounds(ge=0, le=1), FILE_ONLY, PAIRS, Elsewhere("short-seq-prob")] = 0.1
     """For pairs of text (BERT): share of samples with a shorter target length, as texts for fine-tuning often are;
     Megatron's --short-seq-prob."""
     eod: CountOrZero | None = None
     """End-of-document id, for the resets and the mask above; by default that of the data's tokenizer."""
-    cache: Annotated[str | None, FREE, PER_PROCESS] = None
+    cache: Annotated[str | None, FREE, PER_PROCESS, Elsewhere("data-cache-path")] = None
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
@@ -155,19 +159,57 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate. Weight decay applies to matrices and embeddings, never to biases or
+    LayerNorm."""
+
+    name: Annotated[Literal["adamw", "muon"], PLANNED] = "adamw"
+    """adamw, or muon: orthogonalised momentum for the matrices of the layers, and AdamW for everything else
+    (embeddings, heads, norms, biases)."""
+
+    learning_rate: Annotated[NotNegative, RATE, Elsewhere("lr peak-lr max-lr")] = 1.5e-4
+    """Peak learning rate."""
+    min_learning_rate: Annotated[NotNegative, RATE, Elsewhere("min-lr")] = 1e-5
+    """Learning rate at the end of the schedule."""
+    schedule: Annotated[Schedule, RATE, Elsewhere("lr-decay-style lr-scheduler lr-scheduler-type decay-lr~")] = "cosine"
+    """Shape of the decay after warm-up (wsd: warm-up, stable, decay)."""
+    warmup_steps: Annotated[CountOrZero, RATE, Elsewhere("lr-warmup-iters warmup-iters warmup warmup-ratio~")] = 0
+    """Steps of linear warm-up."""
+    decay_steps: Annotated[Count | None, RATE, Elsewhere("lr-decay-iters lr-decay-steps")] = None
+    """Step at which min_learning_rate is reached; by default train.steps."""
+    wsd_decay_steps: Annotated[Count | None, RATE, WSD, Elsewhere("lr-wsd-decay-iters")] = None
+    """wsd only: length of the final decay, in steps; by default a tenth of decay_steps."""
+    wsd_decay: Annotated[Literal["exponential", "linear", "minus_sqrt"], RATE, WSD] = "exponential"
+    """wsd only: shape of the final decay; minus_sqrt is 1 − √p after a part p of it (arXiv 2405.18392)."""
+    weight_decay: Annotated[NotNegative, Elsewhere("wd")] = 0.01
+    """Decoupled weight decay."""
+    beta1: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta1")] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[Share, FILE_ONLY, Elsewhere("adam-beta2")] = 0.999
+    """Decay of the second moment."""
+    epsilon: Annotated[float, Bounds(gt=0, such_as="1e-8"), FILE_ONLY, Elsewhere("adam-eps adam-epsilon eps")] = 1e-8
+    """Added to the square root of the second moment; with 0 a weight without gradient would become 0 / 0."""
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], FILE_ONLY, MUON] = "match_rms_adamw"
+    """muon only: factor of the update of a matrix. match_rms_adamw: 0.2 √max(in, out), so that AdamW's learning rates
+    and weight decay fit (arXiv 2502.16982); original: √max(1, out / in). As adjust_lr_fn of torch.optim.Muon."""
+    clip_norm: Annotated[NotNegative, Elsewhere("clip-grad grad-clip gradient-clip-val max-grad-norm")] = 1.0
+    """Largest global L2 norm of the gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes of the computation. Parameters and moments are always float32, as are the sums in LayerNorm, softmax,
     cross entropy and gradients."""
 
-    compute: Literal["bf16", "fp8", "fp16", "fp32", "fp64"] = "bf16"
+    compute: Annotated[Compute, Elsewhere("fp16=fp16 bf16=bf16 fp8=fp8 dtype mixed-precision")] = "bf16"
     """Dtype of activations and matrix products. fp8 is bf16 with the products of the layers' linear layers in float8,
     in training; fp16 uses loss scaling; fp64 (parameters too) is for tests, and needs JAX_ENABLE_X64=1 in the
     environment."""
-    loss_scale: Annotated[float, Bounds(ge=1)] | None = None
+    loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY, Only("precision.compute", "fp16")] | None = None
     """fp16 only: a constant loss scale instead of the dynamic one."""
-    initial_loss_scale: Annotated[float, Bounds(ge=1)] = 2.0**32
+    initial_loss_scale: Annotated[float, Bounds(ge=1), FILE_ONLY] = 2.0**32
     """fp16 only: initial dynamic loss scale."""
-    loss_scale_window: Count = 1000
+    loss_scale_window: Annotated[Count, FILE_ONLY] = 1000
     """fp16 only: finite steps in a row after which the loss scale doubles."""
 
 
@@ -175,25 +217,27 @@ class PrecisionConfig:
 class TrainConfig:
     """Length of training, batches and recomputation."""
 
-    steps: Annotated[Count, FREE] = 300_000
-    """Number of optimizer steps."""
-    tokens: Annotated[str | None, FREE] = None
+    steps: Annotated[Count, FREE, Elsewhere("train-iters max-iters max-steps epochs~ num-train-epochs~")] = 300_000
+    """Number of optimizer steps; an epoch is the tokens of the data / (global batch × sequence) steps."""
+    tokens: Annotated[str | None, FREE, Elsewhere("train-tokens total-tokens max-tokens")] = None
     """Instead of steps: training tokens, such as 300B or 1.5T (K, M, B, T: thousands to trillions), rounded up to whole
     steps of the global batch with its ramp-up or schedule. The run's config.json has the steps."""
-    global_batch: Count = 512
+    global_batch: Annotated[Count, Elsewhere("batch-size global-batch-size gradient-accumulation-steps~")] = 512
     """Sequences per step over all devices; with a ramp-up or a schedule, those of the last steps."""
-    batch_rampup: tuple[int, int, int] | None = None
+    batch_rampup: Annotated[tuple[int, int, int] | None, Elsewhere("rampup-batch-size")] = None
     """START INCREMENT SAMPLES, as Megatron's --rampup-batch-size: begin with START sequences per step and add INCREMENT
     at a time, in equal portions of the first SAMPLES samples, up to global_batch."""
     batch_schedule: str | None = None
     """Instead of a ramp-up: pairs TOKENS:BATCH such as '0:768 250B:1536', from that many training tokens on (K, M, B,
     T: thousands to trillions) that many sequences per step. The last is global_batch."""
-    taken: Annotated[tuple[tuple[int, int], ...], tyro.conf.Fixed, tyro.conf.Suppress, FREE] = ()
+    taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Annotated[Count, FREE] = 8
+    micro_batch: Annotated[Count, FREE, Elsewhere("batch-size micro-batch-size per-device-train-batch-size")] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Annotated[Literal["none", "selective", "full", "offload"], FREE] = "none"
+    recompute: Annotated[Recompute, FREE, Elsewhere("recompute-activations=selective gradient-checkpointing=full")] = (
+        "none"
+    )
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""
@@ -203,11 +247,11 @@ class TrainConfig:
     loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE] = 1
     """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
     tokens are never in memory, for one more product of the output layer in the backward pass."""
-    seed: Seed = 1234
+    seed: Annotated[Seed, UNPLANNED, Elsewhere("random-seed")] = 1234
     """Determines initial weights, sample order and dropout, on any mesh."""
-    eval_interval: Annotated[CountOrZero, FREE] = 1000
+    eval_interval: Annotated[CountOrZero, FREE, UNPLANNED, Elsewhere("eval-steps~ eval-every")] = 1000
     """Steps between validations; 0: none."""
-    eval_batches: Annotated[Count, FREE] = 10
+    eval_batches: Annotated[Count, FREE, UNPLANNED, Elsewhere("eval-iters")] = 10
     """Global batches per validation."""
 
 
@@ -215,9 +259,9 @@ class TrainConfig:
 class CheckpointConfig:
     """Saving and keeping checkpoints."""
 
-    interval: CountOrZero = 1000
+    interval: Annotated[CountOrZero, Elsewhere("save-interval save-steps save-every checkpoint-interval every")] = 1000
     """Steps between checkpoints; the last step and an interruption always save. 0: only those."""
-    keep_last: Count = 2
+    keep_last: Annotated[Count, Elsewhere("save-total-limit")] = 2
     """Number of most recent checkpoints to keep."""
     keep_every: Count | None = None
     """Keep every checkpoint whose step is a multiple of this."""
@@ -240,7 +284,7 @@ class HealthConfig:
     skipped_in_a_row: Count = 20
     """Skipped steps in a row that end the run with exit code 3. Steps in which fp16's dynamic loss scale still falls do
     not count."""
-    replica_interval: CountOrZero = 100
+    replica_interval: Annotated[CountOrZero, FILE_ONLY] = 100
     """Steps between comparisons of the weights of all replicas, bit for bit; they are also compared before each
     checkpoint. Replicas that differ end the run with exit code 3. 0: never."""
 
@@ -249,15 +293,15 @@ class HealthConfig:
 class LogConfig:
     """Logging and display."""
 
-    interval: Count = 1
+    interval: Annotated[Count, Elsewhere("every log-every log-interval logging-steps")] = 1
     """Steps between lines of metrics.jsonl and TensorBoard scalars."""
-    tensorboard: Annotated[bool, PER_PROCESS] = True
+    tensorboard: Annotated[bool, PER_PROCESS, Elsewhere("tensorboard-dir")] = True
     """Write TensorBoard scalars into the run folder."""
-    wandb: Annotated[str | None, PER_PROCESS] = None
+    wandb: Annotated[str | None, PER_PROCESS, Elsewhere("wandb-project wandb")] = None
     """Weights & Biases project to log to (needs the wandb package)."""
     trackio: Annotated[str | None, PER_PROCESS] = None
     """Trackio project to log to (needs the trackio package)."""
-    prompt: str | None = None
+    prompt: Annotated[str | None, FILE_ONLY] = None
     """Prompt for the text sample at the end of training; by default the beginning of a validation document."""
     sample_prompts: str | None = None
     """File of prompts, one a line, that the model continues at each validation, into samples.jsonl. After training on
@@ -272,18 +316,25 @@ class Config:
 
     model: ModelConfig = field(default_factory=lambda: REGISTRY["gpt"]())
     mesh: Annotated[MeshConfig, FREE] = field(default_factory=MeshConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: Annotated[DataConfig, UNPLANNED] = field(default_factory=DataConfig)
+    optimizer: Annotated[OptimizerConfig, UNPLANNED] = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: Annotated[CheckpointConfig, FREE] = field(default_factory=CheckpointConfig)
-    health: Annotated[HealthConfig, FREE] = field(default_factory=HealthConfig)
-    log: Annotated[LogConfig, FREE] = field(default_factory=LogConfig)
+    checkpoint: Annotated[CheckpointConfig, FREE, UNPLANNED] = field(default_factory=CheckpointConfig)
+    health: Annotated[HealthConfig, FREE, UNPLANNED] = field(default_factory=HealthConfig)
+    log: Annotated[LogConfig, FREE, UNPLANNED] = field(default_factory=LogConfig)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches a data replica accumulates in one step, m."""
         return self.train.global_batch // (axes.replicas(self.mesh) * self.train.micro_batch)
+
+    @property
+    def samples(self) -> Literal["text", "conversations", "pairs", "examples"]:
+        """What the model is trained on: examples are those of a labelled task."""
+        if self.model.samples == "text" and self.data.conversations:
+            return "conversations"
+        return self.model.samples or "examples"
 
     @property
     def across(self) -> Literal["heads", "gather"] | None:
@@ -398,21 +449,15 @@ def _execute(file: Path) -> types.ModuleType:
 
 def _config_file(name: str) -> Path:
     """The Python file of `--config NAME`."""
-    if name.endswith(".py"):
-        if Path(name).is_file():
-            return Path(name)
-        known = ", ".join(available_configs())
-        raise UsageError(f"there is no config file {name}; give a path to a .py file or one of: {known}")
-    own = Path(f"{name}.py")
-    found = [file for folder in config_folders() if (file := folder / own).is_file()]
-    if own.is_file() and found and not own.samefile(found[0]):
-        raise UsageError(f"--config {name} is {found[0]} or ./{own}; type --config ./{own} for the one that is here")
-    if not found and not own.is_file():
-        raise UsageError(
-            f"there is no config {name!r}{suggestion(name, available_configs())}; "
-            f"there are: {', '.join(available_configs())}"
-        )
-    return found[0] if found else own
+    here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
+    files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
+    files = [file for file in (*files, here) if file.is_file()]
+    if not files:
+        kind = f"file {name}" if name.endswith(".py") else f"{name!r}{suggestion(name, known)}"
+        raise UsageError(f"there is no config {kind}; give a path to a .py file, or one of: {', '.join(known)}")
+    if files[-1] == here and not here.samefile(files[0]):
+        raise UsageError(f"--config {name} is {files[0]} or ./{here}; type --config ./{here} for the one that is here")
+    return files[0]
 
 
 # --- As plain values --------------------------------------------------------------------------------------------------
@@ -487,10 +532,9 @@ def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
     found = {}
     for section in dataclasses.fields(Config):
         a, b = getattr(ours, section.name), getattr(theirs, section.name)
-        for name in dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one)):
-            x, y = getattr(a, name, None), getattr(b, name, None)
-            if x != y:
-                found[f"{section.name}.{name}"] = (x, y)
+        names = dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one))
+        pairs = {name: (getattr(a, name, None), getattr(b, name, None)) for name in names}
+        found |= {f"{section.name}.{name}": values for name, values in pairs.items() if values[0] != values[1]}
     return found
 
 

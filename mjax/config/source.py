@@ -83,12 +83,9 @@ def _call(opening: str, values: dict[str, Any]) -> str:
     """A keyword argument that is a call, on one line if it fits, else one line per argument, as formatted by ruff."""
     arguments = [f"{name}={_literal(value)}" for name, value in values.items()]
     line = f"{opening}({', '.join(arguments)}),"
-    if len(line) <= WIDTH:
-        return line + "\n"
-    inner = f"        {', '.join(arguments)}"
-    if len(inner) <= WIDTH:
-        return f"{opening}(\n{inner}\n    ),\n"
-    return f"{opening}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    ),\n"
+    if len(line) > WIDTH:
+        line = f"{opening}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    ),"
+    return line + "\n"
 
 
 def _import(opening: str, names: list[str]) -> str:

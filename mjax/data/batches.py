@@ -30,9 +30,6 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
         """Sample `index`: int32 [s + 1], or for a BERT its arrays by name."""
 
-    def part(self, index: int, tokens: slice) -> np.ndarray:
-        """Some of the tokens of sample `index`, int32 [t]; not needed for arrays by name."""
-
 
 class Batches:
     """Global batches of the given `sizes`, by step; stateless.
@@ -43,7 +40,6 @@ class Batches:
       dataset: source of the samples.
       sizes: samples of each step.
       label: turns a sample into the arrays to stack; by default its tokens [s + 1] into tokens and labels [s].
-      apart: whether `label` says the same of a part of a sample, so that the rest need not be read.
     """
 
     def __init__(
@@ -51,9 +47,8 @@ class Batches:
         dataset: Samples,
         sizes: BatchSizes,
         label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled,
-        apart: bool = False,
     ):
-        self.dataset, self.sizes, self.label, self.apart = dataset, sizes, label, apart
+        self.dataset, self.sizes, self.label = dataset, sizes, label
 
     def at(self, step: int, rows: slice = slice(None), positions: slice = slice(None)) -> dict[str, np.ndarray]:
         """The batch of `step` (from 0): the arrays of `label`, with a first dim b for the requested rows, and of their
@@ -67,13 +62,9 @@ class Batches:
         chosen = range(first, first + size)[rows]
         if not chosen:
             raise ValueError(f"{rows} has no rows of a batch of {size}")
-        if self.apart and positions != slice(None):
-            tokens = slice(positions.start, positions.stop + 1)
-            samples = [self.label(self.dataset.part(index, tokens)) for index in chosen]
-        else:
-            samples = [self.label(self.dataset[index]) for index in chosen]
+        samples = [self.label(self.dataset[index]) for index in chosen]
         batch = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
-        return batch if self.apart else of_positions(batch, positions)
+        return of_positions(batch, positions)
 
 
 def of_positions(batch: dict[str, np.ndarray], positions: slice) -> dict[str, np.ndarray]:

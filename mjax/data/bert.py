@@ -360,10 +360,7 @@ class BertDataset:
         cache: IndexCache = NO_CACHE,
     ):
         if sequence < SPECIAL + 2:
-            raise UsageError(
-                f"--model.sequence {sequence} leaves no room for two tokens beside [CLS] and two [SEP]; "
-                f"use {SPECIAL + 2} or more, such as 512"
-            )
+            raise UsageError(f"--model.sequence {sequence} leaves no room for a pair; use {SPECIAL + 2} or more")
         self.indexed, self.sequence, self.seed, self.pieces = indexed, sequence, seed, pieces
         self.mask_probability = mask_probability
         boundaries = indexed.document_indices[documents.start : documents.stop + 1]
@@ -382,11 +379,9 @@ class BertDataset:
         source |= {"sequence": sequence, "seed": seed, "short": short_probability}
         self.pair_index = cache.arrays(source, ["pair_index"], build)["pair_index"]
         if not len(self.pair_index):
-            raise UsageError(
-                f"the {name} of {indexed.prefix} has no document of {FEWEST} or more sentences, none of them of more "
-                f"than {LONG_SENTENCE} tokens; prepare the text with --split-sentences, or give it a larger share with "
-                "--data.split"
-            )
+            what = f"no document of {FEWEST} or more sentences, none of them above {LONG_SENTENCE} tokens"
+            fix = "prepare the text with --split-sentences, or change --data.split"
+            raise UsageError(f"the {name} of {indexed.prefix} has {what}; {fix}")
 
     def __len__(self) -> int:
         return len(self.pair_index)
@@ -436,8 +431,7 @@ class BertDataset:
     def _sentences(self, first: int, last: int, index: int) -> np.ndarray:
         """Tokens of sentences `first` to `last`, int32 [n]."""
         tokens = self.indexed.join(np.arange(first, last), 0, int(self.indexed.lengths[last - 1]))
-        fix, sample = "use the tokenizer that the data was prepared with", f"sample {index} of {self.indexed.prefix}"
-        check_ids(tokens, len(self.pieces.continues), sample, "the vocabulary of its tokenizer", fix)
+        check_ids(tokens, len(self.pieces.continues), f"sample {index} of {self.indexed.prefix}", "its tokenizer's")
         return tokens.astype(np.int32)
 
 

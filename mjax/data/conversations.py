@@ -89,23 +89,18 @@ class ConversationDataset:
         cache: IndexCache = NO_CACHE,
     ):
         if not indexed.masked:
-            raise UsageError(
-                f"{indexed.prefix}.mask does not exist, so what to train in its conversations is unknown; prepare them "
-                "with `mjax prepare --chat`, or to train on all of the text add --data.no-conversations"
-            )
+            fix = "prepare it with --chat, or to train on all of its text add --data.no-conversations"
+            raise UsageError(f"{indexed.prefix}.mask does not exist, so what to train is unknown; {fix}")
         self.indexed, self.sequence, self.seed, self.vocabulary = indexed, sequence, seed, vocabulary
         lengths = indexed.lengths[documents.start : documents.stop]
         if not len(lengths):
-            raise UsageError(
-                f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; give another "
-                "--data.split, or train without validation: --train.eval-interval 0"
-            )
+            fix = "change --data.split, or train without validation: --train.eval-interval 0"
+            raise UsageError(f"the {name} of {indexed.prefix} has none of its {len(indexed):,} conversations; {fix}")
         if lengths.max() > sequence + 1:
             longest, count = int(lengths.max()), int((lengths > sequence + 1).sum())
-            raise UsageError(
-                f"{count:,} conversations of {indexed.prefix} are longer than --model.sequence {sequence:,}, up to "
-                f"{longest:,} tokens; raise it, or prepare them with --longest {sequence + 1}"
-            )
+            fix = f"raise it to {longest - 1}, or prepare them with --longest {sequence + 1}"
+            what = f"{count:,} conversations of {indexed.prefix}"
+            raise UsageError(f"{what} are longer than --model.sequence {sequence:,}; {fix}")
 
         def build() -> Arrays:
             order = np.argsort(-lengths, kind="stable")
@@ -153,9 +148,7 @@ class ConversationDataset:
         end, number = 0, -1
         for number, conversation in enumerate(self.conversations(index).tolist()):
             tokens = self.indexed.get(conversation).astype(np.int32)
-            fix = "set --model.vocabulary to that of the tokenizer the data was prepared with"
-            of = f"conversation {conversation} of {self.indexed.prefix}"
-            check_ids(tokens, self.vocabulary, of, "the model's vocabulary", fix)
+            check_ids(tokens, self.vocabulary, f"conversation {conversation} of {self.indexed.prefix}")
             begin, end = end, end + len(tokens) - 1
             sample["tokens"][begin:end], sample["labels"][begin:end] = tokens[:-1], tokens[1:]
             sample["positions"][begin:end] = np.arange(len(tokens) - 1)

@@ -37,14 +37,13 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from mjax.config.datasets import DatasetMetadata, metadata_file
-from mjax.errors import RunError, UsageError
+from mjax.errors import UsageError
 from mjax.utils.files import lock, open_no_link, remove_temporary
 from mjax.utils.ranges import Ranges, local_prefix
 from mjax.utils.remote import RemoteFile, beside, located, put, remove, write_whole
@@ -101,8 +100,8 @@ class IndexedDataset:
         for file in (token_file(prefix), index_file(prefix)):
             if not file.is_file():
                 fix = f"prepare it with `mjax prepare FILES --output {prefix}`"
-                if self.prefix.endswith((".bin", ".idx")):
-                    fix = f"give the prefix without the ending: {self.prefix[:-4]}"
+                if prefix.endswith((".bin", ".idx")):
+                    fix = f"give the prefix without the ending: {prefix[:-4]}"
                 raise UsageError(f"{file} does not exist; {fix}")
         sequences, self.dtype = _read_header(index_file(prefix))
 
@@ -115,25 +114,16 @@ class IndexedDataset:
         self.document_indices = fields[2].view("<i8")
         _check_documents(index_file(prefix), self.document_indices, sequences)
         described = _described_bytes(index_file(prefix), self.lengths, self.pointers, self.dtype.itemsize)
-        size = token_file(prefix).stat().st_size
-        if size != described:
-            raise UsageError(
-                f"{token_file(prefix)} is {size:,} bytes but {index_file(prefix)} describes {described:,}: "
-                "they do not belong together, or one was cut short; copy or prepare them again"
-            )
-        if size == 0:
+        _check_size(token_file(prefix), described)
+        if described == 0:
             raise UsageError(f"{token_file(prefix)} has no tokens; prepare it again from files with text")
         self._stream = token_file(prefix).open("rb", buffering=0)
         self._ranges = Ranges.of(token_file(prefix)), Ranges.of(mask_file(prefix))
-        self.tokens = size // self.dtype.itemsize
+        self.tokens = described // self.dtype.itemsize
         self.masked = mask_file(prefix).is_file()
         if self.masked:
             self._mask = mask_file(prefix).open("rb", buffering=0)
-            if (there := mask_file(prefix).stat().st_size) != self.tokens:
-                raise UsageError(
-                    f"{mask_file(prefix)} is {there:,} bytes and {token_file(prefix)} holds {self.tokens:,} tokens: "
-                    "they do not belong together, or one was cut short; copy or prepare them again"
-                )
+            _check_size(mask_file(prefix), self.tokens)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -159,9 +149,8 @@ class IndexedDataset:
         starts = np.linspace(0, max(self.tokens - SAMPLED_TOKENS, 0), SAMPLED, dtype=np.int64)
         for stored, size in zip(self._ranges, (self.dtype.itemsize, 1), strict=True):
             if stored is not None:  # all of them at a time
-                stored.need(
-                    [(start * size, min(start + SAMPLED_TOKENS, self.tokens) * size) for start in starts.tolist()]
-                )
+                ends = np.minimum(starts + SAMPLED_TOKENS, self.tokens)
+                stored.need(list(zip((starts * size).tolist(), (ends * size).tolist(), strict=True)))
         for start in np.unique(starts).tolist():
             ranges = [(start, min(start + SAMPLED_TOKENS, self.tokens))]
             digest.update(self._read(ranges))
@@ -185,9 +174,8 @@ class IndexedDataset:
         begin = int(self.pointers[index]) // self.dtype.itemsize
         return self._read([(begin, begin + int(self.lengths[index]))], masks=True).astype(bool)
 
-    def join(self, sequences: np.ndarray, begin: int, end: int, part: slice = slice(None)) -> np.ndarray:
-        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last; of
-        these only a `part` is read.
+    def join(self, sequences: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Tokens of `sequences` [n ≥ 1], concatenated, from token `begin` of the first up to `end` of the last.
 
         Raises:
           UsageError: a file has been cut short since it was opened.
@@ -197,10 +185,6 @@ class IndexedDataset:
         stops = starts + self.lengths[sequences]
         stops[-1] = starts[-1] + end
         starts[0] += begin
-        if part != slice(None):  # which takes as long as the reading
-            before = np.cumsum(stops - starts) - (stops - starts)  # tokens in front of each sequence
-            first, last, _ = part.indices(int((stops - starts).sum()))
-            starts, stops = (starts + np.clip(bound - before, 0, stops - starts) for bound in (first, last))
         return self._read(list(zip(starts.tolist(), stops.tolist(), strict=True)))
 
     def _read(self, ranges: list[tuple[int, int]], masks: bool = False) -> np.ndarray:
@@ -235,8 +219,17 @@ def _cut_short(file: Path) -> UsageError:
     return UsageError(f"{file} was cut short while it was read; copy or prepare it again")
 
 
-def _unreadable(file: Path, problem: str) -> UsageError:
-    return UsageError(f"{file} is {problem}; copy or prepare it again")
+def _damaged(file: Path, problem: str) -> UsageError:
+    return UsageError(f"{file} is damaged: {problem}; copy or prepare it again")
+
+
+def _check_size(file: Path, described: int) -> None:
+    """Check that a file has the bytes that the index describes."""
+    if (size := file.stat().st_size) != described:
+        raise UsageError(
+            f"{file} is {size:,} bytes and its index describes {described:,}: they do not belong together, or one was "
+            "cut short; copy or prepare them again"
+        )
 
 
 def _read_header(file: Path) -> tuple[int, np.dtype]:
@@ -248,34 +241,27 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
             f"{file} is not the index of an indexed dataset: it begins with {header[:9]!r}, not {MAGIC!r}; "
             "give a prefix that `mjax prepare` or Megatron's preprocess_data wrote"
         )
-    if len(header) < HEADER.size:
-        raise _unreadable(file, f"cut short: it ends after {len(header)} bytes")
-    _, version, code, sequences, boundaries = HEADER.unpack(header)
-    if version != VERSION:
-        raise UsageError(f"{file} has version {version}; mjax reads version {VERSION}: prepare the data again")
-    if code not in DTYPES:
-        known = ", ".join(f"{number} {np.dtype(dtype)}" for number, dtype in DTYPES.items())
-        raise UsageError(f"{file} has dtype code {code}; mjax reads {known}: prepare the data again")
+    _, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size, b"\0"))
     size, expected = file.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
-    if size < expected or boundaries == 0:
-        raise _unreadable(file, f"cut short: {size:,} of {expected:,} bytes are there")
-    if size == expected + sequences and sequences:
-        raise UsageError(f"{file} is the index of a multimodal dataset; mjax reads text only: prepare the text alone")
-    if size > expected:
-        raise _unreadable(file, f"{size:,} bytes where {expected:,} are expected")
+    if len(header) < HEADER.size or boundaries == 0 or size < expected:
+        raise _damaged(file, f"it is cut short after {size:,} bytes")
+    if version != VERSION or code not in DTYPES or size > expected:
+        raise UsageError(
+            f"{file} has version {version}, dtype code {code} and {size - expected:,} more bytes than text (is it "
+            f"multimodal?); mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}; prepare the text"
+        )
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 
 
 def _check_documents(file: Path, boundaries: np.ndarray, sequences: int) -> None:
     """Check that documents begin at 0, never before the previous one, and end with the last sequence."""
     if boundaries[0] != 0 or boundaries[-1] != sequences:
-        covered = f"{boundaries[0]} to {boundaries[-1]} of {sequences}"
-        raise _unreadable(file, f"damaged: its documents cover sequences {covered}")
+        raise _damaged(file, f"its documents cover sequences {boundaries[0]} to {boundaries[-1]} of {sequences}")
     for start in range(0, len(boundaries), PIECE):
         piece = boundaries[start : start + PIECE + 1]  # with the first of the next
         backwards = piece[1:] < piece[:-1]
         if backwards.any():
-            raise _unreadable(file, f"damaged: document {start + int(np.argmax(backwards))} ends before it begins")
+            raise _damaged(file, f"document {start + int(np.argmax(backwards))} ends before it begins")
 
 
 def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
@@ -289,11 +275,11 @@ def _described_bytes(file: Path, lengths: np.ndarray, pointers: np.ndarray, item
         follows = begins[1:] - begins[:-1] == sizes[:-1]
         if sizes.min() < 0:
             sequence = start + int(np.argmax(sizes < 0))
-            raise _unreadable(file, f"damaged: sequence {sequence} has {lengths[sequence]} tokens")
+            raise _damaged(file, f"sequence {sequence} has {lengths[sequence]} tokens")
         if begins[0] != end or not follows.all():
             sequence = start + (0 if begins[0] != end else 1 + int(np.argmin(follows)))
             where = f"begins at byte {pointers[sequence]:,} of the tokens, which is not where the one before it ends"
-            raise _unreadable(file, f"damaged: sequence {sequence} {where}")
+            raise _damaged(file, f"sequence {sequence} {where}")
         end = int(begins[-1] + sizes[-1])
     return end
 
@@ -308,8 +294,8 @@ class IndexedDatasetWriter:
         writer.add_document([17, 4, 50256])
 
     The files get their final names when the block ends, the index last, so a dataset that can be opened is complete. An
-    exception in the block leaves nothing. An existing dataset of that name is replaced. A process that is killed leaves
-    at most PREFIX.bin.tmp and PREFIX.idx.tmp, which the next writer of that name reuses.
+    exception in the block leaves nothing, nor in `temporary_tokenizer`. An existing dataset of that name is replaced. A
+    process that is killed leaves at most PREFIX.bin.tmp and PREFIX.idx.tmp, which the next writer of that name reuses.
 
     `dtype` is Megatron's choice for the vocabulary by default.
 
@@ -333,17 +319,8 @@ class IndexedDatasetWriter:
             self._stream.close()
             raise UsageError(f"another process is writing {self.prefix}; wait for it, or choose another name")
         self._stream.truncate(0)
+        shutil.rmtree(temporary_tokenizer(self.prefix), ignore_errors=True)  # of a run that was killed
         return self
-
-    @property
-    def sequences(self) -> int:
-        """Sequences written so far."""
-        return len(self.lengths)
-
-    @property
-    def documents(self) -> int:
-        """Documents written so far."""
-        return len(self.document_indices) - 1
 
     def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
         """Append a document of sequences of token ids, possibly none; a sequence may be empty.
@@ -372,19 +349,17 @@ class IndexedDatasetWriter:
         """
         if lengths.sum() != len(tokens) or sequences.sum() != len(lengths):
             raise ValueError(
-                f"{len(lengths)} lengths of {lengths.sum()} tokens, and documents of {sequences.sum()} sequences, "
-                f"do not describe {len(tokens)} tokens"
+                f"{len(tokens)} tokens are not {lengths.sum()} in {sequences.sum()} of {len(lengths)} sequences"
             )
         check_ids(tokens, self.vocabulary)
-        self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
-        if trained is not None:
-            self._add_masks(trained.astype(np.uint8).tobytes())
+        self._write(tokens.astype(self.dtype, copy=False), None if trained is None else trained.astype(np.uint8))
         self._add_index(lengths, sequences)
 
-    def _add_masks(self, masks: bytes) -> None:
-        if self._masks is None:
-            self._masks = open_no_link(self._temporary[2], "wb")
-        self._masks.write(masks)
+    def _write(self, tokens: np.ndarray, masks: np.ndarray | None) -> int:
+        if masks is not None:
+            self._masks = self._masks or open_no_link(self._temporary[2], "wb")
+            self._masks.write(masks.tobytes())
+        return self._stream.write(tokens.tobytes())
 
     def add_dataset(self, dataset: IndexedDataset) -> Iterator[int]:
         """Append all documents of another dataset of the same dtype; yields bytes of tokens as they are copied.
@@ -392,11 +367,9 @@ class IndexedDatasetWriter:
         Raises:
           UsageError: its tokens have been cut short since it was opened.
         """
-        if dataset.masked:
-            for start in range(0, dataset.tokens, COPIED):
-                self._add_masks(dataset._read([(start, min(start + COPIED, dataset.tokens))], masks=True).tobytes())
         for start in range(0, dataset.tokens, COPIED):
-            yield self._stream.write(dataset._read([(start, min(start + COPIED, dataset.tokens))]).tobytes())
+            part = [(start, min(start + COPIED, dataset.tokens))]
+            yield self._write(dataset._read(part), dataset._read(part, masks=True) if dataset.masked else None)
         self._add_index(dataset.lengths, np.diff(dataset.document_indices))
 
     def _add_index(self, lengths: np.ndarray, sequences: np.ndarray) -> None:
@@ -414,6 +387,7 @@ class IndexedDatasetWriter:
                 self._masks.close()
             for file in self._temporary:
                 file.unlink(missing_ok=True)
+            shutil.rmtree(temporary_tokenizer(self.prefix), ignore_errors=True)
             self._stream.close()  # last, because it releases the lock
 
     def _finish(self) -> None:
@@ -459,10 +433,7 @@ def put_index(
         (HEADER.size + 4 * before.sequences, lengths.astype("<i4")),
         (HEADER.size + 4 * whole.sequences + 8 * before.sequences, ((ends - lengths) * dtype.itemsize).astype("<i8")),
         (documents, np.zeros(1, "<i8")),  # the first document begins with sequence 0
-        (
-            HEADER.size + 12 * whole.sequences + 8 * (before.documents + 1),
-            (document_ends + before.sequences).astype("<i8"),
-        ),
+        (documents + 8 * (before.documents + 1), (document_ends + before.sequences).astype("<i8")),
     ]
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, code, whole.sequences, whole.documents + 1))
@@ -541,25 +512,6 @@ def check_output(prefix: str, overwrite: bool) -> None:
     existing = [str(file) for file in dataset_files(prefix) if file.exists()]
     if existing and not overwrite and not unfinished:
         raise UsageError(f"{existing[0]} exists; choose another name, or add --overwrite to replace the dataset")
-
-
-@contextmanager
-def writing(prefix: str, verb: str, vocabulary: int, dtype: np.dtype | None = None) -> Iterator[IndexedDatasetWriter]:
-    """Write the dataset `prefix`; the block may fill `temporary_tokenizer(prefix)`, which is removed afterwards.
-
-    Raises:
-      RunError: it cannot be written; `verb` names the work.
-    """
-    tokenizer = temporary_tokenizer(prefix)
-    try:
-        with IndexedDatasetWriter(prefix, vocabulary, dtype) as writer:
-            try:
-                shutil.rmtree(tokenizer, ignore_errors=True)  # of a run that was killed
-                yield writer
-            finally:
-                shutil.rmtree(tokenizer, ignore_errors=True)
-    except OSError as error:
-        raise RunError(f"{verb} {prefix} stopped: {error}; nothing was left under that name") from error
 
 
 def put_beside(prefix: str | Path, metadata: DatasetMetadata | None) -> None:

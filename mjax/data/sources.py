@@ -22,11 +22,10 @@ from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metad
 from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset, WordPieces
-from mjax.data.blend import BlendedDataset, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.conversations import ConversationDataset, PaddedDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
-from mjax.data.samples import GPTDataset, MockDataset, labelled
+from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, labelled, samples_of_parts
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 
@@ -68,14 +67,10 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     """
     data, model, train = config.data, config.model, config.train
     if model.samples is None:
-        raise UsageError(
-            f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use mjax finetune --help"
-        )
+        raise UsageError(f"{KIND_FLAG} {kind_of(model)} is not for pre-training; leave it out, or use mjax finetune")
     if data.own:
-        raise UsageError(
-            "this run was trained on batches of a program (mjax.Trainer); continue it from there, or to use other data "
-            "add --data.no-own and --data.path PREFIX"
-        )
+        fix = "continue it there, or add --data.no-own and --data.path PREFIX"
+        raise UsageError(f"this run was trained on batches of a program (mjax.Trainer); {fix}")
     evaluates = train.eval_interval > 0
     notes: dict[str, None] = {}  # each sentence once
     eod, tokenizer = None, None
@@ -95,26 +90,23 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
         parts = training.parts if isinstance(training, BlendedDataset) else [training]
         epochs = max(getattr(part, "epochs", 1) for part in parts)
         if epochs > FEW_EPOCHS:
-            steps = max(train.steps * FEW_EPOCHS // epochs, 1)
-            notes[
+            note = (
                 f"note: {epochs:,} epochs of the same text teach little after the first few; {FEW_EPOCHS} of them are "
-                f"--train.steps {steps}"
-            ] = None
+            )
+            notes[f"{note}--train.steps {max(train.steps * FEW_EPOCHS // epochs, 1)}"] = None
 
     def label(evaluation: bool):
         if model.samples == "pairs" or (data.conversations and not data.mock):
             return dict  # its dataset makes a complete sample
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
-    # The beginning of a document before a position is not known from a part of its sample.
-    apart = model.samples == "text" and not (data.reset_positions or data.reset_attention or data.conversations)
     sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
     if data.conversations and not data.mock:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
     return TrainingData(
-        training=Batches(training, sizes, label(False), apart),
-        validation=Batches(validation, whole, label(True), apart) if evaluates else None,
+        training=Batches(training, sizes, label(False)),
+        validation=Batches(validation, whole, label(True)) if evaluates else None,
         tokenizer=tokenizer,
         summary=summary,
         notes=tuple(notes),
@@ -141,19 +133,17 @@ class _Files:
         self.blends = dict(zip(PARTS, blends, strict=True))
         prefixes = list(dict.fromkeys(prefix for blend in blends if blend for prefix in blend.prefixes))
         self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
-        metadata, self.tokenizer = _tokenizer(prefixes)
+        metadata, self.tokenizer = common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
             raise UsageError(
-                f"{prefixes[0]} was made with a tokenizer of {metadata.vocabulary:,} ids and --model.vocabulary is "
-                f"{model.vocabulary:,}; for a new run leave it out or use --model.vocabulary {metadata.vocabulary}, "
-                "and to continue one prepare the data with its tokenizer, --tokenizer run:RUN"
+                f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
+                f"{metadata.vocabulary}, or to continue a run prepare the data with --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
             raise UsageError(
-                f"the end-of-document id of {prefixes[0]} is unknown, because there is no {prefixes[0]}.json; "
-                "give it with --data.eod"
+                f"the end-of-document id of {prefixes[0]} is unknown, as it has no .json; give it with --data.eod"
             )
 
     def draw(self, part: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:
@@ -245,13 +235,11 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
         raise UsageError(f"{prefix} was made with a tokenizer of kind {tokenizer.scheme}, not a BERT's; {fix}")
     for prefix in prefixes:
         if (metadata := read_metadata(prefix)) is not None and metadata.append_eod:
-            raise UsageError(
-                f"{prefix} ends each text with an end-of-document token, which a BERT's data must not; {fix}"
-            )
+            raise UsageError(f"{prefix} ends each text with an end-of-document token, which a BERT's must not; {fix}")
     return WordPieces.of(tokenizer)
 
 
-def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None]:
+def common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, Path | None]:
     """The common tokenizer of datasets that are read together: its metadata, and its folder.
 
     Raises:
@@ -261,20 +249,17 @@ def _tokenizer(prefixes: list[str]) -> tuple[DatasetMetadata | None, Path | None
     if not known:
         return None, None
     identities = [(m.tokenizer, m.vocabulary, m.eod, digest_of_folder(tokenizer_folder(prefix))) for prefix, m in known]
-    for (prefix, metadata), identity in zip(known, identities, strict=True):
+    for (prefix, _), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
-            first, of_first = known[0]
+            described = (
+                f"{kind} of {size:,} ids, {eod} at the end" for kind, size, eod, _ in (identities[0], identity)
+            )
             raise UsageError(
-                f"{first} and {prefix} were made with different tokenizers ({_described(of_first)}; "
-                f"{_described(metadata)}): the same id means different text; prepare one of them again with the "
-                f"other's --tokenizer"
+                f"{known[0][0]} and {prefix} were made with different tokenizers ({'; '.join(described)}): the same id "
+                "means different text; prepare one of them again with the other's --tokenizer"
             )
     folder = tokenizer_folder(known[0][0])
     return known[0][1], folder if folder.is_dir() else None
-
-
-def _described(metadata: DatasetMetadata) -> str:
-    return f"{metadata.tokenizer} of {metadata.vocabulary:,} ids, {metadata.eod} at the end of documents"
 
 
 # --- Synthetic pairs of segments for a BERT, which can be learned; for measuring speed, and for tests -----------------

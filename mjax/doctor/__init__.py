@@ -62,13 +62,3 @@ def first(good: str, *rows: tuple[Any, ...], **figures: float) -> Finding:
       figures: of the finding.
     """
     return next((Finding(*row, figures=figures) for holds, *row in rows if holds), Finding(GREEN, good, None, figures))
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def gibibytes(count: float) -> str:
-    """'1.5 GiB', or '64 MiB' below one."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"

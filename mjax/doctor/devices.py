@@ -19,11 +19,13 @@ from mjax.cluster.hardware import USABLE_FRACTION, gpu_of
 from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
-from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding, first, first_line, gibibytes
-from mjax.doctor.installation import ON_GPU_NODE, read_driver
+from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding, first
+from mjax.doctor.host import ON_GPU_NODE, read_driver
+from mjax.errors import first_line
 from mjax.parallel import mappings
 from mjax.parallel.mesh import make_mesh
 from mjax.utils import packages
+from mjax.utils.figures import human_bytes
 
 MIN_MEMORY = 0.85  # of a GPU's memory; the rest is for CUDA, NCCL and cuDNN
 REPEATS = 10
@@ -91,7 +93,7 @@ def check_device_memory(facts: Facts) -> Finding | None:
     driver = read_driver()
     totals = dict(zip(driver.gpus, driver.memory, strict=False))  # without slices of a GPU
     total = totals.get(devices[0].device_kind, 0)
-    text = f"JAX may use {gibibytes(limit)} of {gibibytes(total)}"
+    text = f"JAX may use {human_bytes(limit)} of {human_bytes(total)}"
     by_driver = environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
     by_piece = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0")
     variable = next((name for name in MEMORY_FRACTIONS if name in environment), MEMORY_FRACTIONS[0])

@@ -18,9 +18,11 @@ from jax import Array
 
 from mjax.config import GPTConfig, ModelConfig
 from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
-from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding, first_line
+from mjax.doctor import GREEN, RED, YELLOW, Facts, Finding
 from mjax.doctor.devices import devices_to_check, name_of
+from mjax.errors import first_line
 from mjax.models.parts import attention_kernels
+from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.positions import alibi_slopes
 from mjax.parallel import grouped
 
@@ -149,7 +151,7 @@ def check_experts(facts: Facts) -> list[Finding]:
       UsageError: it does not support the config.
     """
     config, device = facts.config, jax.local_devices()[0]
-    if config is None or not config.model.grouped_kernel:
+    if config is None or not config.model.grouped:
         return []
     kernel, obstacle = choose_grouped(config, device.platform, capability_of(device))
     findings = judge(
@@ -177,9 +179,12 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
     distance = np.arange(s)[:, None] - np.arange(s)  # from a query back to a key
     visible = ((distance >= 0) | (not model.causal)) & (distance < (window or s))
     visible = visible & (numbers[:, :, None] == numbers[:, None, :])[:, None]
-    options = {"causal": model.causal, "window": window}
-    options |= {"documents": jnp.asarray(numbers)} if documents else {}
-    options |= {"slopes": jnp.asarray(slopes)} if model.biased_scores else {}
+    mask = AttentionMask(
+        model.causal,
+        window,
+        documents=jnp.asarray(numbers) if documents else None,
+        slopes=jnp.asarray(slopes) if model.biased_scores else None,
+    )
 
     def formula(q, k, v):
         k, v = (jnp.repeat(x, 2 // groups, axis=2) for x in (k, v))
@@ -187,7 +192,7 @@ def attention(kernel: str, model: ModelConfig, compute: str, documents: bool) ->
         return jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
 
     def run(q, k, v):
-        return attention_kernels.attend(q, k, v, kernel, **options)
+        return attention_kernels.attend(q, k, v, mask, kernel)
 
     q, k = (2, s, 2, model.head_size), (2, s, groups, model.head_size)
     name = f"{kernel} in {compute} with head size {model.head_size}"

@@ -9,25 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 import tyro
 
+from mjax import config as configs
 from mjax.cluster.launch import Distributed
-from mjax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    HealthConfig,
-    LogConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from mjax.config import Config, MeshConfig
 from mjax.config.bounds import Count, NotNegative, Seed, Share, check_bounds
+from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import Attention
+from mjax.config.plain_values import read
+from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.utils.files import read_json
 
 if TYPE_CHECKING:
     from mjax.tasks.labelled import LabelledTask, Recipe
@@ -37,42 +31,40 @@ if TYPE_CHECKING:
 class FinetuneArguments:
     """Fine-tune a pre-trained BERT for a labelled task, with several seeds, and keep the best checkpoint."""
 
-    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"])]
+    checkpoint: Annotated[Path, tyro.conf.arg(aliases=["--run"]), RUN_ELSEWHERE]
     """Folder of the pre-trained run, such as runs/bert_336m: its config.json, tokenizer and newest checkpoint are used,
     without its heads."""
     task: str
     """mnli, qqp, race, squad1.1 or squad2.0."""
-    train: tuple[str, ...]
+    train: Annotated[tuple[str, ...], Elsewhere("train-file train-data")]
     """Training files, as published: a .tsv of GLUE, a folder of RACE, a .json of SQuAD."""
-    validation: tuple[str, ...]
+    validation: Annotated[tuple[str, ...], Elsewhere("val-data validation-file")]
     """Validation files, evaluated after each epoch to choose the best one."""
-    output: Path | None = None
+    output: Annotated[Path | None, Elsewhere("save output-dir out-dir save-dir")] = None
     """Folder for the results; by default CHECKPOINT-TASK, for an address in the current folder. An existing one is
     continued."""
     step: int | None = None
     """Checkpoint to start from; by default the newest intact one."""
     seeds: Count = 1
     """Number of seeds, which differ in head, order of examples and dropout. The papers report the median of five."""
-    seed: Seed = 1234
+    seed: Annotated[Seed, Elsewhere("random-seed")] = 1234
     """First seed; the others follow it."""
-    epochs: Count | None = None
+    epochs: Annotated[Count | None, Elsewhere("num-epochs num-train-epochs")] = None
     """Number of epochs; by default as in the paper's recipe for the task, like all that follow."""
-    batch: Count | None = None
+    batch: Annotated[Count | None, Elsewhere("batch-size global-batch-size train-batch-size")] = None
     """Examples per step, over all devices."""
-    learning_rate: NotNegative | None = None
+    learning_rate: Annotated[NotNegative | None, Elsewhere("lr")] = None
     """Peak learning rate, with linear decay to 0."""
-    warmup: Share | None = None
+    warmup: Annotated[Share | None, Elsewhere("lr-warmup-fraction warmup-ratio")] = None
     """Share of the steps with linear warm-up from 0."""
-    weight_decay: NotNegative | None = None
+    weight_decay: Annotated[NotNegative | None, Elsewhere("wd")] = None
     """Decoupled weight decay, for matrices and embeddings."""
-    sequence: Count | None = None
+    sequence: Annotated[Count | None, Elsewhere("seq-length seq-len sequence-length max-seq-length max-length")] = None
     """Tokens per row; longer rows are truncated by the task's rule."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     micro_batch: Annotated[Count | None, tyro.conf.arg(name="train.micro-batch")] = None
     """Examples per forward pass of a data-parallel replica; by default all of its share, in a pipeline one."""
-    recompute: Annotated[Literal["none", "selective", "full", "offload"], tyro.conf.arg(name="train.recompute")] = (
-        "none"
-    )
+    recompute: Annotated[Recompute, tyro.conf.arg(name="train.recompute")] = "none"
     """Activations that the backward pass recomputes, as in training."""
     compute: Annotated[Literal["bf16", "fp16", "fp32"] | None, tyro.conf.arg(name="precision.compute")] = None
     """Dtype of activations and matmuls; by default as in pre-training."""
@@ -168,8 +160,8 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             attention=arguments.attention,
         ),
         mesh=mesh,
-        data=DataConfig(mock=True),  # no pre-training data are read
-        optimizer=OptimizerConfig(
+        data=configs.DataConfig(mock=True),  # no pre-training data are read
+        optimizer=configs.OptimizerConfig(
             learning_rate=recipe.learning_rate,
             min_learning_rate=0.0,
             schedule="linear",
@@ -177,7 +169,7 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             weight_decay=recipe.weight_decay,
         ),
         precision=precision,
-        train=TrainConfig(
+        train=configs.TrainConfig(
             steps=steps,
             global_batch=recipe.batch,
             micro_batch=micro_batch,
@@ -185,9 +177,9 @@ def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, r
             seed=0,
             eval_interval=steps_of_epoch,
         ),
-        checkpoint=CheckpointConfig(interval=steps_of_epoch, keep_last=2),
-        health=HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
-        log=LogConfig(tensorboard=False, sample_tokens=0),
+        checkpoint=configs.CheckpointConfig(interval=steps_of_epoch, keep_last=2),
+        health=configs.HealthConfig(spike_deviations=0.0),  # the loss of a few examples varies a lot
+        log=configs.LogConfig(tensorboard=False, sample_tokens=0),
     )
 
 
@@ -215,6 +207,12 @@ def request_of(arguments: FinetuneArguments, recipe: Recipe, examples: int, comp
     }
 
 
+class Request(TypedDict):
+    """What every request.json has."""
+
+    step: int
+
+
 def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     """The `request`, with the step that the fine-tuning in the folder `output` started from.
 
@@ -224,9 +222,7 @@ def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
     file = output / "request.json"
     if not file.exists():
         return request
-    before = read_json(file, "choose another --output")
-    if not isinstance(before, dict) or type(before.get("step")) is not int:
-        raise UsageError(f"{file} is damaged (no step is in it); choose another --output")
+    before = read(Request, file, "choose another --output")
     if request["step"] is None:
         request = request | {"step": before["step"]}
     for name, now in request.items():

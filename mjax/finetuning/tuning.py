@@ -2,9 +2,9 @@
 
     runs/bert_336m-mnli/
   request.json                settings; the folder is continued only with the same
-  seed-1234/, seed-1235/, …   (`seed.py`)
+  seed-1234/, seed-1235/, …   (`EvaluateTask`)
   best                        → seed-N/best, the run folder of the seed with the highest metric
-  report.json, report.png     of the finished seeds; the plot is redrawn after every epoch
+  report.json                 of the finished seeds
 
 All seeds share one compiled program. A finished seed is not trained again; an interrupted one continues from its last
 checkpoint, with a bit-identical result.
@@ -20,29 +20,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import jax
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 
+from mjax.checkpoint.arrays import named
+from mjax.checkpoint.base import restore_weights
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import is_first
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, save_config
 from mjax.config.batch_size import BatchSizes
+from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
-from mjax.finetuning.seed import SeedRun, Start, best_of, read_epochs
+from mjax.data.sources import TrainingData
+from mjax.errors import UnhealthyError
+from mjax.models.bert.model import HEAD
+from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import cut_into_chunks
 from mjax.run.display import Display
-from mjax.run.metrics import Announced, MetricsLog
-from mjax.run.options import PREEMPTED
+from mjax.run.health import Guard
+from mjax.run.loop import PREEMPTED, Evaluate, Run
+from mjax.run.metrics import MetricsLog
 from mjax.run.start import write_environment
-from mjax.step.step import build_program
+from mjax.step.layout import lay_out
+from mjax.step.optimizer import adamw
+from mjax.step.precision import parameter_type
+from mjax.step.step import TrainProgram, build_program, first_state
 from mjax.step.train_state import TrainState
-from mjax.tasks.labelled import LabelledTask
-from mjax.tasks.labelled_task import Batch, Examples
+from mjax.tasks.labelled import write_predictions
+from mjax.tasks.labelled_task import Batch, Examples, LabelledTask
 from mjax.tasks.scoring import TaskScorer
+from mjax.utils.figures import table
 from mjax.utils.files import copy_whole, rename, write_whole
 
 
@@ -50,7 +64,7 @@ class Finetuning:
     """All seeds of one request.
 
     Attributes:
-      epochs: results (`SeedRun.epochs`), by seed.
+      epochs: results (`EvaluateTask.epochs`), by seed.
     """
 
     def __init__(
@@ -82,7 +96,6 @@ class Finetuning:
         self.start = Start(Path(request["checkpoint"]), saved, config, self.mesh, self.program)
         self.epochs: dict[int, list[dict]] = {}
         self._steps_before = 0
-        self._announced = Announced(self._say)
         if is_first():
             write_environment(config, output, self._say)
         self._say(f"new     {', '.join(self.start.new)}; all other weights are those of {request['checkpoint']}")
@@ -107,23 +120,25 @@ class Finetuning:
             log = None
             if is_first():
                 self._lay_out(seed, folder)
-                log = stack.enter_context(contextlib.closing(_Log(folder, start, self._redraw, self._say)))
+                log = stack.enter_context(
+                    contextlib.closing(MetricsLog(folder, start, tensorboard=False, say=self._say))
+                )
             display = Display(last, self.console, shown=is_first())
-            run = SeedRun(
-                self.config, self.mesh, self.program, checkpoints, log, display, self.watchdog,
-                folder=folder, task=self.task, scorer=self.scorer, best=best, start=start,
-            )  # fmt: skip
-            run.steps_before = self._steps_before
-            self.epochs[seed] = run.epochs
-            if start == (len(run.epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
-                run.evaluate(start, state.model, self.task.validation)
+            guard = SeedGuard(self.config, checkpoints, display.say)
+            batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
+            data = TrainingData(batches, None, None, "examples of the task")
+            run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
+            evaluate = EvaluateTask(folder, self.task, self.scorer, best, start)
+            run.arrange(evaluate)
+            run.state, run.steps_before = state, self._steps_before
+            epochs = self.epochs[seed] = evaluate.epochs
+            if start == (len(epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
+                evaluate.measure(run, start)
             if start < last:
-                batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)
-                result = run.steps(state, start, batches, self.task.validation)
+                result = run.take_steps(state, start)
                 self._steps_before += last
-                checkpoints.wait()
                 if result.stopped:
-                    if run.epochs and run.epochs[-1]["step"] == last:
+                    if epochs and epochs[-1]["step"] == last:
                         self._conclude()
                     if not result.exit_code:  # in the last step or after it, which the loop treats as its end
                         self._say("stopped; run the same command again to continue")
@@ -142,7 +157,7 @@ class Finetuning:
         best = report["best"]
         chosen = f"seed {best['seed']}, epoch {best['epoch']}, with its predictions"
         self._say(f"\nbest    {self.output / 'best'}: {chosen}")
-        self._say(f"report  {self.output / 'report.json'}, {self.output / 'report.png'}")
+        self._say(f"report  {self.output / 'report.json'}")
 
     # --- Parts of a seed ----------------------------------------------------------------------------------------------
 
@@ -169,20 +184,6 @@ class Finetuning:
         source = Path(self.request["checkpoint"]) / "tokenizer"
         shutil.copytree(source, best / "tokenizer", dirs_exist_ok=True, copy_function=copy_whole)
 
-    def _redraw(self) -> None:
-        drawn = {seed: epochs for seed, epochs in self.epochs.items() if epochs}
-        if not drawn:
-            return
-        title, metric = "{task} from {checkpoint}".format(**self.request), self.task.metric
-        with self._announced("report.png"):
-            from mjax.pictures.tasks import draw_seeds  # matplotlib takes a second to import
-
-            curves = {
-                seed: {epoch["epoch"]: epoch["figures"][metric] for epoch in epochs} for seed, epochs in drawn.items()
-            }
-            best = {seed["seed"]: seed["epoch"] for seed in summary(metric, drawn)["seeds"]}
-            draw_seeds(metric, curves, best, self.output / "report.png", title)
-
     def _conclude(self) -> None:
         if not is_first():
             return
@@ -192,22 +193,9 @@ class Finetuning:
         link.unlink(missing_ok=True)
         link.symlink_to(f"seed-{report['best']['seed']}/best", target_is_directory=True)
         rename(link, self.output / "best")
-        self._redraw()
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False)
-
-
-class _Log(MetricsLog):
-    """metrics.jsonl of a seed, which shares its plot with the others."""
-
-    def __init__(self, folder: Path, step: int, draw: Callable[[], None], say: Callable[[str], None]):
-        super().__init__(folder, step, tensorboard=False, say=say)
-        self._draw = draw
-
-    def draw(self, last: bool = True) -> None:
-        """Redraw report.png, after every epoch."""
-        self._draw()
 
 
 # --- Batches of training examples, in a new order every epoch ---------------------------------------------------------
@@ -251,7 +239,7 @@ class EpochBatches:
 # 1909.08053, table 5): the variation between seeds can exceed the difference between two models.
 
 
-Epochs = Mapping[int, list[dict]]  # `SeedRun.epochs`, by seed
+Epochs = Mapping[int, list[dict]]  # `EvaluateTask.epochs`, by seed
 
 
 def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
@@ -270,18 +258,169 @@ def summary(metric: str, epochs: Epochs) -> dict[str, Any]:
 
 def print_table(report: dict[str, Any], title: str) -> None:
     """Print a `summary` on stdout: one column per seed, then the median of several."""
-    seeds, median = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    for _ in [*seeds, *median]:
-        table.add_column(justify="right", no_wrap=True)
-    table.add_row("seed", *(str(seed["seed"]) for seed in seeds), *["median" for _ in median], style="dim")
-    table.add_row("best epoch", *(str(seed["epoch"]) for seed in seeds))
-    table.add_row("loss", *(f"{seed['loss']:.4f}" for seed in seeds))
-    for name, best in report["best"]["figures"].items():
-        if isinstance(best, float):
-            values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *median)]
-            table.add_row(name.replace("_", " "), *(f"{value:.4f}" for value in values))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{title}\n", markup=False)
-    console.print(table)
+    seeds, medians = report["seeds"], [report["median"]] if len(report["seeds"]) > 1 else []
+    names = [name for name, best in report["best"]["figures"].items() if isinstance(best, float)]
+    rows = [
+        ("best epoch", *(seed["epoch"] for seed in seeds), *("" for _ in medians)),
+        ("loss", *(f"{seed['loss']:.4f}" for seed in seeds), *("" for _ in medians)),
+    ]
+    for name in names:
+        values = [figures[name] for figures in (*(seed["figures"] for seed in seeds), *medians)]
+        rows.append((name.replace("_", " "), *(f"{value:.4f}" for value in values)))
+    header = ("seed", *(seed["seed"] for seed in seeds), *("median" for _ in medians))
+    print("\n".join([title, "", *table(header, rows)]))
+
+
+# --- One seed: a training run that the task evaluates after each epoch ------------------------------------------------
+#     seed-1234/
+#       config.json, metrics.jsonl, loss.png   as in any run
+#       epochs.json                  loss and metrics of the validation files after each epoch
+#       checkpoints/STEP/            the whole state after each of the last two epochs, to continue from
+#       best/                        a run folder: config, tokenizer and the weights after the best epoch, and after the
+#                                    previous best one, in case the newer ones are damaged
+#         predictions/               of the validation files, in the task's official format
+#
+# An epoch is better than those before it if the task's metric is higher; in a tie the first one is kept.
+
+
+class Epoch(TypedDict):
+    """An entry of epochs.json."""
+
+    epoch: int
+    step: int
+    loss: float
+    figures: dict[str, float]
+
+
+class EvaluateTask(Evaluate):
+    """The task's evaluation after each epoch, which keeps the weights of the best one.
+
+    Attributes:
+      epochs: results so far, as in epochs.json: one dict per epoch with its number, its last step, loss and metrics.
+    """
+
+    def __init__(self, folder: Path, task: LabelledTask, scorer: TaskScorer, best: Checkpoints, start: int):
+        """Load the folder's results of the epochs up to step `start`.
+
+        Args:
+          folder: seed-N.
+          task: provides the validation files.
+          scorer: of the run's config.
+          best: checkpoints of the folder's best/.
+          start: the step the run continues from.
+        """
+        self.folder, self.task, self.scorer, self.best = folder, task, scorer, best
+        self.epochs = [epoch for epoch in read_epochs(folder) if epoch["step"] <= start]
+
+    def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
+        """Loss and metrics of the validation files; saves the results and, if it is the best, the weights of this
+        epoch."""
+        validation, model = self.task.validation, run.state.model
+        scores = {name: self.scorer(model, examples) for name, examples in validation.items()}
+        metrics = {metric.name: metric.value for metric in self.task.metrics(scores)}
+        loss = mean_loss(scores, validation)
+        epoch = {"epoch": step // run.config.train.eval_interval, "step": step, "loss": loss, "figures": metrics}
+        self.epochs.append(epoch)
+        is_best = best_of(self.epochs, self.task.metric) is epoch
+        if is_best:
+            self.best.save(step, {"model": model}, last=True)
+        if is_first():
+            if is_best:
+                write_predictions(self.folder / "best" / "predictions", self.task, scores)
+            write_whole(self.folder / "epochs.json", json.dumps(self.epochs, indent=1) + "\n")
+        return loss, {name: value for name, value in metrics.items() if isinstance(value, float)}
+
+
+class SeedGuard(Guard):
+    """The health of a seed."""
+
+    def give_up(self, problem: str) -> None:
+        """End an unhealthy seed.
+
+        Raises:
+          UnhealthyError: always; the earlier seeds are intact.
+        """
+        raise UnhealthyError(f"{problem}; fine-tune with a lower --learning-rate, into another --output")
+
+
+def read_epochs(folder: Path) -> list[dict]:
+    """Read epochs.json of a seed; empty if it does not exist.
+
+    Raises:
+      UsageError: it is damaged.
+    """
+    file = folder / "epochs.json"
+    if not file.exists():
+        return []
+    return read(list[Epoch], file, f"remove {folder}, to train this seed from scratch")
+
+
+def best_of(epochs: list[dict], metric: str) -> dict:
+    """The epoch with the highest metric, the first one in a tie."""
+    return max(epochs, key=lambda epoch: epoch["figures"][metric])
+
+
+def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) -> float:
+    """Mean cross entropy in nats over the examples with labels, as in `TaskBERT.loss`."""
+    losses = []
+    for name, examples in validation.items():
+        if examples.labels:
+            labels = np.stack(list(examples.labels.values()), axis=1)  # [N, 1], of a span [N, 2]
+            logits = scores[name].reshape(*labels.shape, -1).astype(np.float64)
+            of_labels = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+            losses += (np.logaddexp.reduce(logits, axis=-1) - of_labels).mean(1).tolist()
+    return float(np.mean(losses))
+
+
+# --- The initial state of fine-tuning: the trunk of a checkpoint, and a head initialised by the seed ------------------
+# The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
+# loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
+# mainly the head, are drawn from N(0, init_std).
+
+
+class Start:
+    """The initial state of fine-tuning from one checkpoint, for any seed."""
+
+    def __init__(self, run: Path, saved: Config, config: Config, mesh: Mesh, program: TrainProgram):
+        """Nothing is read before the first call of `state`.
+
+        Args:
+          run: folder of the trained run.
+          saved: its config.
+          config: of fine-tuning, with the task's head.
+          mesh: of the shape `config.mesh`.
+          program: of `config`.
+        """
+        self.run, self.config = run, config
+        source = replace(config, model=replace(saved.model, attention=config.model.attention))
+        self._source = lay_out(source, mesh).abstract_model
+        names = named(program.abstract_state.model).keys()
+        self._trunk = {name for name in names & named(self._source).keys() if not name.startswith(HEAD)}
+        self.new = sorted(names - self._trunk)
+
+        def first(seed: Array, first_step: Array, trunk: dict[str, Array]) -> TrainState:
+            drawn = build_model(seed, config.model, parameter_type(config.precision.compute))
+            weights = named(cut_into_chunks(drawn, config.mesh))
+            chosen = [trunk.get(name, weight) for name, weight in weights.items()]
+            model = jax.tree.unflatten(jax.tree.structure(program.abstract_state.model), chosen)
+            return first_state(config, adamw(config.optimizer), model, first_step)
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
+        self._first = jax.jit(first, out_shardings=shardings)
+
+    def state(self, seed: int, step: int | None, on_notice: Callable[[str], None]) -> tuple[int, TrainState]:
+        """The initial state for `seed`, and the step of the checkpoint of its trunk.
+
+        Args:
+          seed: initialises the head, and selects the dropout masks. One compiled program serves all seeds, and masks
+            depend on the step number; so the steps of a seed are numbered from seed × steps on.
+          step: the checkpoint; None: the newest intact one.
+
+        Raises:
+          UsageError: there is no such checkpoint, or its model is not that of its config.
+          RunError: it is damaged.
+        """
+        step, model = restore_weights(self.run, self._source, step, on_notice)
+        trunk = {name: weight for name, weight in named(model).items() if name in self._trunk}
+        del model  # frees memory
+        return step, self._first(np.uint32(seed), np.int32(seed * self.config.train.steps % 2**31), trunk)

@@ -1,17 +1,33 @@
-"""Conversations as text, by the chat template that a model brings along, and as token ids.
+"""Conversations as text, by the chat template that a model brings along, and as token ids to continue or train on.
 
 A chat template is a Jinja program in `RUN/tokenizer/chat_template.jinja`, which `chat_template.py` renders. A model
 without one can be taught `PLAIN`.
+
+A model is trained on the turns of the assistant, from after its header to the token that ends it. Questions, tool
+results and headers are context. Two sources say where a turn is:
+
+    {% generation %}    in the template, if it has it
+    prefixes            else: turn k is what rendering the first k messages adds to rendering those before it with
+                        the header of an answer
+
+Prefixes only agree if a template renders a message in the same way whatever follows. A template that leaves the
+reasoning out of earlier turns does not: train on the last turn then. An empty `<think></think>`, which some templates
+put before an answer, is never trained (it would teach the model not to think), nor is a `<think>` that the header of an
+answer already opens.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+from rich.text import Text
 
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import (
@@ -22,7 +38,7 @@ from mjax.data.tokenizers import (
     optional_object,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.library import WHOLE_FILES, library_errors
+from mjax.data.tokenizers.kinds import WHOLE_FILES, library_errors, utf8
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json
 
@@ -42,6 +58,15 @@ Assistant:{% generation %} {{ message['content'] }}{{ eos_token }}{% endgenerati
 {%- if add_generation_prompt -%}Assistant:{%- endif -%}
 """
 """User: …, a line break, Assistant: … and the end of document."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+OPENED = re.compile(r"<think>\s*\Z")
+EMPTY = re.compile(r"(?:<think>|\A)\s*</think>\n*")
+THOUGHT = re.compile(r"(?:<think>.*?|\A(?:(?!<think>).)*?)</think>\n*", re.DOTALL)
+SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Roles by their names in files of ShareGPT; the others have the names that they have here."""
+SHOWN = 300
+"""Characters of a conversation in an error."""
+FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 Spans = list[tuple[int, int]]
 Message = dict[str, Any]
 
@@ -51,6 +76,7 @@ class Chat:
 
     Attributes:
       stops: ids that end the answer of the model.
+      marks: whether the template may mark what the assistant writes, by {% generation %}.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer | None = None, flag: str = "--chat"):
@@ -71,6 +97,7 @@ class Chat:
                 "model to chat with `mjax sft`"
             )
         source = self.file.read_bytes().decode("utf-8", errors="replace")
+        self.marks = "generation" in source
         self._tokenizer = tokenizer or tokenizer_from_folder(folder)
         self._library, file = None, folder / "tokenizer.json"
         if file.is_file():
@@ -115,11 +142,6 @@ class Chat:
             return self.rendered([([*messages[:-1], last], False)], tools)[0][0].rpartition(MARK)[0]
         return self.rendered([(messages, True)], tools)[0][0]
 
-    @property
-    def marks(self) -> bool:
-        """True if the template may mark what the assistant writes."""
-        return self._template.marks
-
     def rendered(
         self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: list | None
     ) -> list[tuple[str, Spans]]:
@@ -143,7 +165,7 @@ class Chat:
             for messages, answer in conversations
         ]
         with self._errors():
-            return self._template.render_all(requests)
+            return self._template.render(requests)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered conversation, in which special tokens are what they spell."""
@@ -227,3 +249,295 @@ def _with_reasoning(message: Message) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+# --- Conversations of a file ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The part of a conversation that is trained.
+
+    Attributes:
+      turns: all turns of the assistant, or the last.
+      reasoning: whether its reasoning is trained, too.
+      longest: tokens that a conversation may have; None: any number.
+      too_long: whether a longer one is dropped or cut.
+    """
+
+    turns: Literal["all", "last"] = "all"
+    reasoning: bool = True
+    longest: int | None = None
+    too_long: Literal["drop", "cut"] = "drop"
+
+
+class Unfit(Exception):
+    """The reason why a conversation cannot be trained on."""
+
+
+class Encoded(NamedTuple):
+    """A conversation as ids.
+
+    Attributes:
+      ids: of its tokens.
+      trained: whether each is trained.
+      text_bytes: of its text in UTF-8.
+      cut: whether its end is missing.
+      stops: id of the special token that ends the last turn of the assistant, by which the model learns to stop; None:
+        it ends with text, or is cut.
+    """
+
+    ids: list[int]
+    trained: list[bool]
+    text_bytes: int
+    cut: bool
+    stops: int | None
+
+
+def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
+    """The messages and tools of a JSON object or a row.
+
+    It has "messages", "prompt" and "completion", "conversations" of "from" and "value" as ShareGPT, or as Alpaca
+    "instruction", "output" and perhaps "input", which follows the instruction on a new line. The last two may have
+    "system".
+
+    Raises:
+      Unfit: it has neither, or messages without a role or with content that is not text.
+    """
+    tools = fields.get("tools")
+    if isinstance(tools, str):  # as datasets store them, whose columns have one type
+        tools = _parsed(tools, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise Unfit("tools is not a list")
+    if fields.get("messages") is not None:
+        messages = fields["messages"]
+    elif fields.get("prompt") is not None and fields.get("completion") is not None:
+        messages = []
+        for role, part in (("user", fields["prompt"]), ("assistant", fields["completion"])):
+            messages += part if isinstance(part, list) else [{"role": role, "content": part}]
+    elif isinstance(fields.get("conversations"), list):
+        messages = [*_system(fields), *map(_spoken, fields["conversations"])]
+    elif fields.get("instruction") is not None and fields.get("output") is not None:
+        if fields.get("history"):
+            raise Unfit("it has a history of earlier turns, which is not read beside an instruction; write messages")
+        asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
+        if not all(isinstance(part, str) for part in asked):
+            raise Unfit("its instruction or input is not text")
+        answer = {"role": "assistant", "content": fields["output"]}
+        messages = [*_system(fields), {"role": "user", "content": "\n".join(asked)}, answer]
+    else:
+        raise Unfit(
+            "it has no messages, prompt and completion, conversations, or instruction and output, only "
+            f"{', '.join(fields) or 'nothing'}"
+        )
+    if not isinstance(messages, list) or not messages:
+        raise Unfit("messages is not a list of them")
+    return [_message(message) for message in messages], tools or None
+
+
+def _system(fields: dict[str, Any]) -> list[Message]:
+    return [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+
+
+def _spoken(turn: Any) -> Any:
+    """A message of a file of ShareGPT, if it is one, with the names of its fields here."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        return turn
+    names = {"from": "role", "value": "content"}
+    message = {names.get(name, name): value for name, value in turn.items()}
+    return message | {"role": SPEAKERS.get(turn["from"], turn["from"])}
+
+
+def _message(message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        raise Unfit(f"a message is {shown(message, 60)}, without a role")
+    if role not in ROLES:
+        raise Unfit(f"a message has the role {role!r}; the roles are {', '.join(ROLES)}")
+    if message.get("weight") not in (None, 0, 1):
+        raise Unfit(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
+    content = message.get("content")
+    if isinstance(content, list):
+        other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
+        if other:
+            raise Unfit(f"a message holds {shown(other[0], 60)}, which is not text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
+    return {name: value for name, value in {**message, "content": content}.items() if value is not None}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"{what} is not JSON ({error})") from None
+
+
+# --- What is trained --------------------------------------------------------------------------------------------------
+
+
+def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, trained: Trained) -> tuple[str, Spans]:
+    """The text of a conversation, and the characters of it that are trained, in order.
+
+    Raises:
+      Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
+      UsageError: the template refuses it.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise Unfit("it has no turn of the assistant")
+    answers = turns[-1:] if trained.turns == "last" else turns
+    answers = [number for number in answers if messages[number].get("weight") != 0]
+    if not answers:
+        raise Unfit("the weight of each turn to train is 0")
+    around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
+    asked = around[-2:-1] if chat.marks else around
+    (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
+    if len(generated) == len(turns):
+        spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]
+    elif generated:
+        if any(messages[number].get("weight") == 0 for number in turns):
+            raise Unfit(
+                f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
+                "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
+            )
+        begin = _begin(others[0][0], answers[-1], text, last=True) if trained.turns == "last" else 0
+        spans = [span for span in generated if span[1] > begin]
+    else:
+        if chat.marks:
+            others = chat.rendered(around, tools)
+        texts = iter(rendered for rendered, _ in others)
+        spans = [_turn(chat, next(texts), next(texts), number, text, number == answers[-1]) for number in answers]
+    opens = OPENED.search(others[max(len(others) - 2, 0)][0])  # the header of the last answer
+    if opens and trained.reasoning and _thought(messages[answers[-1]]) not in text:
+        raise Unfit(
+            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
+            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+        )
+    written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
+    parts = []
+    for (begin, end), by in zip(spans, written, strict=True):
+        first, last = _untrained(text[begin:end], by, trained.reasoning)
+        parts += [(begin, begin + first), (begin + last, end)]
+    return text, [(begin, end) for begin, end in parts if begin < end]
+
+
+def _begin(before: str, number: int, text: str, last: bool) -> int:
+    """The first character of the turn `messages[number]`, from the text `before` it with the header of an answer.
+
+    A header may open reasoning for an answer that has none when it is rendered.
+    """
+    for header in (before, OPENED.sub("", before)):
+        if text.startswith(header):
+            return len(header)
+    raise Unfit(_disagrees(number, last))
+
+
+def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> tuple[int, int]:
+    """Return the first and the last character of the turn `messages[number]` in the text of all of them.
+
+    Args:
+      chat: knows its special tokens.
+      before: the text of the messages before it, with the header of an answer.
+      through: the text of these messages and of its own.
+      number: of the message.
+      text: of all messages.
+      last: whether no other turn of the assistant follows.
+    """
+    begin = _begin(before, number, text, last)
+    turn = through[begin:]
+    if not text.startswith(turn, begin):
+        turn = EMPTY.sub("", turn, count=1)  # put before the last answer only
+    alone = turn.removesuffix(chat.special_end(turn))
+    if not text.startswith(turn, begin) and chat.special_end(alone.rstrip()):
+        turn = alone  # the other token is put at the end of a text only
+    if not turn or not text.startswith(turn, begin):
+        raise Unfit(_disagrees(number, last))
+    whole = turn.rstrip()
+    # The model stops at the token that ends its turn: a line break after it is not its own.
+    return begin, begin + len(whole if chat.special_end(whole) else turn)
+
+
+def _disagrees(number: int, last: bool) -> str:
+    where, fix = "if other messages follow", "train on the last turn only: --turns last"
+    if last:
+        where, fix = "without its header", "give a template that marks it by {% generation %}: --template FILE"
+    return (
+        f"the chat template renders message {number + 1} differently {where}, so that what the assistant wrote cannot "
+        f"be told; {fix}"
+    )
+
+
+def _thought(message: Message) -> str:
+    """The reasoning of a message; empty if it has none."""
+    inline = THOUGHT.search(message.get("content") or "")
+    values = [*(message.get(name) for name in REASONING), inline and re.sub(r"</?think>", "", inline.group())]
+    return next((value.strip() for value in values if isinstance(value, str)), "")
+
+
+def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> tuple[int, int]:
+    """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
+    if match := (EMPTY if reasoning else THOUGHT).search(turn):
+        return match.span()
+    for message in () if reasoning else messages:  # in a channel of its own
+        if (thought := _thought(message)) and (begin := turn.find(thought)) >= 0:
+            end, answer = begin + len(thought), (message.get("content") or "").strip()
+            return 0, max(turn.find(answer, end), end) if answer else end
+    return 0, 0
+
+
+# --- As ids -----------------------------------------------------------------------------------------------------------
+
+
+def encode(chat: Chat, fields: dict[str, Any], trained: Trained) -> Encoded | None:
+    """A conversation as ids; None if it is too long, and dropped.
+
+    Args:
+      chat: template and tokenizer.
+      fields: a JSON object or a row, as for `messages_of`.
+      trained: what of it is trained.
+
+    Raises:
+      Unfit: it cannot be trained on, or the template refuses it.
+    """
+    messages, tools = messages_of(fields)
+    try:
+        text, spans = trained_spans(chat, messages, tools, trained)
+        size = len(utf8(text))
+    except UsageError as error:
+        raise Unfit(str(error)) from None
+    ids, marks = chat.encode_marked(text, spans)
+    if not any(marks[1:]):  # nothing predicts the first
+        raise Unfit("none of its tokens are trained")
+    if all(marks):
+        raise Unfit("all of its tokens would be trained, those of the user, too; does the template mark them?")
+    most = trained.longest or len(ids)
+    cut = len(ids) > most
+    if cut and (trained.too_long == "drop" or not any(marks[1:most])):
+        return None
+    stops = None if cut else chat.end_id(text[: spans[-1][1]])
+    return Encoded(ids[:most], marks[:most], size, cut, stops)
+
+
+def shown(fields: Any, most: int = SHOWN) -> str:
+    """The beginning of a conversation or a part of it, for an error."""
+    text = json.dumps(fields, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def preview(chat: Chat, encoded: Encoded) -> Text:
+    """A conversation as it is trained: green what is trained, dim what is not, special tokens spelled out."""
+    text, before, end = Text(), "", 0
+    for trained, tokens in groupby(encoded.trained):
+        end += len(list(tokens))
+        decoded = chat.decode(encoded.ids[:end], special=True)
+        text.append(decoded[len(before) :], "bold green" if trained else "dim")
+        before = decoded
+    return text
+
+
+def refused(source: str, error: Unfit, fields: dict[str, Any]) -> UsageError:
+    """The error for the conversation at `source`."""
+    return UsageError(
+        f"{source}: {error} ({shown(fields)}); write {FORM}, or leave such lines out with --malformed skip"
+    )

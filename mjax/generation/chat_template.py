@@ -31,43 +31,25 @@ MOST = 4 * LONGEST
 Rendered = tuple[str, list[tuple[int, int]]]
 
 
-class TemplateError(ChildError):
-    """Error that a template raises, or a problem of the template."""
-
-
-class Template:
+class Template(Child):
     """A chat template; the process that renders it starts with the first conversation."""
 
     def __init__(self, source: str):
-        """Raises TemplateError if it is not a template."""
+        """Raises ChildError if `source` is not a template."""
+        super().__init__(f"{__name__}:render_texts", SECONDS, MEMORY)
         self.source = source
-        self._child = Child(f"{__name__}:render_texts", SECONDS, MEMORY)
         try:
             environment().parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateError(f"{type(error).__name__}: {error}") from None
+            raise ChildError(f"{type(error).__name__}: {error}") from None
 
-    @property
-    def marks(self) -> bool:
-        """True if the template may mark what the assistant writes, by {% generation %}."""
-        return "generation" in self.source
-
-    def render(self, **values: Any) -> Rendered:
-        """The text of the template with these values, and where {% generation %} begins and ends; raises as
-        `render_all`."""
-        return self.render_all([values])[0]
-
-    def render_all(self, requests: Sequence[dict[str, Any]]) -> list[Rendered]:
-        """`render` of several values, which JSON can hold.
+    def render(self, requests: Sequence[dict[str, Any]]) -> list[Rendered]:
+        """The text with each of these values, which JSON can hold, and where in it {% generation %} begins and ends.
 
         Raises:
-          TemplateError: it refuses them, or takes too much time, memory or room.
+          ChildError: the template refuses them, or takes too much time, memory or room.
         """
-        try:
-            texts = self._child.ask(json.dumps([self.source, *requests]).encode())
-        except ChildError as error:
-            raise TemplateError(str(error)) from None
-        return [(text, [tuple(span) for span in generated]) for text, generated in texts]
+        return self.ask(json.dumps([self.source, *requests]).encode())
 
 
 def render_texts(question: bytes) -> list[Rendered]:

@@ -4,7 +4,7 @@ Attention reads the keys and values of every earlier position. They do not chang
 a new token costs one position of work instead of a whole sequence:
 
     weights   master weights of stacked layers      → those to compute with, each layer by itself
-    read      all prompts in one forward pass       → logits after each prompt, of each layer a cache [b, n / p, S, d]
+    read      all prompts in one forward pass       → logits after each prompt, and a cache of each layer
     write     draw a token from the logits; read it → logits after it, cache with one more slot
 
 Each is one program, a `shard_map`. The last is a `while_loop`, which ends as soon as every sequence has ended: no token
@@ -34,12 +34,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
-from mjax.config.axes import CONTEXT, MODEL, PIPE
+from mjax.config.axes import CONTEXT
 from mjax.config.bounds import check_bounds
 from mjax.config.kernels import SLOTS, padded_width
 from mjax.errors import UsageError
-from mjax.generation.decoding import decoder, inference_weights, weight_specs
-from mjax.generation.sampling import Sampling
+from mjax.generation import Sampling
+from mjax.generation.decoding import cache_axes, inference_weights, layers_of, weight_specs
 from mjax.models.causal import Cache, CausalModel
 from mjax.step.layout import Layout, lay_out
 
@@ -147,8 +147,7 @@ class _Step(NamedTuple):
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
     """Inside `shard_map`: read the prompts."""
-    decode = decoder(config, layout, weights)
-    logits, cached = weights.prefill(prompts, lengths, slots, decode, config.across)
+    logits, cached = weights.prefill(prompts, lengths, slots, layers_of(config, layout, weights), config.across)
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
     return _State(tokens, lengths, none_ended, none_ended, logits, cached)
@@ -158,7 +157,7 @@ def _write(
     config: Config, layout: Layout, weights: CausalModel, request: dict[str, Array], state: _State, steps: Array
 ) -> tuple[_State, _Step]:
     """Inside `shard_map`: take up to `steps` steps, until all sequences have ended."""
-    decode, sequences = decoder(config, layout, weights), jnp.arange(state.lengths.shape[0])
+    layers, sequences = layers_of(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
     def step(carry: tuple[_State, _Step, Array]) -> tuple[_State, _Step, Array]:
         state, _, left = carry
@@ -170,7 +169,7 @@ def _write(
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
-        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, decode)
+        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
         ended = at_eod | (lengths >= request["limits"])
         new = _Step(state.lengths, drawn, at_eod & ~state.ended, grows, ended.all())
         return _State(tokens, lengths, ended, at_eod, logits, cached), new, left - 1
@@ -225,15 +224,16 @@ class Generator:
 
         on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=True)
         weights = weight_specs(config, layout)
-        of_layer = P(*[PIPE] * (config.mesh.pipe > 1), None, MODEL, CONTEXT if config.across else None)
-        state = _State(P(), P(), P(), P(), P(), Cache(of_layer, P(CONTEXT) if config.across else P()))
+        # Whatever the caches of the layers are, the global array is that of all ranks along its first dim.
+        cached = Cache(P(cache_axes(config)), P(CONTEXT) if config.across else P())
+        state = _State(P(), P(), P(), P(), P(), cached)
 
         def read(slots: int, *arguments) -> _State:
             work = partial(_read, config, layout, slots)
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
-            return weights.all_logits(ids, decoder(config, layout, weights), config.across)
+            return weights.all_logits(ids, layers_of(config, layout, weights), config.across)
 
         self._weights = jax.jit(
             on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)

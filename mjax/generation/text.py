@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +13,8 @@ from rich.console import Console
 from mjax.config import MeshConfig
 from mjax.data.tokenizers import ends_of_text
 from mjax.errors import UsageError, in_python
-from mjax.generation.generate import Continuation, Generator, Prepared, Sampling
+from mjax.generation import Sampling
+from mjax.generation.generate import Continuation, Generator, Prepared
 from mjax.generation.inference import OpenRun, inference_config, open_run, read_run, run_tokenizer
 from mjax.models.causal import CausalModel
 
@@ -26,12 +26,12 @@ HALF = "\ufffd"  # what bytes decode to that are no whole character
 def written_after(decode: Decode, prompt: list[int], tokens: list[int]) -> str:
     """The text of a continuation, which is what `Streamed` shows of it."""
     streamed = Streamed(decode, prompt)
-    streamed.hear_all(tokens)
+    streamed.finish(tokens)
     return streamed.text
 
 
 class Streamed:
-    """A continuation in the making. Its tokens may be heard several times, and in another order.
+    """A continuation in the making.
 
     It is decoded after what comes before it, because the text of a token can depend on the previous one: sentencepiece
     drops the space before the first, and a token may hold part of a character. Byte fallback turns a run of bytes that
@@ -50,29 +50,13 @@ class Streamed:
         self._prompt = self._done = len(self._ids)  # ids whose text is whole
         # The ids from here are decoded: they begin with a whole character, and the text of those done is not empty.
         nearest = range(self._done - CONTEXT, max(self._done - 2 * CONTEXT, 0), -1)
-        self._begin = next((begin for begin in nearest if self._is_text(decode(self._ids[begin:]))), 0)
+        texts = ((begin, decode(self._ids[begin:])) for begin in nearest)
+        self._begin = next((begin for begin, text in texts if text.strip() and HALF not in text), 0)
         self._before = decode(self._ids[self._begin :])
-        self._early: dict[int, int | None] = {}
         self.text, self.ended = "", False
 
-    @staticmethod
-    def _is_text(text: str) -> bool:
-        return bool(text.strip()) and HALF not in text
-
-    def hear(self, position: int, token: int | None) -> None:
-        """Take the token drawn for a position; None: the text ends before it."""
-        if self.ended or position < len(self._ids) or position in self._early:
-            return
-        self._early[position] = token
-        while not self.ended and len(self._ids) in self._early:
-            self._add(self._early.pop(len(self._ids)))
-
-    def hear_all(self, tokens: Sequence[int]) -> None:
-        """Take all tokens of the text, those heard before included."""
-        for position, token in enumerate([*tokens, None], self._prompt):
-            self.hear(position, token)
-
-    def _add(self, token: int | None) -> None:
+    def add(self, token: int | None) -> None:
+        """Add the next token; None: the text has ended."""
         self.ended = token is None
         self._ids += [] if token is None else [token]
         text = self._decode(self._ids[self._begin :])
@@ -85,6 +69,12 @@ class Streamed:
             if new.strip():
                 self._begin, text = self._done, self._decode(self._ids[self._done :])
             self._whole, self._done, self._before = self.text, len(self._ids), text
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Add those of all `tokens` of the text that were not added yet, and end it."""
+        if not self.ended:
+            for token in [*tokens[len(self._ids) - self._prompt :], None]:
+                self.add(token)
 
 
 class Live:
@@ -152,24 +142,16 @@ def continue_ids(
     Raises:
       UsageError: as in `Generator.generate`.
     """
-    texts, problems, lock = [Streamed(decode, ids) for ids in encoded], [], threading.Lock()
+    texts = [Streamed(decode, ids) for ids in encoded]
 
     def listen(index: int, position: int, token: int | None) -> None:
-        with lock:  # devices call from threads of their own
-            if problems:
-                return
-            try:
-                texts[index].hear(position, token)
-                watch(texts)
-            except BaseException as error:  # such as a closed pipe: it would end the program on the device
-                problems.append(error)
+        texts[index].add(token)
+        watch(texts)
 
     continuations = generator.generate(model, encoded, sampling, eod, listen if watch else None)
-    if problems:
-        raise problems[0]
     samples = []
     for prompt, ids, continuation, streamed in zip(prompts, encoded, continuations, texts, strict=True):
-        streamed.hear_all(continuation.tokens)
+        streamed.finish(continuation.tokens)
         samples.append(Sample(prompt, streamed.text, len(ids), len(continuation.tokens), continuation.ended))
     if watch:
         watch(texts)  # a text that ended last was not heard to end

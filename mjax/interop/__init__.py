@@ -6,7 +6,6 @@
     torch_files.py      files of torch.save and torch.distributed.checkpoint, read as data
     model_folder.py     a folder that is written atomically; its JSON files; its model card
     tokenizer_files.py  the tokenizer of a model folder; files that a run folder only carries for the export
-    fast_tokenizer.py   a tokenizer of mjax as a tokenizer.json
     megatron/           `mjax convert from-megatron`
 
 Tables of families are with the models, in `models/huggingface/` and folders of architectures.

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.checkpoint.blocks import write_in_blocks
+from mjax.checkpoint.arrays import named, type_and_shape, write_array
+from mjax.checkpoint.checkpoint import Checkpoints
+from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
 from mjax.config.checks import validate
 from mjax.config.model import REGISTRY, ModelConfig, imported, is_own, kind_of
@@ -70,6 +75,31 @@ def write_run(
             for name, content in (carried or {}).items():
                 (folder / "tokenizer" / name).write_bytes(content)
         write_in_blocks(folder / "checkpoints", "model", abstract_weights(config), read)
+
+
+def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, int, int], np.ndarray]) -> None:
+    """Write checkpoint 0 into `folder`, which has none; it is not atomic, so write into a temporary folder.
+
+    Orbax holds every array of a state in memory. Its arrays are Zarr 3 in one OCDBT store, which TensorStore writes by
+    slices. So this is a checkpoint that Orbax begins, with arrays of no size, and TensorStore completes:
+    `Checkpoints.restore` reads it as any other, on any mesh.
+
+    Args:
+      folder: `checkpoints` of a run.
+      field: of the state, such as `model`; it is the only one.
+      target: its tree of ShapeDtypeStructs.
+      read: takes the name of an array as in `named(target)`, and where a block of its first dim begins and ends.
+    """
+    with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
+        checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
+    store, arrays = folder / "0" / field, named(target)
+    for begun in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one has the chunks of arrays of no size
+        shutil.rmtree(store / begun)
+    for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
+        replaced.unlink()
+    for name, leaf in arrays.items():
+        write_array(store, f"{field}.{name}", leaf, partial(read, name))
+    write_manifest(folder / "0", 0, {f"{field}.{name}": type_and_shape(leaf) for name, leaf in arrays.items()})
 
 
 def abstract_weights(config: Config) -> Model:

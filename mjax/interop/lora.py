@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mjax.checkpoint.blocks import read_in_blocks
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.config.model import ModelConfig
-from mjax.errors import UsageError
+from mjax.errors import UsageError, and_more
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
-from mjax.interop.weights import and_more, places
+from mjax.interop.weights import places
 from mjax.lora.add import Linear, linear_layers, targets_of
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family
@@ -128,7 +128,7 @@ class OwnWeights:
 def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str) -> dict[str, Any]:
     """The contents of adapter_config.json; `base` is the name or folder of the base model."""
     # By last name where that means no other module, else in full: experts may have modules of the same name.
-    names = modules if model.parted_experts() else {name.rpartition(".")[2] for name in modules}
+    names = modules if model.experts else {name.rpartition(".")[2] for name in modules}
     alpha = model.adapter_alpha
     return {
         "peft_type": "LORA",

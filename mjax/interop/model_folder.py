@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mjax.config.model import ModelConfig
+from mjax.config.plain_values import read
 from mjax.errors import UsageError
 from mjax.models.huggingface.family import Family
-from mjax.utils.files import read_json, rename, to_disk
+from mjax.utils.files import rename, to_disk
 
 
 def check_output(folder: Path, overwrite: bool | None = None) -> None:
@@ -79,10 +80,7 @@ def read_object(file: Path) -> dict[str, Any]:
       UsageError: there is no such file, or it is not a JSON object.
     """
     fix = "restore it, or download the model again"
-    values = read_json(file, fix, "give a folder written by save_pretrained")
-    if not isinstance(values, dict):
-        raise UsageError(f"{file} has no JSON object; {fix}")
-    return values
+    return read(dict[str, Any], file, fix, "give a folder written by save_pretrained")
 
 
 def write_object(file: Path, values: dict[str, Any]) -> None:

@@ -26,9 +26,9 @@ import numpy as np
 from jax.numpy import bfloat16  # registers the dtype with NumPy, on which safetensors relies
 from safetensors import SafetensorError, safe_open
 
-from mjax.errors import UsageError
+from mjax.errors import UsageError, first_line
 from mjax.interop.model_folder import read_object, write_object
-from mjax.interop.torch_files import as_arrays, first_line, import_torch, load_tensors
+from mjax.interop.torch_files import as_arrays, import_torch, load_tensors
 from mjax.utils.files import path_below
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"

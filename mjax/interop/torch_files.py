@@ -18,7 +18,7 @@ import pickletools
 import re
 import reprlib
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.errors import UsageError
+from mjax.errors import UsageError, first_line
 from mjax.utils.files import path_below
 
 OLDEST_TORCH = (2, 10)  # in older versions a file could get around weights_only
@@ -151,11 +151,6 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error message of a library, or the kind of error without one."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 # --- Files of Megatron ------------------------------------------------------------------------------------------------
 
 OF_MEGATRON = ("megatron.", "fp16.")
@@ -195,46 +190,24 @@ class StandIn:
         return f"{type(self).__name__}({', '.join(map(reprlib.repr, self.arguments))})"
 
 
-def load(file: Path) -> dict[str, Any]:
+def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
     """The contents of a torch.save file: tensors (memory-mapped if possible), plain values and stand-ins.
+
+    Args:
+      file: in a folder.
+      chunk: of the bytes that megatron-core 0.19 and later saves among the shards: a list of one dict.
 
     Raises:
       UsageError: torch is not installed, or the file is missing, damaged, not a dict, or tries to execute something.
     """
     if not file.is_file():
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
-    return _read_dict(file, lambda: load_tensors(file, of_megatron=True))
-
-
-def load_common_state(folder: Path, stored: Stored) -> dict[str, Any]:
-    """What megatron-core 0.19 and later saves with the tensors: a list of one dict among the shards.
-
-    Args:
-      folder: of the checkpoint.
-      stored: the entry `COMMON_STATE` of `read_metadata`.
-
-    Raises:
-      UsageError: as `load`.
-    """
-    (chunk,) = stored.chunks
-    file = folder / chunk.file
-    if not file.is_file():
-        raise UsageError(f"{file} does not exist, though .metadata names it; copy the whole checkpoint")
-
-    def read() -> Any:
-        with file.open("rb") as stream:
-            stream.seek(chunk.start)
-            content = stream.read(min(chunk.length, file.stat().st_size))
-        (state,) = load_tensors(io.BytesIO(content), of_megatron=True)
-        return state
-
-    return _read_dict(file, read)
-
-
-def _read_dict(file: Path, read: Callable[[], Any]) -> dict[str, Any]:
     import_torch("checkpoints of Megatron are read by torch")
     try:
-        content = read()
+        if chunk is None:
+            content = load_tensors(file, of_megatron=True)
+        else:
+            (content,) = load_tensors(read_chunk(file, chunk), of_megatron=True)
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             raise UsageError(
@@ -247,6 +220,13 @@ def _read_dict(file: Path, read: Callable[[], Any]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{file} holds a {type(content).__name__}, and a checkpoint is a dict; give one of Megatron")
     return content
+
+
+def read_chunk(file: Path, chunk: Chunk) -> BinaryIO:
+    """The bytes of a part in `file`, as a stream of its own."""
+    with file.open("rb") as stream:
+        stream.seek(chunk.start)
+        return io.BytesIO(stream.read(min(chunk.length, file.stat().st_size)))
 
 
 # --- .metadata of torch.distributed.checkpoint ------------------------------------------------------------------------

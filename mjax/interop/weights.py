@@ -22,7 +22,7 @@ import numpy as np
 
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of
-from mjax.errors import UsageError
+from mjax.errors import UsageError, and_more
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
@@ -242,11 +242,6 @@ def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> l
     """The heads without any tensor among `names`."""
     there = [place.ours for name, place in places(family, model).items() if name in names]
     return [head for head in family.heads if not any(ours.startswith(head) for ours in there)]
-
-
-def and_more(names: list[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _in_full(family: Family, name: str, expected: Mapping[str, Place]) -> str:

@@ -22,14 +22,14 @@ of this rank.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
-from mjax.models.parts.attention import Attention, KeyValues
+from mjax.models.parts.attention import Attention
 from mjax.parallel import random
 
 
@@ -64,15 +64,28 @@ class Block(nnx.Module):
         y = self.mlp(self.mlp_norm(x), context)
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], KeyValues]:
-        """The layer without dropout, and the keys and values of `x` or the cache with them, for generation.
+    def empty_cache(self, sequences: int, slots: int, dtype) -> Any:
+        """What this rank has read of so many sequences, before the first position: a pytree of arrays, which only
+        the layer reads and writes.
 
         Args:
-          x: whole prompts; with a cache one position per sequence, the one after the cached ones.
+          sequences: b, the same as the first dim of every array.
+          slots: positions of this rank that there must be room for.
+          dtype: of the stream.
+        """
+        return self.attention.empty_cache(sequences, slots, dtype)
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
+        """The layer without dropout, and the cache with the positions of `x`, for generation.
+
+        Args:
+          x: whole prompts, padded on the right to one width; with `context.slots` one position per sequence, the one
+            after the cached ones.
           context: of these tokens.
-          cached: this layer's keys and values of the `lengths` positions before `x`; None at the start.
+          cached: by `empty_cache` and `decode` of this layer; empty for prompts.
+          lengths: tokens of each prompt; with `context.slots` positions in the cache.
         """
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + y
@@ -104,8 +117,8 @@ class OutputNormBlock(Block):
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], KeyValues]:
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
         y, new = self.attention.decode(x, context, cached, lengths)
         x = x + self.attention_norm(y)
         return x + self.mlp_norm(self.mlp(x, context)), new

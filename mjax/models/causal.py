@@ -5,17 +5,14 @@ A model derives from `CausalModel` and defines `embed` and `output`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.errors import UsageError
 from mjax.models.context import Context
-from mjax.models.parts.attention import KeyValues
 from mjax.models.parts.output import Output
 from mjax.models.protocol import LanguageModel
 from mjax.models.stack import run_blocks
@@ -24,20 +21,26 @@ from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Across, Tokens
 
-# (x, context, cache, lengths) → (x, keys and values of the prompts, or the cache)
-DecodeLayers = Callable[[Array, Context, list[KeyValues] | None, Array], tuple[Array, list[KeyValues]]]
+
+@runtime_checkable
+class Layers(Protocol):
+    """All layers of a model, as `Block` has them for one: `generation/decoding.py`, also over stages of a pipeline."""
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
+
+    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]: ...
 
 
 class Cache(NamedTuple):
-    """The keys and values that a model has read of some sequences.
+    """What a model has read of some sequences.
 
     Attributes:
-      layers: keys and values of each layer.
+      layers: of the layers.
       slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
         over `context`.
     """
 
-    layers: list[KeyValues]
+    layers: Any
     slots: Int[Array, " S"]
 
 
@@ -111,20 +114,14 @@ class CausalModel(LanguageModel):
 
     # --- Generation ---------------------------------------------------------------------------------------------------
 
-    def all_logits(
-        self, ids: Int[Array, "b s"], decode: DecodeLayers, across: Across | None = None
-    ) -> Float[Array, "b s v"]:
+    def all_logits(self, ids: Int[Array, "b s"], layers: Layers, across: Across | None = None) -> Float[Array, "b s v"]:
         """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
         `model` and `context`."""
-        ranks = mappings.size(CONTEXT) if across else 1
-        context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
-        x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
-        x, _ = decode(x, context, None, jnp.full(ids.shape[0], ids.shape[1]))
-        logits = mappings.gather_whole(self.logits(x, context.tokens), MODEL, -1)
-        logits = context.tokens.by_sequence(logits)
+        x, tokens, _ = self._read(ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, across)
+        logits = tokens.by_sequence(mappings.gather_whole(self.logits(x, tokens), MODEL, -1))
         if across:  # each rank has some of the positions
             whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, context.tokens.position_ids()].set(logits)
+            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
             logits = mappings.sum_over(whole, frozenset({CONTEXT}))
         return logits
 
@@ -133,49 +130,51 @@ class CausalModel(LanguageModel):
         prompts: Int[Array, "b s"],
         lengths: Int[Array, " b"],
         slots: int,
-        decode: DecodeLayers,
+        layers: Layers,
         across: Across | None = None,
     ) -> tuple[Float[Array, "b v"], Cache]:
-        """Read whole prompts at once, and keep the keys and values of their positions.
+        """Read whole prompts at once into a cache.
 
-        The slot in the cache is the position. So prompts of different lengths are padded on the right: causal attention
-        never sees later positions, and decoding overwrites the padding before it could. With `across` every rank of
-        `context` reads a part of the positions, as in training, and keeps it; of the slots behind the prompts each has
-        an equal part, too.
+        The slot in the cache is the position. With `across` every rank of `context` reads a part of the positions, as
+        in training, and keeps it; of the slots behind the prompts each has an equal part, too.
 
         Args:
           prompts: padded on the right with any valid id.
           lengths: tokens of each prompt, at least 1.
           slots: size of the cache over all ranks of `context`, at least s; both are multiples of
             `Config.sequence_chunks` and of that axis.
-          decode: runs the layers, of this model: `decode_layers`, or over the stages of a pipeline.
+          layers: of this model.
           across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
 
         Returns:
           Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
         """
-        width, ranks = prompts.shape[1], mappings.size(CONTEXT) if across else 1
-        context = Context(Tokens(prompts.shape[0], width // ranks, across=across))
-        position_ids, more = context.tokens.position_ids(), (slots - width) // ranks
-        first = width + more * mappings.rank(CONTEXT) if across else width
-        x = self.embed({"tokens": prompts[:, position_ids]}, context)
-        x, new = decode(x, context, None, lengths)
+        x, tokens, cached = self._read(prompts, lengths, slots, layers, across)
+        position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
+        first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if across else 0)
         is_last = position_ids == (lengths - 1)[:, None]
-        last = context.tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
+        last = tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
         if across:
             last = mappings.sum_over(last, frozenset({CONTEXT}))
-        room = lambda part: [(0, 0)] * (part.ndim - 2) + [(0, more), (0, 0)]  # noqa: E731
-        layers = jax.tree.map(lambda part: jnp.pad(part.swapaxes(-3, -2), room(part)), new)
-        return self._row(last), Cache(
-            layers, jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
-        )
+        every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
+        return self._row(last), Cache(cached, every)
+
+    def _read(
+        self, ids: Int[Array, "b s"], lengths: Int[Array, " b"], slots: int, layers: Layers, across: Across | None
+    ) -> tuple[Float[Array, "t h"], Tokens, Any]:
+        """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
+        ranks = mappings.size(CONTEXT) if across else 1
+        context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
+        x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
+        x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
+        return x, context.tokens, cached
 
     def decode(
         self,
         tokens: Int[Array, " b"],
         cached: Cache,
         lengths: Int[Array, " b"],
-        decode: DecodeLayers,
+        layers: Layers,
     ) -> tuple[Float[Array, "b v"], Cache]:
         """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 
@@ -183,16 +182,15 @@ class CausalModel(LanguageModel):
           tokens: the tokens at positions `lengths`.
           cached: by `prefill` and `decode`.
           lengths: below the number of all slots.
-          decode: as for `prefill`.
+          layers: of this model.
 
         Returns:
           Logits of the next token, replicated over `model` and `context`, and the cache including it.
         """
-        slots = cached.slots
-        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=slots)
+        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
         x = self.embed({"tokens": tokens[:, None]}, context)
-        x, layers = decode(x, context, cached.layers, lengths)
-        return self._row(x), Cache(layers, slots)
+        x, new = layers.decode(x, context, cached.layers, lengths)
+        return self._row(x), Cache(new, cached.slots)
 
     def _row(self, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
         """Logits of one position of each sequence, replicated over `model`."""

@@ -23,7 +23,8 @@ class Context:
         where a rank has a part of their positions.
       kind: of a layer, from the pattern of the model.
       layer: number of a layer in the model, from 1.
-      slots: which positions the slots of a cache hold on this rank; only where one is read.
+      slots: which positions the slots of a cache hold on this rank, where one position after them is computed; None
+        in training, and for whole prompts.
       loss_chunks: parts of the vocabulary, one after the other, in which the loss is computed (`Output.cross_entropy`).
     """
 

@@ -392,32 +392,26 @@ def pipeline_decode(
 
     Args:
       stages, chunks: P and V.
-      layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache entries).
+      layers: (layers of a chunk, stream, cache of the chunk) → (stream after them, new cache).
       blocks: this stage's layers, as for `pipeline_gradients`.
       x: the stream before the first layer, the same on every stage.
-      caches: caches of the chunks, a pytree with a leading dim of this stage's chunks, or None.
+      caches: caches of the chunks, a pytree with a leading dim of this stage's chunks.
 
     Returns:
-      The stream after the last layer, replicated over stages, and the new cache entries, with that leading dim.
+      The stream after the last layer, replicated over stages, and the new caches.
     """
     blocks, x, caches = vary_over_pipe((blocks, x, caches))
 
-    def run(chunk, x, caches):
-        cached = None if caches is None else at(caches, chunk)
-        return layers(blocks if chunks == 1 else at(blocks, chunk), x, cached)
-
-    new = caches
-    if caches is None:
-        new = jax.tree.map(lambda kind: buffer(chunks, kind), jax.eval_shape(run, 0, x, None)[1])
-
     def turn(carry, number):
-        def run_chunk(x, new):
-            y, cache = run(number // stages, x, None if caches is None else new)
-            return y, jax.tree.map(lambda buffer, value: put(buffer, number // stages, value), new, cache)
+        chunk = number // stages
+
+        def run_chunk(x, caches):
+            x, cache = layers(blocks if chunks == 1 else at(blocks, chunk), x, at(caches, chunk))
+            return x, jax.tree.map(lambda buffer, value: put(buffer, chunk, value), caches, cache)
 
         is_local = (mappings.rank(PIPE) == number % stages).astype(jnp.int32)
-        x, new = branch("turn", is_local, run_chunk, lambda *carry: carry, *carry)
-        return (mappings.to_next_stage(x), new), None
+        x, caches = branch("turn", is_local, run_chunk, lambda *carry: carry, *carry)
+        return (mappings.to_next_stage(x), caches), None
 
-    (x, new), _ = lax.scan(turn, (x, new), jnp.arange(stages * chunks))
-    return mappings.from_first_stage(x), new
+    (x, caches), _ = lax.scan(turn, (x, caches), jnp.arange(stages * chunks))
+    return mappings.from_first_stage(x), caches

@@ -1,21 +1,133 @@
-"""The pictures of runs, drawn from curves of the fields of metrics.jsonl."""
+"""Pictures of runs and tasks, and the curves from which those of runs are drawn: values over steps in few bins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mjax.config.model import Metric
-from mjax.pictures.curves import Curve
-from mjax.pictures.figures import add_perplexity, save
+from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
     import numpy as np
     from matplotlib.axes import Axes
 
-LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
+MAX_POINTS = 4096  # of a curve; a picture has about a thousand pixels
+WINDOW = 51  # steps that are averaged, at most
+
+
+class Bin(NamedTuple):
+    """Values of neighboring steps: their number, sums of the steps and of the values, and the extreme values."""
+
+    count: int
+    steps: float
+    values: float
+    low: float
+    high: float
+
+    @property
+    def step(self) -> float:
+        """Mean of the steps."""
+        return self.steps / self.count
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values."""
+        return self.values / self.count
+
+
+class Curve:
+    """Values over steps, added in ascending order, in at most `MAX_POINTS` bins of equal length.
+
+    Each value has its bin until there are more. Then the length of the bins, a power of two, is doubled.
+
+    Attributes:
+      width: steps of a bin.
+      bins: by step // width, without empty ones.
+      recent: the last `WINDOW` values.
+    """
+
+    def __init__(self, values: Iterable[tuple[int, float]] = ()):
+        self.width, self.recent = 1, deque(maxlen=WINDOW)
+        self.bins: dict[int, Bin] = {}
+        for step, value in values:
+            self.add(step, value)
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value of a step, or of a number of tokens, from 0 on."""
+        self.recent.append(value)
+        self._include(step // self.width, Bin(1, step, value, value, value))
+        while len(self.bins) > MAX_POINTS:
+            self._merge(2)
+
+    def merged(self, width: int = 1) -> Curve:
+        """A copy with bins of `width` steps, a power of two, unless they are that long already."""
+        copied = Curve()
+        copied.width, copied.bins, copied.recent = self.width, {**self.bins}, self.recent.copy()
+        if width > self.width:
+            copied._merge(width // self.width)
+        return copied
+
+    def _merge(self, number: int) -> None:
+        bins, self.bins, self.width = self.bins, {}, self.width * number
+        for key, part in bins.items():
+            self._include(key // number, part)
+
+    def _include(self, key: int, part: Bin) -> None:
+        if key in self.bins:
+            count, steps, values, low, high = self.bins[key]
+            part = Bin(
+                count + part.count, steps + part.steps, values + part.values, min(low, part.low), max(high, part.high)
+            )
+        self.bins[key] = part
+
+    @property
+    def steps(self) -> list[float]:
+        """Mean step of each bin."""
+        return [part.step for part in self.bins.values()]
+
+    @property
+    def means(self) -> list[float]:
+        """Mean value of each bin."""
+        return [part.mean for part in self.bins.values()]
+
+    @property
+    def smoothed(self) -> Sequence[float]:
+        """The means, averaged over neighbors as far as bins are shorter than `WINDOW`."""
+        return smoothed(self.means, min(WINDOW // self.width, len(self.bins) // 30 + 1))
+
+    @property
+    def last(self) -> float:
+        """The end of the smoothed curve; of a long one, of its last steps instead of its last bin."""
+        return self.smoothed[-1] if self.width == 1 else smoothed([*self.recent], WINDOW)[-1]
+
+
+def smoothed(values: Sequence[float], window: int | None = None) -> Sequence[float]:
+    """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
+
+    An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
+    of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1).
+
+    Args:
+      values: of consecutive steps.
+      window: another length of the window.
+    """
+    half = ((min(WINDOW, len(values) // 30 + 1) if window is None else window) - 1) // 2
+    if half < 1:
+        return values
+    import numpy as np
+
+    width = 2 * half + 1  # SciPy's savgol_filter does the same, and takes a second to import
+    inner = np.convolve(values, np.full(width, 1 / width), "valid")
+    ends = values[:width], values[-width:]
+    first, last = (np.polyval(np.polyfit(range(width), end, 1), range(width)) for end in ends)
+    return [*first[:half].tolist(), *inner.tolist(), *last[-half:].tolist()]
+
+
+# --- Pictures of runs -------------------------------------------------------------------------------------------------
 
 
 OF_EXPERTS = ("expert_load", "router_entropy")
@@ -73,7 +185,6 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
       file: the picture.
       title: name of the run.
     """
-    import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -97,12 +208,8 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     heat.set(xlabel="expert", ylabel="layer with experts", title=f"share of a layer's assignments at step {step:,}")
     for axis in (heat.xaxis, heat.yaxis):
         axis.set_major_locator(MaxNLocator(32, integer=True))
-    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)
+    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 2), pad=0.01)
     bar.set_label(f"balanced: {balanced:.2%}")
-    if experts <= LEGIBLE and layers <= LEGIBLE:
-        for (layer, expert), share in np.ndenumerate(shares):
-            color = "white" if abs(norm(share) - 0.5) > 0.3 else "0.2"
-            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color=color)
     save(figure, file)
 
 
@@ -183,3 +290,42 @@ def _difference(curve: Curve, reference: Curve) -> list[tuple[float, float]]:
     bins, others = curve.merged(width).bins, reference.merged(width).bins
     end = min(max(bins, default=0), max(others, default=0)) + (width == 1)  # a last bin may have steps of one alone
     return [(part.step, part.mean - others[key].mean) for key, part in bins.items() if key in others and key < end]
+
+
+# --- Tasks ------------------------------------------------------------------------------------------------------------
+
+
+LINE, MARK = PALETTE[0], PALETTE[6]
+
+
+def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, trained: int | None) -> None:
+    """Loss over positions with its standard error, and perplexity on the right.
+
+    Args:
+      bins: first and last position, loss and standard error of each, nats per token.
+      file: .png, .pdf or .svg.
+      about: what was evaluated on what, and how much text it is, in lines.
+      trained: positions before they were scaled, to be marked.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
+    first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
+    error = np.array([row["standard_error"] or 0.0 for row in bins])
+    middle = np.sqrt(first * last)
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    band = {"color": LINE, "alpha": 0.2, "linewidth": 0, "label": "± standard error"}
+    axes.fill_between(middle, loss - error, loss + error, **band)
+    axes.plot(middle, loss, "o-", color=LINE, markersize=4, linewidth=1.8, label="mean of a bin")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    if trained is not None:
+        axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
+    axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")
+    add_perplexity(axes)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    add_heading(axes, "Loss by position", about)
+    save(figure, file)

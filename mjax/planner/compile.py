@@ -6,7 +6,8 @@ runs, from `build_program`, with the XLA flags of this process.
 
 The result is what a cluster would compile, with one difference: nothing can be measured here, so XLA uses its default
 tiles for matrix products (Triton's) where on a GPU it times several, including cuBLAS's. Collectives, their order and
-memory hardly depend on that; the speed of matrix products does.
+memory hardly depend on that; the speed of matrix products does. `benchmarks/aot/` reads the compiled program: bytes of
+collectives, what overlaps them, and kernels.
 
 It needs the CUDA wheels (jax[cuda13]), which contain the compiler for NVIDIA GPUs; no driver, no GPU.
 """
@@ -17,7 +18,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,12 +29,10 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
-from mjax.planner.hlo import HloError, Key, ScheduledCollective, counted, read_collectives
-from mjax.planner.ledger import axes_name, ledger
+from mjax.planner import Section, layers_in_words
 from mjax.planner.memory import Memory, predict_memory
-from mjax.planner.section import Section, layers_in_words
 from mjax.step.unrolling import with_unrolling
-from mjax.utils.figures import GIB, named_rows, table
+from mjax.utils.figures import GIB, named_rows
 from mjax.utils.packages import cuda_build, installed
 
 SHEETS = Path(__file__).parent / "targets"
@@ -75,7 +75,6 @@ class Compilation:
       config: with the compiled attention kernel, and with or without a loop over the layers.
       tracing, compiling: seconds.
       memory: allocated by XLA.
-      collectives: as scheduled.
       text: the scheduled HLO.
       step: the `TrainProgram` whose step it is, on a mesh of these GPUs.
     """
@@ -87,7 +86,6 @@ class Compilation:
     tracing: float
     compiling: float
     memory: AllocatedMemory
-    collectives: list[ScheduledCollective]
     text: str
     step: Any
 
@@ -180,12 +178,7 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     done = time.perf_counter()
-    announce("reading the compiled program")
-    text, stats = compiled.as_text(), compiled.memory_analysis()
-    try:
-        collectives = read_collectives(text, dict(mesh.shape))
-    except HloError as error:
-        raise RunError(f"XLA has compiled the step, but mjax cannot read the result: {error}") from error
+    stats = compiled.memory_analysis()
     return Compilation(
         gpu=gpu,
         device_kind=device_kind,
@@ -201,8 +194,7 @@ def compile_step(
             stats.peak_memory_in_bytes,
             stats.host_temp_size_in_bytes,
         ),
-        collectives=collectives,
-        text=text,
+        text=compiled.as_text(),
         step=program,
     )
 
@@ -229,27 +221,14 @@ def versions() -> dict[str, str]:
     return {name: packages[name] for name in ("jax", "jaxlib", f"jax-cuda{cuda_build()}-plugin") if name in packages}
 
 
-# --- The section of a plan: memory and collectives as compiled, and as predicted --------------------------------------
+# --- The section of a plan --------------------------------------------------------------------------------------------
 
 
-def compile_and_tell(config: Config, gpu: str, per_server: int) -> Section:
-    """Compile the step of a checked config, and report on it; arguments as for `compile_step`."""
-    with announcing() as announce:
-        compiled = compile_step(config, gpu, per_server, announce)
-        formula = predict_memory(compiled.config, gpu_named(gpu).compute_capability)
-        return compile_section(compiled, ledger(config).in_program(), formula)
-
-
-def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int]], formula: Memory) -> Section:
-    """The section of a plan.
-
-    Args:
-      compiled: the step.
-      expected: the ledger's counts (`Ledger.in_program`).
-      formula: from `predict_memory`.
-    """
-    memory, scheduled = compiled.memory, counted(compiled.collectives)
-    keys, both = sorted(expected.keys() | scheduled.keys()), ("calls", "bytes")
+def compile_section(compiled: Compilation, formula: Memory) -> Section:
+    """The section of a plan: memory as allocated and as predicted by `formula`, and the program's collectives."""
+    memory = compiled.memory
+    operations = r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+    collectives = Counter(re.findall(operations, compiled.text))
     values = {
         "gpu": compiled.gpu,
         "device_kind": compiled.device_kind,
@@ -258,14 +237,7 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
         "seconds": {"tracing": compiled.tracing, "compiling": compiled.compiling},
         "memory": asdict(memory)
         | {"total": memory.total, "formula": formula.total, "host_formula": formula.host, "gpu": compiled.gpu_memory},
-        "ledger": [
-            {
-                **dict(zip(("axes", "kind", "dtype"), (list(key[0]), *key[1:]), strict=True)),
-                "ledger": dict(zip(both, expected.get(key, (0, 0)), strict=True)),
-                "compiled": dict(zip(both, scheduled.get(key, (0, 0)), strict=True)),
-            }
-            for key in keys
-        ],
+        "collectives": dict(collectives),
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -277,31 +249,19 @@ def compile_section(compiled: Compilation, expected: Mapping[Key, tuple[int, int
         "took": f"{compiled.tracing:.1f} s tracing, {compiled.compiling:.1f} s compiling",
         "memory": f"{memory.total / GIB:.2f} GiB on each device, {memory.temporaries / GIB:.2f} of them temporaries; "
         f"the formula predicts {formula.total / GIB:.2f} GiB, {formula.total / memory.total - 1:+.1%}",
+        "collectives": ", ".join(f"{count:,} × {name}" for name, count in sorted(collectives.items())) or "none",
     }
     if memory.host or formula.host:
         rows["host memory"] = f"{memory.host / GIB:.2f} GiB; the formula predicts {formula.host / GIB:.2f} GiB"
-    cells = []
-    for key in keys:
-        (calls, size), (launched, moved) = expected.get(key, (0, 0)), scheduled.get(key, (0, 0))
-        verdict = "equal" if size == moved else f"{moved - size:+,}"
-        cells.append([key[1], axes_name(key[0]), key[2], *(f"{n:,}" for n in (calls, launched, size, moved)), verdict])
-    header = ("collectives", "over", "dtype", "calls", "compiled", "bytes put in", "compiled", "")
-    lines = table(header, cells, left=3) if cells else ["collectives: none, on a mesh of one device"]
-    if any(collective.conditional for collective in compiled.collectives):
-        lines.append("Calls are those of a stage that runs every pass in every tick: the program does not say more.")
-    return Section(f"Compiled for {compiled.device_kind}", values, [*named_rows(rows), "", *lines])
+    return Section(f"Compiled for {compiled.device_kind}", values, named_rows(rows))
 
 
-@contextmanager
-def announcing() -> Iterator[Callable[[str], None]]:
-    """Announce each phase on stderr; on a terminal, with its elapsed time."""
-    from rich.progress import TextColumn, TimeElapsedColumn
+def compile_and_tell(config: Config, gpu: str, per_server: int) -> Section:
+    """Compile the step of a checked config, and report on it; arguments as for `compile_step`."""
+    compiled = compile_step(config, gpu, per_server, announce)
+    return compile_section(compiled, predict_memory(compiled.config, gpu_named(gpu).compute_capability))
 
-    from mjax.utils.progress import progress
 
-    if not sys.stderr.isatty():
-        yield lambda what: print(f"mjax: {what} …", file=sys.stderr, flush=True)
-        return
-    columns = TimeElapsedColumn(), TextColumn("{task.description}")
-    with progress("compiling", None, *columns, transient=True) as advance:
-        yield lambda what: advance(0, description=what)
+def announce(phase: str) -> None:
+    """Print what begins on stderr: it takes seconds to minutes."""
+    print(f"mjax: {phase} …", file=sys.stderr, flush=True)

@@ -5,19 +5,14 @@ has and of which shapes, what it keeps for its backward pass, what its head read
 its FLOPs, its plan and its MFU without further code.
 
 One layer is traced for one sample on one rank of `model`, or for this rank of `context`'s positions of it: everything
-is proportional to the samples of a micro-batch (but for the rows of experts, see `of_micro_batch`). Where layers
-differ, one of each kind is traced (`kinds_of`). Dropout is left out, since its masks are recomputed and never kept.
+is proportional to the samples of a micro-batch (but for `expert_rows`). Where layers differ, one of each kind is traced
+(`kinds_of`). Dropout is left out, since its masks are recomputed and never kept.
 
-    layer_forward    products and sums of a layer
-    layer_program    its forward pass as it runs, with sequence parallelism
-    layer_backward   what a layer keeps, and what its backward pass does
+    layer_forward    products and collectives of a layer; the time of a step follows from them
+    layer_backward   what a layer keeps, and the largest arrays of its backward pass, for the memory of a step
     head             products of the head, and what it keeps
 
-**Bytes.** A product, a collective or a cuDNN kernel reads and writes whole arrays, and what is between two of them
-fuses. So fused operations move the arrays at these boundaries: each is written once in front of a product, and read
-once behind it. The result of a collective that is no product's operand is added to something first, by a kernel of
-its own (docs/results/log/2026-11-22-compiled-steps.md). Only arrays that depend on the tokens count; weights are
-counted once a step, with the optimizer.
+A trace is a few numbers, which `earlier_traces` keeps for the next command.
 
 **Model FLOPs** are those of the forward and backward pass as arXiv 2205.05198, appendix A, counts them: matrix products
 only, attention over the full s × s matrix, nothing for recomputation. With a feed-forward width of 4 h they are
@@ -48,7 +43,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,31 +55,19 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from mjax.cluster.hardware import gpu_of
-from mjax.config import Config, DataConfig, MeshConfig, MixtureConfig, PrecisionConfig, TrainConfig
-from mjax.config.axes import MODEL
-from mjax.config.kernels import FUSED
+from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
 from mjax.models.parts.attention_kernels import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
-from mjax.parallel.grouped import ROWS, STAND_IN, tiles_at_most
+from mjax.parallel.grouped import ROWS, tiles_at_most
+from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import (
-    SAMPLE_TAGS,
-    TAGS,
-    Operation,
-    Part,
-    Product,
-    Program,
-    Value,
-    bytes_of,
-    inner_jaxprs,
-    is_float8,
-    without_factors,
-)
+from mjax.planner.program import STAND_IN, Product, Program, bytes_of, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
@@ -93,30 +75,27 @@ from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
 from mjax.utils.packages import source_hashes
 
-MOST = 500
-"""Traces in a file, of about 50 KB each."""
+MAX_TRACES = 2000
+"""Traces in a file, of about 1 KB each."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """The forward pass of a layer, for one sample on one rank of `model`.
 
     Attributes:
-      program: of it, with attention written out; first come `constants` inputs, then the stream, then weights.
-      constants: inputs that are the same in every layer.
       elements: of the residual stream on all ranks of `model`.
       branches: the products with weights before each sum over `model`, those of the same input as one; the last of a
         branch is row-parallel.
       of_activations: products of two activations, as in attention.
-      trained: for each of `of_weights` whether its weight is trained, so that the backward pass has its gradient.
+      collectives: those over one axis: the axis, the name, and bytes of the larger of input and output.
+      weights: inner and outer size of each weight.
     """
 
-    program: Program
-    constants: int
     elements: int
     branches: tuple[tuple[Product, ...], ...]
     of_activations: tuple[Product, ...]
-    trained: tuple[bool, ...]
+    collectives: tuple[tuple[str, str, int], ...]
+    weights: tuple[tuple[int, int], ...]
 
     @property
     def of_weights(self) -> list[Product]:
@@ -126,47 +105,56 @@ class Layer:
     @property
     def of_trained(self) -> list[Product]:
         """Products with a weight that is trained."""
-        return [product for product, trained in zip(self.of_weights, self.trained, strict=True) if trained]
+        return [product for product in self.of_weights if product.trained]
+
+    @classmethod
+    def of_plain(cls, elements: int, branches: list, activations: list, sent: list, weights: list) -> Layer:
+        """The layer of plain values, as JSON has them."""
+        sent, weights = (tuple(map(tuple, each)) for each in (sent, weights))
+        return cls(elements, tuple(map(_products, branches)), _products(activations), sent, weights)
 
 
-@dataclass(frozen=True)
-class Backward:
-    """The backward pass of a layer, for one sample on one rank of `model`.
+class Backward(NamedTuple):
+    """The backward pass of a layer, for one sample on one rank of `model`: bytes of its arrays.
 
     Attributes:
-      program: of it; first come `constants` inputs, then `carried` ones, passed from layer to layer.
-      weights: inputs that are weights; the others after the constants depend on the tokens.
-      kept: bytes that the forward pass keeps for it on the device, without weights: of the stacks of a loop.
-      offloaded: bytes that it keeps in host memory.
+      kept: that the forward pass keeps for it on the device, without weights: of the stacks of a loop.
       kept_unrolled: the same without a loop, where two views of one array are kept once.
-      stream: bytes of this rank's rows of the residual stream.
+      kept_rows: of `kept`, arrays with the rows of experts.
+      stream: this rank's rows of the residual stream.
+      largest: the largest array that a kernel writes, without scores.
+      scores: the largest scores of attention that a kernel writes.
+      gathered: the largest result of a collective that is larger than its operand.
+      biases: the largest written-out bias of attention.
     """
 
-    program: Program
-    constants: int
-    carried: int
-    weights: frozenset[int]
     kept: int
-    offloaded: int
     kept_unrolled: int
+    kept_rows: int
     stream: int
+    largest: int
+    scores: int
+    gathered: int
+    biases: int
+
+    @classmethod
+    def of_plain(cls, *plain: int) -> Backward:
+        """The backward pass of plain values."""
+        return cls(*plain)
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """Everything after the last layer, including the loss, for one sample on one rank of `model`.
 
     Attributes:
-      program: of its forward and backward pass; the stream is its last input, and all others are weights.
       products: of all tokens with a weight, in order; those of a few tokens, such as a pooler's, are in `flops` only.
-      kept: elements and bytes of each array that its forward pass keeps for its backward pass.
+      kept: bytes of what its forward pass keeps for its backward pass, and of the largest array again; without logits.
       flops: of its forward pass.
-      trained: whether its weights are.
+      trained: True if its weights are.
     """
 
-    program: Program
     products: tuple[Product, ...]
-    kept: tuple[tuple[int, int], ...]
+    kept: int
     flops: float
     trained: bool
 
@@ -174,6 +162,15 @@ class Head:
     def logits(self) -> int:
         """Elements of the vocabulary scores: of the last product of all tokens; 0 if there is none."""
         return self.products[-1].m * self.products[-1].n if self.products else 0
+
+    @classmethod
+    def of_plain(cls, products: list, *others) -> Head:
+        """The head of plain values."""
+        return cls(_products(products), *others)
+
+
+def _products(plain: Iterable) -> tuple[Product, ...]:
+    return tuple(Product(*each) for each in plain)
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,6 @@ class Traced:
       expert: ranks of `expert`.
       context: ranks of `context`.
       across: as `Config.across`.
-      samples: that a layer and a head are traced for.
       kind: number of the stack (`config/pattern.py`) of which a layer is traced; None: of the only one.
     """
 
@@ -201,7 +197,6 @@ class Traced:
     expert: int = 1
     context: int = 1
     across: Across | None = None
-    samples: int = 1
     kind: int | None = None
 
     @classmethod
@@ -218,7 +213,7 @@ class Traced:
         return sequence // (self.context if self.across == "gather" else 1), sequence
 
     def config(self, kernel: str, recompute: str) -> Config:
-        """A config for its samples on one rank, with this kernel of attention or the stand-in of the fused ones."""
+        """A config for one sample on each rank, with this kernel of attention or the stand-in of the fused ones."""
         return Config(
             model=replace(self.model, attention=kernel),
             mesh=MeshConfig(
@@ -231,22 +226,17 @@ class Traced:
             ),
             data=self.data,
             precision=PrecisionConfig(compute=self.compute),
-            train=TrainConfig(global_batch=self.expert * self.samples, micro_batch=self.samples, recompute=recompute),
+            train=TrainConfig(global_batch=self.expert, micro_batch=1, recompute=recompute),
         )
 
 
-def of_micro_batch(of: Traced, samples: int, sizes_of: Callable[[Traced], tuple[float, ...]]) -> list[float]:
-    """The results of `sizes_of`, read from the trace of one sample, for the samples of a micro-batch: it is
-    proportional to them.
-
-    But rows of experts fill tiles, whose number is a constant and a part proportional to the samples: a layer with
-    experts is traced for one sample and for two.
-    """
-    one = sizes_of(of)
-    if samples == 1 or not any(op.grouped for op in layer_forward(of).of_weights):
-        return [samples * first for first in one]
-    two = sizes_of(replace(of, samples=2))
-    return [first + (samples - 1) * (second - first) for first, second in zip(one, two, strict=True)]
+def expert_rows(of: Traced, samples: int) -> int:
+    """Rows of the tiles of a layer's experts for a micro-batch, enough for any distribution; 0 without experts."""
+    if not (experts := of.model.experts):
+        return 0
+    tokens = of.expert * samples * of.model.sequence // of.context
+    tiles = tiles_at_most(of.model.experts_per_token * tokens, experts // of.expert, ROWS["pallas"], tokens)
+    return tiles * ROWS["pallas"]
 
 
 @lru_cache(maxsize=64)
@@ -257,7 +247,7 @@ def _arrays_of(data: DataConfig) -> DataConfig:
 
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
-    model = replace(model.without_dropout().with_grouped(STAND_IN), attention="xla")
+    model = replace(with_grouped(model.without_dropout(), GROUPED_STAND_IN), attention="xla")
     return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
 
 
@@ -270,15 +260,10 @@ def kinds_of(config: Config) -> list[tuple[int, Traced]]:
 
 
 def layer_forward(of: Traced) -> Layer:
-    """The forward pass of a layer.
+    """The forward pass of a layer, with attention written out.
 
     Float8 has the products of bf16, and those are traced, without what rounds their operands."""
-    return _layer_forward(replace(of, compute="bf16" if of.compute == "fp8" else of.compute))
-
-
-@lru_cache(maxsize=1024)
-def _layer_forward(of: Traced) -> Layer:
-    return _layer(of, _part(of, _forward))
+    return _record(replace(of, compute="bf16" if of.compute == "fp8" else of.compute), Layer)
 
 
 def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
@@ -288,76 +273,38 @@ def layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
       kernel: of attention: `xla`, or a fused one, replaced by a stand-in.
       recompute: as `train.recompute`.
     """
-    return _layer_backward(of, FLASH_STAND_IN if kernel in FUSED else kernel, recompute)
-
-
-@lru_cache(maxsize=1024)
-def _layer_backward(of: Traced, kernel: str, recompute: str) -> Backward:
-    # With `offload` the program is that of `full`; only where the layer's input is kept differs.
-    part = _part(of, _backward, kernel, "full" if recompute == "offload" else recompute)
-    (layer, program), (first, kept, constants, carried, weights) = part.programs, part.same
-    x = layer.inputs[first]
-    stacked = [value for value in layer.outputs[kept:] if value is not None]
-    here = [value for value in stacked if recompute != "offload" or value != x]
-    return Backward(
-        program=program,
-        constants=constants,
-        carried=carried,
-        weights=frozenset(weights),
-        kept=sum(map(layer.bytes, here)),
-        offloaded=layer.bytes(x) if recompute == "offload" else 0,
-        kept_unrolled=sum(map(layer.bytes, set(here))),
-        stream=layer.bytes(x),
-    )
+    kernel = FLASH_STAND_IN if kernel in FUSED else kernel
+    if recompute != "offload":
+        return _record(of, Backward, kernel, recompute)
+    full = _record(of, Backward, kernel, "full")  # only the layer's input is kept elsewhere
+    return full._replace(kept=full.kept - full.stream, kept_unrolled=full.kept_unrolled - full.stream)
 
 
 def head(of: Traced) -> Head:
     """The trace of the head, which follows the last layer."""
-    return _head_of(replace(of, kind=None, across=None))
+    return _record(replace(of, kind=None, across=None, expert=1), Head)
 
 
-@lru_cache(maxsize=1024)
-def _head_of(of: Traced) -> Head:
-    part = _part(of, _head)
-    (differentiated, program), (tokens, *kept) = part.programs, part.values
-    products = differentiated.products
-    return Head(
-        program=program,
-        products=tuple(product for product in products if product.of_weight and product.m == tokens.size),
-        kept=tuple((value.size, bytes_of(value)) for value in kept),
-        flops=sum(product.flops for product in products),
-        trained=part.same,
-    )
-
-
-def _part(of: Traced, part: Callable, kernel: str = "xla", recompute: str = "none") -> Part:
-    """Return the result of `_trace`, traced or computed; other arguments as for `Traced.config`."""
-    if (found := _tagged(of)) is not None:
-        tagged, *factors = found
-        if (untagged := _traced(tagged, part, kernel, recompute).with_factors(*factors)) is not None:
-            return untagged
-    return _traced(of, part, kernel, recompute)
-
-
-@lru_cache(maxsize=1024)
-def _traced(of: Traced, part: Callable, kernel: str, recompute: str) -> Part:
-    key = hashlib.sha256(repr((of, part.__name__, kernel, recompute)).encode()).hexdigest()
+@lru_cache(maxsize=4096)
+def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none") -> Any:
+    """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
+    key = hashlib.sha256(repr((of, kind.__name__, kernel, recompute)).encode()).hexdigest()
     if _STORES and key in _STORES[-1]:
-        return Part.of_plain(_STORES[-1][key])
-    made = _trace(of, of.config(kernel, recompute), part)
+        return kind.of_plain(*_STORES[-1][key])
+    record = _trace(of, of.config(kernel, recompute), _TRACERS[kind])
     if _STORES and type(of.model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
-        _STORES[-1][key] = made.plain()
-    return made
+        _STORES[-1][key] = record
+    return record
 
 
-_STORES: list[dict[str, list]] = []
+_STORES: list[dict[str, Any]] = []
 """Of `earlier_traces`: plain values of traces by a digest of what they depend on."""
 
 
 @contextmanager
 def earlier_traces(folder: Path) -> Iterator[None]:
     """Within it, traces are those that a command of the same sources of mjax and version of jax has left in `folder`.
-    New ones are left there too, the last `MOST`, if nobody else can write there."""
+    New ones are left there too, the last `MAX_TRACES`, if nobody else can write there."""
     software = json.dumps([jax.__version__, source_hashes()])
     file, store = folder / f"{hashlib.sha256(software.encode()).hexdigest()[:16]}.json", {}
     private = False
@@ -375,39 +322,11 @@ def earlier_traces(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # such as a full disk
             for other in folder.glob("*.json"):
                 other.unlink(missing_ok=True)
-            write_whole(file, json.dumps(dict(list(store.items())[-MOST:])))
+            write_whole(file, json.dumps(dict(list(store.items())[-MAX_TRACES:])))
 
 
-def _tagged(of: Traced) -> tuple[Traced, dict[int, Fraction | int], int] | None:
-    """What to trace instead of a layer with experts, so that its sizes show the numbers of samples, experts and ranks
-    of `expert`; and the arguments of `Part.with_factors`. None if other sizes may have their factors too."""
-    if not isinstance(model := of.model, MixtureConfig):
-        return None
-    ranks, local = TAGS if of.expert > 1 else (1, 1)
-    derived = (6, model.padded_vocabulary, model.mlp_width, model.width_of_expert)
-    others = math.prod(n for n in (*derived, *vars(model).values()) if isinstance(n, int) and n > 0)
-    for samples in SAMPLE_TAGS:
-        tagged = replace(of, samples=samples, expert=ranks, model=replace(model, experts=model.experts * ranks * local))
-        rows, tiles, sums = ranks * samples * model.taken_experts() * model.sequence, _tiles(tagged), 2 * samples + 1
-        alone = math.gcd(samples * ranks * local * sums, others) == 1 and without_factors(tiles, others) > 1
-        if alone and rows < 2**31:  # numbered with 32 bits
-            factors = {tiles: _tiles(of), sums: 2 * of.samples + 1, samples: of.samples}  # a router has such sums
-            if of.expert > 1:
-                factors |= {ranks: of.expert, local: Fraction(1, of.expert)}
-            return tagged, factors, others
-    return None
-
-
-def _tiles(of: Traced) -> int:
-    """The tiles of experts' rows, as many as `models/parts/experts.py` makes; 1 without experts."""
-    if not (experts := of.model.parted_experts()):
-        return 1
-    tokens = of.expert * of.samples * of.model.sequence // of.context
-    return tiles_at_most(of.model.taken_experts() * tokens, experts // of.expert, ROWS["pallas"], tokens)
-
-
-def _trace(of: Traced, config: Config, part: Callable) -> Part:
-    """The result of `part`, called inside the `shard_map` with the forward pass, weights, a micro-batch and the
+def _trace(of: Traced, config: Config, part: Callable) -> Any:
+    """The result of `part`, called inside the `shard_map` with `of`, the forward pass, weights, a micro-batch and the
     stream; the blocks among the weights are those of the traced kind."""
     mesh, arrays, results = abstract_mesh(config.mesh), config.batch_arrays(), []
     rows = config.train.global_batch
@@ -421,7 +340,7 @@ def _trace(of: Traced, config: Config, part: Callable) -> Part:
         if of.kind is not None:
             weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][of.kind]
             weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
-        results.append(part(forward, weights, micro_batch, x))
+        results.append(part(of, forward, weights, micro_batch, x))
         return jnp.zeros(())
 
     with jax.enable_x64(config.precision.compute == "fp64"):
@@ -437,59 +356,43 @@ def _layout(config: Config) -> Layout:
     return lay_out(config, abstract_mesh(config.mesh))
 
 
-@lru_cache(maxsize=1024)
-def layer_program(of: Traced) -> tuple[Program, int]:
-    """The forward pass of a layer as it runs, and its number of constant inputs: with the rows of the stream that this
-    rank has, and with the rounding of operands to float8."""
-    layer = _layer_forward(of)
-    return layer.program, layer.constants
-
-
-@lru_cache(maxsize=1024)
-def layer_collectives(of: Traced, axis: str) -> tuple[tuple[str, int], ...]:
-    """The collectives over this axis alone in a layer's forward pass, in order: their names, and bytes of the larger of
-    their input and output."""
-    program = layer_program(of)[0]
-    collectives = [op for op in program.operations if op.is_collective and op.axes == (axis,)]
-    return tuple((op.name, max(program.bytes(value) for value in (op.inputs[0], op.outputs[0]))) for op in collectives)
-
-
 def _run(forward: Forward, blocks, x: Array, micro_batch) -> Array:
     """The stream after the layers of a stack."""
     return run_blocks(blocks, x, forward.layer_context(micro_batch), forward.config.train.recompute)[0]
 
 
-def _forward(forward: Forward, weights, micro_batch, x: Array) -> Part:
+def _forward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Layer:
     jaxpr = jax.make_jaxpr(lambda blocks, x: _run(forward, blocks, x, micro_batch))(weights.blocks, x).jaxpr
     (scan,) = _scans(jaxpr)
-    frozen = {v for v, of in zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True) if of}
-    frozen = tuple(i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen)
-    return Part((Program(scan.params["jaxpr"]),), (), (_constants_and_carried(scan)[0], frozen))
-
-
-def _layer(of: Traced, part: Part) -> Layer:
-    (program,), (constants, frozen) = part.programs, part.same
-    branches, trained, last = [[]], [], None
+    stored = zip(jaxpr.invars[:-1], metadata_of(weights.blocks, "frozen"), strict=True)
+    frozen = {variable for variable, is_frozen in stored if is_frozen}
+    frozen = {i for i, v in enumerate(scan.invars) if not isinstance(v, Literal) and v in frozen}
+    program, (constants, _) = Program(scan.params["jaxpr"]), _constants_and_carried(scan)
     x = program.values[program.inputs[constants]]
+    branches, weights, activations, collectives, last = [[]], [], [], [], None
     for operation in program.operations:
-        if (product := operation.product) is not None and product.of_weight:
+        product = operation.product
+        if operation.is_collective and len(operation.axes) == 1:
+            whole = max(program.bytes(value) for value in (operation.inputs[0], operation.outputs[0]))
+            collectives.append((operation.axes[0], operation.name, whole))
+        if operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
+            branches.append([])
+        elif product is not None and not product.of_weight:
+            activations.append(product)
+        elif product is not None:
+            weights.append((product.k, product.n))
             product = _of_assignments(of, product)
             factors = operation.inputs[0], program.source(operation.inputs[1]) not in frozen
             if factors == last:  # such as queries, keys and values: the backward pass has them as one
                 product = product._replace(n=product.n + branches[-1].pop().n)
-            else:
-                trained.append(factors[1])
-            branches[-1].append(product)
+            branches[-1].append(product._replace(trained=factors[1]))
             last = factors
-        elif operation.is_collective and program.shape(operation.outputs[0]) == x.shape:
-            branches.append([])
     return Layer(
-        program=program,
-        constants=constants,
         elements=x.size * (of.ranks if of.sequence_parallel else 1),
         branches=tuple(tuple(branch) for branch in branches if branch),
-        of_activations=tuple(product for product in program.products if not product.of_weight),
-        trained=tuple(trained),
+        of_activations=tuple(activations),
+        collectives=tuple(collectives),
+        weights=tuple(weights),
     )
 
 
@@ -498,12 +401,12 @@ def _of_assignments(of: Traced, product: Product) -> Product:
     experts of a rank, or of fewer if their number does not divide the rows."""
     if not product.grouped:
         return product
-    assignments = of.model.taken_experts() * of.samples * of.model.sequences * of.model.sequence // of.context
-    groups = math.gcd(assignments, of.model.parted_experts() // of.expert)
+    assignments = of.model.experts_per_token * of.model.sequences * of.model.sequence // of.context
+    groups = math.gcd(assignments, of.model.experts // of.expert)
     return product._replace(m=assignments // groups, batch=groups)
 
 
-def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:
+def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Backward:
     """The stacked layers run in a scan: its body is one layer, and what it stacks is what a layer keeps."""
 
     def gradients(blocks, x, gradient):
@@ -511,31 +414,50 @@ def _backward(forward: Forward, weights, micro_batch, x: Array) -> Part:
         y, backward = jax.vjp(lambda own, x: _run(forward, joined(own, frozen), x, micro_batch), own, x)
         return y, backward(gradient)
 
-    jaxpr = jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr
-    first, backward = _scans(jaxpr)
-    (begin, kept), (constants, carried) = map(_constants_and_carried, (first, backward))
-    layer, stacks = Program(first.params["jaxpr"]), set(jaxpr.invars[:-2])
-    inputs = tuple(i for i, v in enumerate(backward.invars) if not isinstance(v, Literal) and v in stacks)
-    return Part((layer, Program(backward.params["jaxpr"])), (), (begin, kept, constants, carried, inputs))
+    first, backward = _scans(jax.make_jaxpr(gradients)(weights.blocks, x, x).jaxpr)
+    begin, kept = _constants_and_carried(first)
+    layer, program = Program(first.params["jaxpr"]), Program(backward.params["jaxpr"])
+    stacked = [value for value in layer.outputs[kept:] if value is not None]
+    kernels = [operation for operation in program.operations if operation.is_kernel]
+    written = {value for operation in kernels for value in operation.outputs}
+    scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
+    collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
+    biases = {value for op in kernels if op.name == STAND_IN for value in op.inputs}
+
+    def largest(values: Iterable[int]) -> int:
+        return max(map(program.bytes, values), default=0)
+
+    return Backward(
+        kept=sum(map(layer.bytes, stacked)),
+        kept_unrolled=sum(map(layer.bytes, set(stacked))),
+        kept_rows=sum(layer.bytes(value) for value in stacked if expert_rows(of, 1) in layer.shape(value)),
+        stream=layer.bytes(layer.inputs[begin]),
+        largest=largest(written - scores),
+        scores=largest(written & scores),
+        gathered=largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part)),
+        biases=largest(biases & scores),
+    )
 
 
-def _head(forward: Forward, weights, micro_batch, x: Array) -> Part:
+def _head(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Head:
     own, frozen = split_trained(weights)
 
-    def loss(own, frozen, x):
-        return sum(forward.loss(joined(own, frozen), x, micro_batch).values())
-
     def differentiated(own, frozen, x):
-        return jax.vjp(lambda own, x: loss(own, frozen, x), own, x)
+        loss = lambda own, x: sum(forward.loss(joined(own, frozen), x, micro_batch).values())  # noqa: E731
+        return jax.vjp(loss, own, x)
 
     jaxpr = jax.make_jaxpr(differentiated)(own, frozen, x).jaxpr
     # One array may be kept for several backward passes; inputs are kept by whoever made them.
     kept = [v for v in dict.fromkeys(jaxpr.outvars[1:]) if not isinstance(v, Literal) and v not in jaxpr.invars]
+    every, tokens = [op.product for op in Program(jaxpr).operations if op.product is not None], micro_batch["tokens"]
+    products = tuple(product for product in every if product.of_weight and product.m == tokens.size)
+    logits = products[-1].m * products[-1].n if products else 0
+    others = [bytes_of(variable.aval) for variable in kept if variable.aval.size != logits]
     trained = not all(are_stacked(own))
-    both = jax.make_jaxpr(jax.value_and_grad(loss, (0, 2)))(own, frozen, x)
-    values = jax.typeof(micro_batch["tokens"]), *(variable.aval for variable in kept)
-    values = tuple(Value(value.shape, value.dtype) for value in values)
-    return Part((Program(jaxpr), Program(both)), values, trained)
+    return Head(products, sum(others) + max(others, default=0), sum(product.flops for product in every), trained)
+
+
+_TRACERS = {Layer: _forward, Backward: _backward, Head: _head}
 
 
 def _constants_and_carried(scan) -> tuple[int, int]:
@@ -560,145 +482,6 @@ def _scans(jaxpr) -> Iterator[Any]:
         else:
             for inner in inner_jaxprs(equation):
                 yield from _scans(inner)
-
-
-# --- Bytes that the kernels between the products read and write -------------------------------------------------------
-
-
-OF_COLLECTIVE = 3
-"""Passes over the result of a collective: it is read, and the sum with it is written and read."""
-OF_FLOAT8, SCALE_KERNELS = 6, 3
-"""Passes over an array in float8: two in 16 bit, for its scale and to round it, and one each to write it as it is and
-transposed. Launches that find a scale."""
-# Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of
-# stacks; before, each stack is filled with zeros.
-COPIES_OF_KEPT, COPIES_OF_WEIGHTS, COPY_KERNELS = 3, 6, 20
-
-
-class Moved(NamedTuple):
-    """The bytes that kernels move, for the samples of the trace.
-
-    Attributes:
-      bytes: read and written, without `scores`.
-      scores: of arrays [..., s, s].
-      kernels: launches, whatever the number of samples.
-      weights: bytes that are read and written to round weights to float8, whatever the number of samples.
-      agreed: of scales of arrays in float8, the mesh axes of each all-reduce.
-    """
-
-    bytes: float
-    scores: float
-    kernels: int
-    weights: float = 0.0
-    agreed: tuple[tuple[str, ...], ...] = ()
-
-
-class Kernels(NamedTuple):
-    """The bytes that the kernels of a layer and of the head move, backward with what is computed again; and the bytes
-    that a layer keeps for its backward pass."""
-
-    forward: Moved
-    backward: Moved
-    head: Moved
-    kept: int
-
-
-@lru_cache(maxsize=1024)
-def kernels_of(of: Traced, kernel: str, recompute: str) -> Kernels:
-    """The kernels of a traced model; arguments as in `layer_backward`."""
-    layer, constants = layer_program(of)
-    backward, end = layer_backward(of, kernel, recompute), head(of).program
-    program, first = backward.program, backward.constants
-    # A scale is a number, which weights have as well.
-    tokens = [
-        value
-        for number, value in enumerate(program.inputs)
-        if number >= first and number not in backward.weights and program.shape(value)
-    ]
-    stream = layer.inputs[constants : constants + 1]
-    return Kernels(
-        moved(layer, stream, of, agree=stream),
-        moved(program, tokens, of, agree=program.inputs[first : first + backward.carried]),
-        moved(end, end.inputs[-1:], of),
-        backward.kept,
-    )
-
-
-def kernels_of_micro_batch(of: Traced, kernel: str, recompute: str, samples: int) -> Kernels:
-    """`kernels_of` for the samples of a micro-batch."""
-    one = kernels_of(of, kernel, recompute)
-
-    def proportional(of: Traced) -> tuple[float, ...]:
-        *passes, kept = kernels_of(of, kernel, recompute)
-        return (*(op.bytes for op in passes), *(op.scores for op in passes), kept)
-
-    *bytes_and_scores, kept = of_micro_batch(of, samples, proportional)
-    moved, scores = bytes_and_scores[:3], bytes_and_scores[3:]
-    passes = (op._replace(bytes=b, scores=s) for op, b, s in zip(one, moved, scores, strict=False))
-    return Kernels(*passes, kept)
-
-
-def looped(kept: float, weights: float, beside: bool) -> tuple[float, int]:
-    """Bytes and launches that a loop over layers adds to each.
-
-    Args:
-      kept: bytes that the layer keeps for its backward pass.
-      weights: bytes of its weights in the compute dtype.
-      beside: copies run beside products, and cost nothing.
-    """
-    fills = kept + weights
-    return (fills, 0) if beside else (fills + COPIES_OF_KEPT * kept + COPIES_OF_WEIGHTS * weights, COPY_KERNELS)
-
-
-def moved(program: Program, tokens: Iterable[int], of: Traced, agree: Iterable[int] = ()) -> Moved:
-    """The bytes that the fused operations of a program move.
-
-    Args:
-      tokens: inputs that depend on the tokens.
-      of: what was traced.
-      agree: inputs on which arrays depend that ranks find a scale for: one all-reduce each, with which XLA combines
-        those of weights and of arrays that are computed again.
-    """
-    depends, ranks = depending(program, tokens), of.ranks
-    is_kernel = [op.is_kernel and not (ranks == 1 and op.axes == (MODEL,)) for op in program.operations]
-    kernels, fused = (
-        [op for op, kernel in zip(program.operations, is_kernel, strict=True) if kernel == wanted]
-        for wanted in (True, False)
-    )
-    written = _outputs(fused) & (_inputs(kernels) | set(program.outputs))
-    read = _inputs(fused) & (_outputs(kernels) | set(program.inputs))
-    sent = _outputs(op for op in kernels if op.is_collective)
-    total = scores = weights = launches = 0
-    for value in [*written, *read]:
-        size, narrow = program.bytes(value), is_float8(program.values[value])
-        if value not in depends:
-            weights += OF_FLOAT8 * size * narrow
-        elif program.ends_with(value, of.scores):
-            scores += size
-        else:
-            total += size * (OF_FLOAT8 if narrow else OF_COLLECTIVE if value in sent else 1)
-        if value in written and (narrow or value in depends):
-            launches += 1 + SCALE_KERNELS * narrow
-    scales, agreeing = [op for op in program.operations if op.name == "pmax"], depending(program, agree)
-    agreed = tuple(op.axes for op in scales if agreeing.intersection(op.inputs))
-    return Moved(total, scores, launches, weights, agreed)
-
-
-def depending(program: Program, inputs: Iterable[int]) -> set[int]:
-    """The values of a program that depend on some of its inputs, and these."""
-    depends = set(inputs)
-    for operation in program.operations:
-        if depends.intersection(operation.inputs):
-            depends.update(operation.outputs)
-    return depends
-
-
-def _inputs(operations: Iterable[Operation]) -> set[int | None]:
-    return {value for operation in operations for value in operation.inputs}
-
-
-def _outputs(operations: Iterable[Operation]) -> set[int]:
-    return {value for operation in operations for value in operation.outputs}
 
 
 # --- FLOPs of a step --------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -55,7 +55,7 @@ from mjax.parallel.weights import LAYER, OUT, TOKEN
 from mjax.parallel.zero import computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
-from mjax.planner.program import STAND_IN, Product, Program
+from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 from mjax.step.unrolling import is_unrolled
 
@@ -260,23 +260,31 @@ class _Sample(NamedTuple):
     heads: float
 
 
-@lru_cache(maxsize=1024)
-def _of_sample(of: trace.Traced, kernel: str, recompute: str) -> _Sample:
+def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _Sample:
+    """The sizes of a layer and the head for the samples of a micro-batch."""
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
-    width, (temporaries, biases) = WIDTHS[of.compute], _temporaries(of, layer, backward.program)
+    width, rows = WIDTHS[of.compute], trace.expert_rows(of, samples)
+    more_rows = rows * backward.kept_rows / max(trace.expert_rows(of, 1), 1) - samples * backward.kept_rows
     scores = (product.batch * product.m * product.n for product in layer.of_activations if kernel not in FUSED)
-    besides = [size for elements, size in head.kept if elements != head.logits]
+    temporaries = samples * max(LARGEST * backward.largest, LARGEST_SCORES * backward.scores)
+    if experts := [product for product in layer.of_weights if product.grouped]:
+        # Of each product the dispatched rows and their gradients, and one more array between them or at their end: XLA
+        # dispatches tokens and gradients together, and computes gradients of weights after those of rows.
+        up, down = experts
+        temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
+    # The stream, or keys and values of all positions, whose gradients are whole too.
+    gathered = (4 if of.across == "gather" else 2) * backward.gathered
     return _Sample(
-        stream=backward.stream,
-        kept=backward.kept,
-        offloaded=backward.offloaded,
-        kept_unrolled=backward.kept_unrolled,
-        factors=width * sum(product.batch * product.m * (product.k + product.n) for product in layer.of_trained),
-        work=STREAMS_IN_HAND * backward.stream + temporaries,
-        biases=2 * biases,
-        scores=max(scores, default=0),
-        logits=width * head.logits,
-        heads=sum(besides) + max(besides, default=0),
+        stream=samples * backward.stream,
+        kept=samples * backward.kept + more_rows,
+        offloaded=samples * backward.stream if recompute == "offload" else 0,
+        kept_unrolled=samples * backward.kept_unrolled + more_rows,
+        factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.of_trained),
+        work=samples * (STREAMS_IN_HAND * backward.stream + gathered) + temporaries,
+        biases=2 * samples * backward.biases,
+        scores=samples * max(scores, default=0),
+        logits=samples * width * head.logits,
+        heads=samples * head.kept,
     )
 
 
@@ -288,42 +296,10 @@ def _of_micro_batch(
     """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
     sample in a batch; and whether all samples share the bias of attention."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
-    kinds = [
-        (count, of.kind, _Sample(*trace.of_micro_batch(of, samples, lambda of: _of_sample(of, kernel, recompute))))
-        for count, of in trace.kinds_of(config)
-    ]
+    kinds = [(n, of.kind, _sizes_of(of, kernel, recompute, samples)) for n, of in trace.kinds_of(config)]
     arrays = config.batch_arrays()
     bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
     return kinds, bytes_of_sample, "documents" not in arrays
-
-
-def _temporaries(of: trace.Traced, layer: trace.Layer, program: Program) -> tuple[float, float]:
-    """Bytes of the temporaries of a layer's backward pass; and of the largest written-out bias of its attention."""
-    kernels = [operation for operation in program.operations if operation.is_kernel]
-    written = [value for operation in kernels for value in operation.outputs]
-    scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
-
-    def largest(values: Iterable[int | None]) -> int:
-        return max((program.bytes(value) for value in values if value is not None), default=0)
-
-    collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
-    gathered = largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part))
-    dense = max(LARGEST * largest(set(written) - scores), LARGEST_SCORES * largest(scores.intersection(written)))
-    biases = largest(scores.intersection(v for op in kernels if op.name == STAND_IN for v in op.inputs))
-    # The stream, or keys and values of all positions, whose gradients are whole too.
-    return (_of_experts(of, layer) or dense) + (4 if of.across == "gather" else 2) * gathered, biases
-
-
-def _of_experts(of: trace.Traced, layer: trace.Layer) -> int:
-    """Bytes of the rows of experts that are in memory at once in a layer's backward pass: XLA dispatches tokens and
-    gradients together, and computes gradients of weights after those of rows."""
-    products = [product for product in layer.of_weights if product.grouped]
-    if not products:
-        return 0
-    up, down = products
-    rows = max(product.m for product in trace.layer_program(of)[0].products if product.grouped)
-    # Dispatched rows and their gradients, of both products; and one more array between them or at their end.
-    return WIDTHS[of.compute] * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -682,4 +658,5 @@ def muon_collectives(config: Config) -> Iterator[MuonCollective]:
 def muon_products(count: int, rows: int, columns: int) -> tuple[Product, ...]:
     """The matmuls of the iteration on `count` matrices."""
     stack = jax.ShapeDtypeStruct((count, rows, columns), jnp.float32)
-    return Program(jax.make_jaxpr(newton_schulz)(stack)).products
+    operations = Program(jax.make_jaxpr(newton_schulz)(stack)).operations
+    return tuple(operation.product for operation in operations if operation.product is not None)

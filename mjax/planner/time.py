@@ -4,7 +4,7 @@ Three things are kept apart:
 
     hardware     `Gpu`: data-sheet values (`mjax/cluster/hardware.py`).
     software     `Software`: properties of the program that no config contains: what it sends in addition, in which
-                 dtype, and what it hides. Read from the code, never fitted.
+                 dtype, and what it hides. Read from the code and from compiled programs, never fitted.
     calibration  `Calibration`: the share of the data-sheet rates that kernels reach: a few numbers of one GPU, measured
                  there kernel by kernel, or taken from published runs (`calibration.py`).
 
@@ -14,13 +14,14 @@ The parts of a step, and how each is modelled:
                       or the bytes, if those take longer
     attention         flash: the FLOPs of unmasked scores, by head size, length and direction. Else: two products over
                       s × s, and the scores' bytes
-    memory-bound      LayerNorm, residual sums, GELU: bytes between the traced products (`layer.py`) over `memory` ×
-                      bandwidth, and launches; with a loop over layers also what it fills and copies
-    float8            the layers' products at `float8` × its peak. Scales and rounding are memory-bound kernels of the
-                      trace; ranks agree on a scale in an all-reduce of one number
+    memory-bound      LayerNorm, residual sums, GELU: passes over the stream and over the outputs of column-parallel and
+                      the inputs of row-parallel products (`mjax_traffic`) over `memory` × bandwidth, and launches; with
+                      a loop over layers also what it fills and copies
+    float8            the layers' products at `float8` × its peak; passes that round their operands; ranks agree on a
+                      scale in an all-reduce of one number
     context           attention's collectives, which nothing hides
-    experts           products of a mixture: as many rows for each expert, or in the worst case all tokens to the same
-                      experts; whole tiles of rows. Their tokens' way over `expert` and back is not hidden
+    experts           products of a mixture: as many rows for each expert, in whole tiles. Their tokens' way over
+                      `expert` and back is not hidden
     collectives       a ring: bytes sent over its slowest link, which the rings that leave a server together share, and
                       a message's latency for each rank. What a product hides (`Overlap`) counts only beyond
                       the product's time
@@ -33,36 +34,32 @@ The parts of a step, and how each is modelled:
 The products of a layer and of the head, their shapes, and the number of sums over `model` are read from the traced
 model (`layer.py`), once for each model and size of that axis; the rest is arithmetic. The pieces are those of
 arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
-
-`Software` has the properties of a training program that no config contains. mjax's own program is traced: its products,
-the bytes of its kernels and its collectives. The programs of papers cannot be traced; what their kernels read and write
-was read from their code (`Written`). Nothing here is fitted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from typing import NamedTuple
 
 import jax
 
 from mjax.cluster.hardware import Gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
-from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards, sizes
+from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.kernels import FUSED, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.parallel.grouped import ROWS
+from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Calibration, Rates, default_calibration
-from mjax.planner.layer import Kernels, Moved, hardware_flops, model_flops
+from mjax.planner.layer import hardware_flops, model_flops
 from mjax.planner.memory import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.planner.program import Product
-from mjax.planner.section import Section, good_to
 from mjax.step.precision import in_float8
 from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import named_rows, table
@@ -72,29 +69,6 @@ TILE = ROWS["pallas"]
 
 
 # --- Software ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Written:
-    """Bytes of the kernels of a program that cannot be traced: of 16-bit activations, read and written by one layer's
-    forward pass, per element of the given tensor.
-
-    Attributes:
-      stream: per element of [tokens, h]: LayerNorms, dropout, residual sums.
-      mlp: per element of [tokens, f / p]: GELU.
-      scores: per element of the scores [b, n / p, s, s]: scale, mask, softmax, dropout; not reads and writes of the two
-        products.
-      logits: per element of the vocabulary scores, forward and backward.
-      kernels: launches of a layer's forward pass, except its products.
-      backward: bytes of a backward pass divided by those of the forward.
-    """
-
-    stream: float
-    mlp: float
-    scores: float
-    logits: float
-    kernels: int
-    backward: float
 
 
 @dataclass(frozen=True)
@@ -119,39 +93,107 @@ class Overlap:
     copies: bool = False
 
 
-@dataclass(frozen=True)
-class Software:
-    """A training program.
+class Traffic(NamedTuple):
+    """The memory-bound kernels of a layer and of the head for a micro-batch: bytes that they read and write, launches.
 
     Attributes:
-      name: of the program.
-      written: bytes of its kernels; None if its layers are traced.
+      forward, backward: of a layer, without its scores; the backward pass with what is computed again.
+      scores, scores_backward: of attention that writes its scores.
+      head: forward and backward.
+      kept: bytes that a loop over layers fills and copies for each.
+    """
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    scores: tuple[float, float]
+    scores_backward: tuple[float, float]
+    head: tuple[float, float]
+    kept: float = 0.0
+
+
+# Passes over arrays in 16 bit of the kernels that XLA compiles for H100s, as counted between the traced products of
+# nine families: over a branch's rows of the stream (norms and sums), with one more for each sum over `model`; of a
+# backward pass as multiples of the forward pass, alone and with recomputation; and in it over the whole stream for each
+# sum over `model`.
+STREAM, BACKWARD, REPEATED, SUMMED = 4, 1.4, 1.75, 2.25
+# Passes over scores, forward, backward, and backward with recomputation; over the stream in the head.
+SCORES, HEAD = (3, 5, 6), 6
+# Bytes that round an element of an operand to float8, beyond those of 16 bit, and an element of a weight; launches that
+# round and scale an operand of a product and its weight.
+OPERAND, WEIGHT, SCALES = 2, 6, 8
+# Of a loop over layers: times that what a layer keeps, and its weights, are read or written by copies into and out of
+# stacks; before, each stack is filled with zeros.
+COPIES_OF_KEPT, COPIES_OF_WEIGHTS, COPY_KERNELS = 3, 6, 20
+
+
+def mjax_traffic(layer: LayerTime) -> Traffic:
+    """Return the traffic of mjax's own program: each array at a product is written once before it or read once after
+    it, and what is between two of them fuses."""
+    run, branches, element = layer.run, layer.layer.branches, layer.run.element
+    mesh, recompute = layer.config.mesh, layer.config.train.recompute
+    outputs = layer.samples * sum(p.batch * p.m * p.n for branch in branches for p in branch[:-1])
+    inputs = layer.samples * sum(p.batch * p.m * p.k for *_, p in branches)
+    stream = len(branches) * run.stream
+    rows = stream / (mesh.model if mesh.splits_tokens else 1)
+    # Experts: each row is dispatched, and combined with the others of its token.
+    moved = 2 * layer.samples * sum(p.batch * p.m * min(p.k, p.n) for p in layer.layer.of_weights if p.grouped)
+    local, parallel, again = outputs + inputs + moved + STREAM * rows, mesh.model > 1, recompute != "none"
+    factor, kernels = REPEATED if again else BACKWARD, 4 * len(branches)
+    # The gradients of experts are sums over their rows, written for each micro-batch.
+    backward = element * (factor * local + SUMMED * stream * parallel + layer.experts)
+    operands, weights, launches = 0.0, 0.0, 0
+    if run.float8:
+        operands, weights = OPERAND * (outputs + inputs + 2 * rows), WEIGHT * layer.weights
+        launches = SCALES * len(layer.layer.of_weights)
+    scores = run.element * layer.samples * max((p.batch * p.m * p.n for p in layer.layer.of_activations), default=0)
+    kept = {
+        "none": outputs + inputs + 2 * moved + stream + 1.5 * rows + (not run.flash) * SCORES[0] * scores / element,
+        "selective": outputs + 1.5 * rows,
+        "full": rows / len(branches),
+    }
+    return Traffic(
+        forward=(element * (local + rows * parallel) + operands + weights, kernels + launches),
+        backward=(backward + (1 + again) * operands + weights, factor * kernels + (1 + again) * launches),
+        scores=(SCORES[0] * scores, 3),
+        scores_backward=(SCORES[1 + again] * scores, 3),
+        head=(element * (2 * layer.samples * run.end.logits + HEAD * rows / len(branches)), 6),
+        kept=element * kept.get(recompute, 0.0),
+    )
+
+
+@dataclass(frozen=True)
+class Software:
+    """A training program; by default mjax's own.
+
+    Attributes:
+      traffic: its memory-bound kernels.
       flash: it has a flash attention kernel.
-      overlap: what it hides; None if that depends on the config (`overlap_of`).
+      overlap: what it hides; None if that depends on the config (`mjax_overlap`).
       repeated_sums: all-reduces of a layer that full recomputation repeats. The last one of a layer is dead code, which
         XLA removes.
       gradient_bytes: per element when gradients are summed over `data`.
       accumulate_bytes: read and written per weight when the gradients of a micro-batch are accumulated.
-      optimizer_bytes: read and written per weight by norm, clipping, Adam and the cast to the compute dtype.
+      optimizer_bytes: read and written per weight by norm and clipping, Adam and the cast to the compute dtype: of mjax
+        2, 26 and 6, read from programs compiled for H100s (docs/results/log).
       splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
         2104.04473, section 4.1), with sequence parallelism or without.
       sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
+      sums_stacks: it sums the gradients of each stack of layers as one, after all micro-batches.
     """
 
-    name: str
-    written: Written | None
-    flash: bool
-    overlap: Overlap | None
-    repeated_sums: int
-    gradient_bytes: int
-    accumulate_bytes: int
-    optimizer_bytes: int
-    splits_messages: bool
-    sends_every_tick: bool
+    traffic: Callable[[LayerTime], Traffic] = field(default=mjax_traffic)
+    flash: bool = True
+    overlap: Overlap | None = None
+    repeated_sums: int = 1
+    gradient_bytes: int = 4
+    accumulate_bytes: int = 12
+    optimizer_bytes: int = 34
+    splits_messages: bool = False
+    sends_every_tick: bool = True
+    sums_stacks: bool = True
 
-    def overlap_of(self, config: Config) -> Overlap:
-        """Return the collectives that the program hides with this config."""
-        return self.overlap or mjax_overlap(config, jax.__version_info__)
+
+MJAX = Software()
 
 
 def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
@@ -171,68 +213,7 @@ def mjax_overlap(config: Config, version: tuple[int, ...]) -> Overlap:
     return Overlap(backward=0.0 if newer else 1.0, gradients=alone, weights=0.85 * alone, copies=newer)
 
 
-# The 26 bytes of Adam, 2 of the norm and 6 of the cast were read from programs compiled for H100s (docs/results/log).
-MJAX = Software(
-    name="mjax", written=None, flash=True, overlap=None,
-    repeated_sums=1, gradient_bytes=4, accumulate_bytes=12, optimizer_bytes=34,
-    splits_messages=False, sends_every_tick=True,
-)  # fmt: skip
-
-
 # --- Layers -----------------------------------------------------------------------------------------------------------
-
-
-class Common:
-    """Values shared by the layers and the head: the run, the GPU, collectives. Every method returns seconds.
-
-    Attributes:
-      element: bytes of the compute dtype; `gathered`: of what products are gathered for.
-      tokens: of a micro-batch on this rank of `context`, made of `samples`.
-      kernel: of attention; `flash`: whether it writes no scores.
-      kinds: of layers, as in `trace.kinds_of`.
-      stream: elements of a micro-batch's stream on all ranks of `model`.
-    """
-
-    def __init__(self, config: Config, rates: Rates, software: Software):
-        self.config, self.rates, self.software = config, rates, software
-        model, mesh = config.model, config.mesh
-        self.overlap = software.overlap_of(config)
-        self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
-        self.gathered = 1 if self.float8 else self.element
-        self.samples = config.train.micro_batch
-        self.tokens = self.samples * model.sequences * model.sequence // mesh.context
-        self.kernel = attention_on_gpu(config, rates.gpu.compute_capability)
-        self.flash = software.flash and self.kernel in FUSED
-        self.kinds = trace.kinds_of(config)
-        self.stream = self.samples * trace.layer_forward(self.kinds[0][1]).elements
-
-    @cached_property
-    def layer_sum(self) -> float:
-        """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
-        if self.config.mesh.splits_tokens:
-            return self.layer_scatter + self.layer_gather
-        return self.rates.sum(self.config.mesh.model, 1, self.element * self.stream)
-
-    @cached_property
-    def layer_scatter(self) -> float:
-        return self.rates.gather(self.config.mesh.model, 1, self.element * self.stream)
-
-    @cached_property
-    def layer_gather(self) -> float:
-        return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
-
-    def exposed_zero(self, seconds: float, work: float) -> float:
-        """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
-        return seconds - min(self.overlap.weights * seconds, work)
-
-    def seconds_of(self, moved: Moved) -> float:
-        """Memory-bound kernels."""
-        return self.rates.traffic(moved.bytes + moved.weights, moved.kernels)
-
-    @cached_property
-    def looped(self) -> bool:
-        """True if the layers of a traced program run in a loop."""
-        return self.software.written is None and not is_unrolled(self.config, on_gpu=True)
 
 
 def over_replicas(mesh: MeshConfig, collective: Callable, width: float, weights: float, experts: float = 0.0) -> float:
@@ -248,29 +229,37 @@ class LayerTime:
     """The work of one device in a layer, part by part; every method returns seconds.
 
     Attributes:
-      run: shared by all layers; `config` to `samples` are its attributes.
-      of, layer: of its kind, and its products.
+      run: shared by all layers.
+      layer: its products.
       weights: elements of its weights, as used in the computation; of them `experts` are split over `expert`, and
         `trained` have gradients.
-      worst: all tokens of a mixture choose the same experts.
     """
 
-    def __init__(self, run: Common, layers: int, of: trace.Traced, worst: bool = False):
+    def __init__(self, run: _MicroBatch, layers: int, of: trace.Traced):
         self.run, self.config, self.rates, self.software = run, run.config, run.rates, run.software
-        self.overlap, self.element, self.samples = run.overlap, run.element, run.samples
-        self.of, self.layer, self.worst = of, trace.layer_forward(of), worst
-        weights, of_stage = weights_of_device(run.config.model, run.config.mesh, of.kind), layers / run.config.mesh.pipe
+        self.samples, self.layer = run.samples, trace.layer_forward(of)
+        mesh, of_stage = run.config.mesh, layers / run.config.mesh.pipe
+        weights = weights_of_device(run.config.model, mesh, of.kind)
         self.weights, self.experts = weights.layers / of_stage, weights.experts / of_stage
-        self.trained = weights_of_device(run.config.model, run.config.mesh, of.kind, trained=True).layers / of_stage
+        self.trained = weights_of_device(run.config.model, mesh, of.kind, trained=True).layers / of_stage
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
         """The parts: the forward pass, and the halves of the backward pass: inputs, weights."""
         return [self._forward(), self._backward_inputs(), {"matmul": self._weight_gradients(self.layer.of_trained)}]
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Its memory-bound kernels."""
+        return self.software.traffic(self)
+
     def _forward(self) -> dict[str, float]:
-        over_model, over_data = self._agreed(0)
-        work = {"matmul": self._forward_products, "attention": self._attention, "elementwise": self._kernels[0]}
+        over_model, over_data = self._agreed
+        work = {
+            "matmul": self._forward_products,
+            "attention": self._attention(backward=False),
+            "elementwise": self.rates.traffic(*self.traffic.forward),
+        }
         gathers = self._over_data(self.run.gathered)
         forward = {
             **work,
@@ -281,49 +270,39 @@ class LayerTime:
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
-    @cached_property
-    def _to_host(self) -> float:
-        """A copy of what a layer keeps in host memory, one way."""
-        kernel, recompute = self._traced_kernel, self.config.train.recompute
-
-        def offloaded(of: trace.Traced) -> tuple[float, ...]:
-            return (trace.layer_backward(of, kernel, recompute).offloaded,)
-
-        if recompute != "offload":
-            return 0.0
-        return self.rates.host(*trace.of_micro_batch(self.of, self.samples, offloaded))
-
     @property
-    def _traced_kernel(self) -> str:
-        return "cudnn" if self.run.flash else "xla"
+    def _to_host(self) -> float:
+        """A copy of the layer's input to host memory, one way."""
+        mesh = self.config.mesh
+        offloaded = self.run.element * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
+        return self.rates.host(offloaded) if self.config.train.recompute == "offload" else 0.0
 
     def _backward_inputs(self) -> dict[str, float]:
         """A layer's backward pass without its weight gradients, including recomputation."""
-        recompute, software = self.config.train.recompute, self.software
+        recompute, run, overlap = self.config.train.recompute, self.run, self.run.overlap
         to_inputs = sum(self._product(product, product.k, product.n) for product in self.layer.of_weights)
-        over_model, over_data = self._agreed(1)
+        over_model, over_data = self._agreed
         whole, attention = recompute in ("full", "offload"), recompute != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
-            sent = 2 * self.run.layer_gather + software.repeated_sums * self.run.layer_scatter
-            repeated = sent - self.overlap.repeated * self.run.layer_gather
+            repeated = (2 - overlap.repeated) * run.layer_gather + self.software.repeated_sums * run.layer_scatter
         elif whole:
-            repeated = software.repeated_sums * self.run.layer_sum
+            repeated = self.software.repeated_sums * run.layer_sum
         elif attention and split:  # the two gathers are repeated
-            repeated = 2 * self.run.layer_gather - min(2 * self.overlap.repeated * self.run.layer_gather, to_inputs)
+            repeated = 2 * run.layer_gather - min(2 * overlap.repeated * run.layer_gather, to_inputs)
         work = {
             "matmul": to_inputs + whole * self._forward_products,
-            "attention": self._attention_backward + attention * self._attention,
-            "elementwise": self._kernels[1] + self._loop,
+            "attention": self._attention(backward=True) + attention * self._attention(backward=False),
+            "elementwise": self.rates.traffic(*self.traffic.backward) + self._loop,
         }
-        stored = self._over_data(self.run.gathered) + self._over_data(software.gradient_bytes, self.trained)
+        stored = self._over_data(run.gathered) + self._over_data(self.software.gradient_bytes, self.trained)
         overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_trained)
         return {
             **work,
             "model": self._exposed_backward + repeated + over_model,
             "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
-            "data": self.run.exposed_zero(stored, overlapped) + over_data,
+            "data": run.exposed_zero(stored, overlapped) + over_data,
             "host": self._to_host,
         }
 
@@ -332,11 +311,8 @@ class LayerTime:
         return sum(self._product(product, product.n, product.k) for product in self.layer.of_weights)
 
     def _weight_gradients(self, products: Iterable[Product]) -> float:
-        seconds = 0.0
-        for product in products:
-            rows, groups = self._rows(product)
-            seconds += self.rates.product(product.k, product.n, rows, groups, float8=self.run.float8)
-        return seconds
+        rows = ((product, *self._rows(product)) for product in products)
+        return sum(self.rates.product(p.k, p.n, m, groups, float8=self.run.float8) for p, m, groups in rows)
 
     def _product(self, product: Product, n: int, k: int) -> float:
         """[tokens, k] × [k, n] for the tokens of a product with a weight."""
@@ -345,22 +321,17 @@ class LayerTime:
 
     def _rows(self, product: Product) -> tuple[float, int]:
         """The rows of a product with a weight, and the number of weights with so many; experts have whole tiles."""
-        rows, groups = self.samples * product.m, product.batch
-        if not product.grouped:
-            return rows, 1
-        model, mesh = self.config.model, self.config.mesh
-        if self.worst:
-            local = model.parted_experts() // mesh.expert
-            rows, groups = self.run.tokens * mesh.expert, min(model.taken_experts(), local)
-        return TILE * math.ceil(rows / TILE), groups
+        rows = self.samples * product.m
+        return (TILE * math.ceil(rows / TILE), product.batch) if product.grouped else (rows, 1)
 
     @cached_property
     def _over_experts(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
         mesh, seconds = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
-        for name, whole in trace.layer_collectives(self.of, EXPERT):
-            seconds[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
+        for axis, name, whole in self.layer.collectives:
+            if axis == EXPERT:
+                seconds[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
         return seconds["all_gather"], seconds["reduce_scatter"]
 
     @cached_property
@@ -368,77 +339,42 @@ class LayerTime:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
         mesh, seconds, exchanged = self.config.mesh, [0.0, 0.0], 0
-        for name, whole in trace.layer_collectives(self.of, CONTEXT):
-            seconds[exchanged == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
-            exchanged += name == "all_to_all"  # of queries, keys and values, then of the result
+        for axis, name, whole in self.layer.collectives:
+            if axis == CONTEXT:
+                seconds[exchanged == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
+                exchanged += name == "all_to_all"  # of queries, keys and values, then of the result
         return tuple(seconds)
 
-    @cached_property
-    def _attention(self) -> float:
-        if not self.layer.of_activations:
+    def _attention(self, backward: bool) -> float:
+        """Scores, softmax and weighted sums. A flash kernel has five products backward for two forward, because it
+        computes the scores again (arXiv 2307.08691)."""
+        products, model = self.layer.of_activations, self.config.model
+        if not products:
             return 0.0
         if self.run.flash:
-            return self._flash(backward=False)
-        return self._score_products + self._scores[0]
-
-    @cached_property
-    def _attention_backward(self) -> float:
-        if not self.layer.of_activations:
-            return 0.0
-        if self.run.flash:  # five products for two: it recomputes the scores (arXiv 2307.08691)
-            return self._flash(backward=True)
-        return 2 * self._score_products + self._scores[1]
-
-    def _flash(self, backward: bool) -> float:
-        products, model = self.layer.of_activations, self.config.model
-        flops = self.samples * sum(product.flops for product in products) / (2 if model.causal else 1)
-        return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
-
-    @cached_property
-    def _score_products(self) -> float:
-        products = self.layer.of_activations
-        return sum(self.rates.product(p.m, p.n, p.k, p.batch * self.samples) for p in products)
-
-    @cached_property
-    def _scores(self) -> tuple[float, float]:
-        """Passes over stored scores, in the forward and in the backward pass."""
-        written = self.software.written
-        if written is None:
-            return tuple(self.rates.traffic(moved.scores, 3) for moved in self.traced[:2])
-        elements = self.samples * max(p.batch * p.m * p.n for p in self.layer.of_activations)
-        forward = self.rates.traffic(written.scores * elements * self.element / 2, 3)
-        return forward, written.backward * forward
-
-    @cached_property
-    def traced(self) -> Kernels:
-        """Bytes that the traced kernels move for a micro-batch."""
-        recompute = self.config.train.recompute
-        return trace.kernels_of_micro_batch(self.of, self._traced_kernel, recompute, self.samples)
-
-    @cached_property
-    def _kernels(self) -> tuple[float, float]:
-        """Memory-bound kernels of a layer, forward, and backward with what is computed again."""
-        mesh, written = self.config.mesh, self.software.written
-        if written is None:
-            return tuple(map(self.run.seconds_of, self.traced[:2]))
-        stream = written.stream * self.run.stream / (mesh.model if mesh.splits_tokens else 1)
-        down = self.layer.branches[-1][-1]
-        mlp = written.mlp * self.samples * down.m * down.k
-        forward = self.rates.traffic((stream + mlp) * self.element / 2, written.kernels)
-        return forward, (written.backward + (self.config.train.recompute != "none")) * forward
+            flops = self.samples * sum(product.flops for product in products) / (2 if model.causal else 1)
+            return self.rates.flash((2.5 if backward else 1) * flops, products[0].k, model.sequence, backward)
+        written = self.traffic.scores_backward if backward else self.traffic.scores
+        matmuls = sum(self.rates.product(p.m, p.n, p.k, p.batch * self.samples) for p in products)
+        return (2 if backward else 1) * matmuls + self.rates.traffic(*written)
 
     @cached_property
     def _loop(self) -> float:
-        """Cost of a loop for each layer: filling stacks and copying."""
+        """Cost of a loop for each layer: filling stacks and copying, unless the copies run during products."""
         if not self.run.looped:
             return 0.0
-        return self.rates.traffic(*trace.looped(self.traced.kept, self.element * self.weights, self.overlap.copies))
+        kept, weights = self.traffic.kept, self.run.element * self.weights
+        if self.run.overlap.copies:
+            return self.rates.traffic(kept + weights, 0)
+        return self.rates.traffic((1 + COPIES_OF_KEPT) * kept + (1 + COPIES_OF_WEIGHTS) * weights, COPY_KERNELS)
 
-    def _agreed(self, backward: int) -> tuple[float, float]:
-        """The all-reduces of the scales of arrays in float8, as collectives over `model` and over `data`."""
-        mesh, agreed = self.config.mesh, self.traced[backward].agreed if self.run.float8 else ()
-        ranks = [(math.prod(sizes(mesh)[axis] for axis in axes), 1 if MODEL in axes else mesh.model) for axes in agreed]
-        seconds = sum(self.rates.agree(*each) for each in ranks)
+    @cached_property
+    def _agreed(self) -> tuple[float, float]:
+        """The all-reduces of the scales of a pass's operands in float8, as collectives over `model` or `data`."""
+        mesh = self.config.mesh
+        if not self.run.float8:
+            return 0.0, 0.0
+        seconds = len(self.layer.of_weights) * self.rates.agree(mesh.model * copies(mesh), 1)
         return (0.0, seconds) if copies(mesh) > 1 else (seconds, 0.0)
 
     @cached_property
@@ -447,13 +383,10 @@ class LayerTime:
 
         A collective that overlaps the weight gradients of column-parallel layers costs nothing while these run.
         """
-        split = self.config.mesh.splits_tokens
-        hidden = self.overlap.backward * (2 * self.run.layer_scatter if split else self.run.layer_sum)
-        trained, gradients = iter(self.layer.trained), []
-        for branch in self.layer.branches:
-            own = [product for product, of in zip(branch, islice(trained, len(branch)), strict=True) if of]
-            gradients.append(self._weight_gradients(own[:-1]))  # the last is row-parallel
-        return sum(self.run.layer_sum - min(hidden, overlapped) for overlapped in gradients)
+        run = self.run
+        hidden = run.overlap.backward * (2 * run.layer_scatter if self.config.mesh.splits_tokens else run.layer_sum)
+        columns = ([product for product in branch[:-1] if product.trained] for branch in self.layer.branches)
+        return sum(run.layer_sum - min(hidden, overlapped) for overlapped in map(self._weight_gradients, columns))
 
     def _over_data(self, width: float, weights: float | None = None) -> float:
         """ZeRO-3: a gather of a layer's weights, or a scatter of some gradients, of `width` bytes per element."""
@@ -550,11 +483,7 @@ def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]],
 
 
 def predict_time(
-    config: Config,
-    gpu: Gpu,
-    calibration: Calibration | None = None,
-    software: Software = MJAX,
-    worst: bool = False,
+    config: Config, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -563,22 +492,18 @@ def predict_time(
       gpu: the hardware. Neighbours in a server are ranks of `model`, then of `data`, then of `pipe`.
       calibration: rates; by default the planner's own for this GPU.
       software: the program.
-      worst: all tokens of a mixture choose the same experts; by default each expert is chosen as often.
 
     Raises:
       UsageError: the GPU has no peak for the config's compute dtype, or does not support its attention kernel.
     """
-    return TimePredictor(gpu, calibration, software, worst)(config)
+    return TimePredictor(gpu, calibration, software)(config)
 
 
 class TimePredictor:
     """Predicts the time of steps; arguments as for `predict_time`. Configs share what they have in common."""
 
-    def __init__(
-        self, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX, worst: bool = False
-    ):
-        self.gpu, self.calibration = gpu, calibration or default_calibration(gpu)
-        self.software, self.worst = software, worst
+    def __init__(self, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX):
+        self.gpu, self.calibration, self.software = gpu, calibration or default_calibration(gpu), software
         self._rates, self._work = lru_cache(partial(Rates, gpu, self.calibration)), lru_cache(4096)(self._work_of)
 
     def mean(self, config: Config) -> float:
@@ -603,7 +528,7 @@ class TimePredictor:
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")
-        if config.model.parted_experts():
+        if config.model.experts:
             untimed.append("the products of experts, which count as cuBLAS's here")
         if train.recompute == "offload":
             host = f"{self.gpu.host_bandwidth / 1e9:g} GB/s"
@@ -641,20 +566,56 @@ class TimePredictor:
             loss_chunks=loss_chunks,
         )
         config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
-        return _MicroBatch(config, self._rates(compute), self.software, self.worst)
+        return _MicroBatch(config, self._rates(compute), self.software)
 
 
-class _MicroBatch(Common):
+class _MicroBatch:
     """The work of one device for a micro-batch, part by part; every method returns seconds.
 
     Attributes:
+      element: bytes of the compute dtype; `gathered`: of what products are gathered for.
+      tokens: of a micro-batch on this rank of `context`, made of `samples`.
+      kernel: of attention; `flash`: whether it writes no scores.
+      stream: elements of a micro-batch's stream on all ranks of `model`.
+      looped: whether the layers run in a loop.
+      end: the head.
       layers: of a stage, and one of them, for each kind.
     """
 
-    def __init__(self, config: Config, rates: Rates, software: Software, worst: bool = False):
-        super().__init__(config, rates, software)
-        self.end = trace.head(self.kinds[0][1])
-        self.layers = [(n // config.mesh.pipe, LayerTime(self, n, of, worst)) for n, of in self.kinds]
+    def __init__(self, config: Config, rates: Rates, software: Software):
+        self.config, self.rates, self.software = config, rates, software
+        model, mesh = config.model, config.mesh
+        self.overlap = software.overlap or mjax_overlap(config, jax.__version_info__)
+        self.element, self.float8 = WIDTHS[config.precision.compute], in_float8(config.precision)
+        self.gathered = 1 if self.float8 else self.element
+        self.samples = config.train.micro_batch
+        self.tokens = self.samples * model.sequences * model.sequence // mesh.context
+        self.kernel = attention_on_gpu(config, rates.gpu.compute_capability)
+        self.flash = software.flash and self.kernel in FUSED
+        self.looped = software.sums_stacks and not is_unrolled(config, on_gpu=True)
+        kinds = trace.kinds_of(config)
+        self.stream = self.samples * trace.layer_forward(kinds[0][1]).elements
+        self.end = trace.head(kinds[0][1])
+        self.layers = [(n // mesh.pipe, LayerTime(self, n, of)) for n, of in kinds]
+
+    @cached_property
+    def layer_sum(self) -> float:
+        """One sum of a stream over `model`; with sequence parallelism a reduce-scatter and an all-gather."""
+        if self.config.mesh.splits_tokens:
+            return self.layer_scatter + self.layer_gather
+        return self.rates.sum(self.config.mesh.model, 1, self.element * self.stream)
+
+    @cached_property
+    def layer_scatter(self) -> float:
+        return self.rates.gather(self.config.mesh.model, 1, self.element * self.stream)
+
+    @cached_property
+    def layer_gather(self) -> float:
+        return self.rates.gather(self.config.mesh.model, 1, self.gathered * self.stream)
+
+    def exposed_zero(self, seconds: float, work: float) -> float:
+        """Exposed seconds of ZeRO's collectives that take `seconds` and overlap `work`."""
+        return seconds - min(self.overlap.weights * seconds, work)
 
     @cached_property
     def passes(self) -> list[dict[str, float]]:
@@ -684,11 +645,7 @@ class _MicroBatch(Common):
         embedding = self.rates.traffic(9 * self.element * self.stream, 3)
         if not self.end.products:
             return embedding
-        written = self.software.written
-        if written is None:
-            moved = self.seconds_of(self.layers[0][1].traced.head)
-        else:
-            moved = self.rates.traffic(written.logits * self.samples * self.end.logits, 6)
+        moved = self.rates.traffic(*self.layers[0][1].traffic.head)
         products = [self.rates.product(self.tokens, product.n, product.k) for product in self.end.products]
         seconds = embedding + moved + (3 if self.end.trained else 2) * sum(products)
         if (chunks := self.config.train.loss_chunks) > 1:  # as many bytes, and the logits once more
@@ -760,12 +717,12 @@ class _Step:
         weights = shared if mesh.zero == 3 else self.weights.layers + shared
         trained = own_shared if mesh.zero == 3 else own.layers + own_shared
         # A traced program sums the gradients of several micro-batches behind the loop over them.
-        hidden = self.work.overlap.gradients and not self.work.looped and (m == 1 or software.written is not None)
+        hidden = self.work.overlap.gradients and not self.work.looped and (m == 1 or not software.sums_stacks)
         overlapped = hidden * sum(self.work.of_passes[1:])
         if not mesh.zero:
             whole = over_replicas(mesh, rates.sum, software.gradient_bytes, trained, own.experts)
             # A traced program sums each stack as one; the last of them and the embedding have nothing beside them.
-            last = (own_shared + own.largest) * (software.written is None)
+            last = (own_shared + own.largest) * software.sums_stacks
             alone = rates.sum(copies(mesh), mesh.model, software.gradient_bytes * last)
             return seconds + (max(alone, whole - overlapped) if hidden else whole)
         narrow = (self.element - self.gathered) * (weights - shared)  # fewer bytes
@@ -834,7 +791,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     """
     calibration = calibration or default_calibration(gpu)
     step = predict_time(config, gpu, calibration)
-    worst = predict_time(config, gpu, calibration, worst=True) if config.model.parted_experts() else None
     devices, compute = config.mesh.devices, config.precision.compute
     tokens_per_second = config.train.global_batch * config.model.sequences * config.model.sequence / step.total
     peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if in_float8(config.precision) else ""
@@ -848,7 +804,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "between": step.between(step.total),
         "caveats": list(step.caveats),
         "parts": step.parts,
-        "worst_router": {"seconds": worst.total, "parts": worst.parts} if worst else None,
         "model_flops": model_flops(config),
         "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
@@ -865,9 +820,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
     spent["a step"] = step.total
     cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
     rows = {"beyond": "; ".join(step.caveats)} if step.caveats else {}
-    if worst:
-        rows["balanced router"] = f"{1e3 * step.total:,.1f} ms a step, as above: every expert has as many tokens"
-        rows["worst router"] = f"{1e3 * worst.total:,.1f} ms: all tokens choose the same experts"
     rows |= {
         "error bar": _error_bar(step, calibration),
         "rates": _rates(calibration, gpu, compute),

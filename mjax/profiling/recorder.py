@@ -13,49 +13,79 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
+from mjax.cluster.processes import is_first
+from mjax.errors import first_line
 from mjax.profiling.breakdown import Breakdown
 from mjax.profiling.trace import ASIDE, WINDOW, read_trace
-from mjax.run.options import Profile
+from mjax.run.callbacks import Callback
 from mjax.utils.figures import human_bytes
 from mjax.utils.files import make_folder, write_whole
 
+if TYPE_CHECKING:
+    from mjax.run.loop import Run
+    from mjax.run.metrics import Record
 
-class Recorder(Profile):
-    """Profiles some steps of a run, once.
 
-    Its failures are reported with `say`, and the run continues.
+class Recorder(Callback):
+    """Profiles some steps of a run, once; its failures are reported, and the run continues.
 
     Attributes:
       steps: to profile; none once they are recorded.
     """
 
-    def __init__(self, steps: range, run: Path):
-        """Nothing is written before the first of `steps`; `run` is the run folder."""
-        self.steps, self.run = steps, run
+    def __init__(self, steps: range):
+        """Nothing is written before the first of `steps`."""
+        self._edges = {steps.start - 1, steps[-1]}
+        self.steps = steps if is_first() else range(0)
         self._first: int | None = None  # step, while it records
         self._window, self._aside = ExitStack(), ExitStack()  # annotations in the trace
 
-    def starts(self, after: int) -> None:
+    def on_start(self, run: Run) -> None:
         """Report steps that the run has taken already."""
-        if after >= self.steps.start:
-            self.say(f"note: the run continues after step {after}, and --profile records later steps only")
+        self.close()
+        self._say = run.say
+        if self.steps and run.step >= self.steps.start:
+            run.say(f"note: the run continues after step {run.step}, and --profile records later steps only")
 
-    def begins(self, step: int) -> bool:
-        """Return True if `step` is the first one to profile."""
-        return self._first is None and step in self.steps
+    def needs_state(self, run: Run, step: int) -> bool:
+        """Return True before the first step to profile, and after the last: no step may be in flight."""
+        return step in self._edges
 
-    def begin(self, step: int, train_step: Callable, arguments: tuple) -> None:
-        """Start to record."""
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Start to record; leave evaluations and saves out of the table."""
+        self._aside.close()
+        if self._first is not None and activity in ("evaluating", "saving"):
+            self._aside.enter_context(TraceAnnotation(ASIDE))
+        elif self._first is None and step in self.steps and run.step < step:
+            self._begin(run, step)
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Report after the last step."""
+        if self._first is not None and run.step == step and (run.ends or step == self.steps[-1]):
+            with self._reported():
+                self._report(self._stop(), step, run.folder)
+
+    def close(self) -> None:
+        """Leave nothing recording, however the steps end."""
+        if self._first is not None:
+            self._say(f"the profile that began with step {self._first} is abandoned")
+            with self._reported():
+                self._stop()
+                shutil.rmtree(self._folder)
+
+    def _begin(self, run: Run, step: int) -> None:
         with self._reported():
-            self._compiled = train_step.lower(*arguments).compile()  # shared with the call that follows
-            self._folder = self.run / "profile" / f"steps_{step}_to_{self.steps[-1]}"
+            arguments = run.state, *run.arguments
+            self._compiled = run.programs[run.size].train_step.lower(*arguments).compile()  # shared with the step
+            self._folder = run.folder / "profile" / f"steps_{step}_to_{self.steps[-1]}"
             if self._folder.exists():
                 shutil.rmtree(self._folder)
             make_folder(self._folder)
@@ -64,36 +94,9 @@ class Recorder(Profile):
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
             self._first = step
             self._window.enter_context(TraceAnnotation(WINDOW))
+            run.restart_clock()
             return
         self.steps = range(0)
-
-    def ends(self, step: int) -> bool:
-        """Return True if `step` is the last one to profile."""
-        return self._first is not None and step == self.steps[-1]
-
-    def pause(self, step: int, last: bool) -> None:
-        """Leave out of the table what follows until `resume`; report if `step` is the last to profile, or of all."""
-        if self._first is not None and not (last or self.ends(step)):
-            self._aside.enter_context(TraceAnnotation(ASIDE))
-        elif self._first is not None:
-            with self._reported():
-                self._report(self._stop(), step)
-
-    def resume(self) -> None:
-        """Count from here on."""
-        self._aside.close()
-
-    @contextlib.contextmanager
-    def or_nothing(self) -> Iterator[None]:
-        """A context that leaves nothing recording, however the steps in it end."""
-        try:
-            yield
-        finally:
-            if self._first is not None:
-                self.say(f"the profile that began with step {self._first} is abandoned")
-                with self._reported():
-                    self._stop()
-                    shutil.rmtree(self._folder)
 
     def _stop(self) -> int:
         """Stop recording; returns the first step."""
@@ -103,7 +106,7 @@ class Recorder(Profile):
         jax.profiler.stop_trace()
         return first
 
-    def _report(self, first: int, last: int) -> None:
+    def _report(self, first: int, last: int, run: Path) -> None:
         jax.profiler.save_device_memory_profile(str(self._folder / "memory.pprof"))
         (trace,) = self._folder.rglob("*.xplane.pb")
         step = Breakdown(*read_trace(ProfileData.from_file(str(trace)), self._compiled.as_text()), last - first + 1)
@@ -120,15 +123,14 @@ class Recorder(Profile):
         ]
         write_whole(self._folder / "table.txt", "\n".join(lines) + "\n")
         for line in lines:
-            self.say(line)
-        self.say(f"trace       tensorboard --logdir {self.run}, with the package xprof")
-        self.say(f"            https://ui.perfetto.dev opens {trace.parent / 'perfetto_trace.json.gz'}")
-        self.say(f"memory      pprof -http=: {self._folder / 'memory.pprof'}")
+            self._say(line)
+        self._say(f"trace       tensorboard --logdir {run}, with the package xprof")
+        self._say(f"            https://ui.perfetto.dev opens {trace.parent / 'perfetto_trace.json.gz'}")
+        self._say(f"memory      pprof -http=: {self._folder / 'memory.pprof'}")
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of a full disk, a profiler in use, a trace in an unknown form
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.say(f"the profile failed ({reason}): the run continues")
+            self._say(f"the profile failed ({first_line(error)}): the run continues")

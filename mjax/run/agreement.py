@@ -1,4 +1,4 @@
-"""Comparison of the processes of a run before the first step, and of the replicas of its weights during it.
+"""Comparison of the processes of a run before the first step.
 
 Many processes train one model only if all run the same program on the same data: another learning rate, seed, data file
 or line of code in one of them silently gives a useless checkpoint. So each process describes itself in facts, process 0
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import secrets
@@ -23,32 +22,22 @@ import socket
 import sys
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.folders import MANIFEST, checkpoint_steps
 from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
-from mjax.config.axes import NAMES, holding
 from mjax.config.datasets import parse_blend
 from mjax.config.marks import PER_PROCESS, marks_of
-from mjax.data.indexed import IndexedDataset
 from mjax.data.sources import TrainingData, digest_of_folder
-from mjax.errors import UnhealthyError, UsageError
-from mjax.parallel import mappings
-from mjax.parallel.random import words_of
-from mjax.run.continuing import PATHS, Origin
-from mjax.utils.names import leaf_name
+from mjax.errors import UsageError, shortened
+from mjax.run.continuing import PATHS, Origin, digests_of
 from mjax.utils.packages import installed, source_hashes
 
 PACKAGES = re.compile(
@@ -113,18 +102,13 @@ def disagreement(given: Sequence[dict[str, Any]]) -> str:
         found.append(f"{name} {', '.join(parts)}, {shown[most]} on {rest}")
     if not found:
         return ""
-    if len(found) > MOST_SHOWN:
-        found[MOST_SHOWN:] = [f"and {len(found) - MOST_SHOWN} more differences"]
-    return (
-        f"the processes of this run do not agree: {'; '.join(found)}; start all with the same flags, files and software"
-    )
+    shown = "; ".join(shortened(found, MOST_SHOWN, "more differences"))
+    return f"the processes of this run do not agree: {shown}; start all with the same flags, files and software"
 
 
 def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
     """`process 2 on node7`, `processes 2 on node7 and 5 on node9`, …"""
-    named = [f"{index} on {hosts[index]}" for index in indices[:MOST_SHOWN]]
-    if len(indices) > MOST_SHOWN:
-        named.append(f"{len(indices) - MOST_SHOWN} more")
+    named = shortened([f"{index} on {hosts[index]}" for index in indices], MOST_SHOWN)
     return f"process{'es' * (len(indices) > 1)} {' and '.join(named)}"
 
 
@@ -150,13 +134,10 @@ def data_facts(config: Config, data: TrainingData) -> Facts:
     if data.tokenizer is not None:
         digest = digest_of_folder(data.tokenizer)
         facts["tokenizer"] = digest, f"{data.tokenizer} ({digest[:8]})"
-    for field in () if config.data.mock else PATHS:
-        if values := getattr(config.data, field):
-            flag = f"--data.{field.replace('_', '-')}"
-            blend = parse_blend(values, flag)
-            digests = [IndexedDataset(prefix).digest for prefix in blend.prefixes]
-            shown = " ".join(values) + f" (tokens {'+'.join(digest[:8] for digest in digests)})"
-            facts[flag] = json.dumps([blend.weights, digests]), shown
+    for field, digests in digests_of(config.data).items():
+        values = getattr(config.data, field)
+        shown = " ".join(values) + f" (tokens {'+'.join(digest[:8] for digest in digests)})"
+        facts[f"--data.{field.replace('_', '-')}"] = json.dumps([parse_blend(values).weights, digests]), shown
     return facts
 
 
@@ -235,115 +216,3 @@ def _not_shared(given: Sequence[dict[str, Any]]) -> str:
         f"process 0 on {hosts[0]} has its run folder at {given[0]['folder']}, and {_processes(blind, hosts)} "
         f"cannot see it at {given[blind[0]]['folder']}; use --runs with a folder on a file system that all share"
     )
-
-
-# --- Replicas, which must be bit-identical ----------------------------------------------------------------------------
-#
-# Every replica keeps its own copy of the weights and updates it with the same summed gradient, so the copies stay equal
-# without being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a process
-# that runs something else affects one copy, and through its gradients slowly corrupts all others.
-#
-# So each device hashes its shards, and the hashes, four bytes per array, are gathered and compared on the host of every
-# process, all with the same result. Weights that ZeRO splits over the replicas exist once: there is nothing to compare.
-# Ranks of `context` have copies too. Experts that `expert` splits have one in each of its groups.
-#
-# The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of a single
-# element is always detected, and any other change is missed with probability 2^-32.
-
-DIMS = [NAMES.index(axis) for axis in holding()]
-"""The dims of the device array along which replicas are numbered."""
-MOST_DEVICES = 4  # shown
-
-
-class Replicas:
-    """The copies of one model on its data-parallel replicas.
-
-    Args:
-      model: abstract weights with shardings.
-      mesh: the mesh they are on.
-    """
-
-    def __init__(self, model: Any, mesh: Mesh):
-        leaves = jax.tree_util.tree_leaves_with_path(model)
-        self.mesh = mesh
-        along = [self._copied_along(leaf.sharding.spec) for _, leaf in leaves]
-        self._copied = [index for index, dims in enumerate(along) if dims]
-        self._along = [along[index] for index in self._copied]
-        self._names = [leaf_name(leaves[index][0]) for index in self._copied]
-        specs = [leaves[index][1].sharding.spec for index in self._copied]
-        self._hash = jax.jit(jax.shard_map(_hashes, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True))
-
-    def check(self, step: int, model: Any) -> None:
-        """Compare the copies of the weights after `step`. Every process calls this.
-
-        Raises:
-          UnhealthyError: they differ; in every process.
-        """
-        if not self._names:
-            return
-        leaves = jax.tree.leaves(model)
-        hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))
-        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by place on the mesh, the arrays that differ there
-        places = np.moveaxis(np.indices(hashes.shape[:-1]), 0, -1)  # [*mesh, dims of the mesh]
-        for leaf, dims in enumerate(self._along):
-            last = range(-len(dims), 0)
-            copies = np.moveaxis(hashes[..., leaf], dims, last).reshape(-1, self._copies(dims))
-            of_copies = np.moveaxis(places, dims, [dim - 1 for dim in last]).reshape(*copies.shape, len(NAMES))
-            for same, where in zip(copies.tolist(), of_copies.tolist(), strict=True):
-                (usual, most), *others = Counter(same).most_common()
-                if not others:
-                    continue
-                tied = others[0][1] == most  # either may be right
-                for copy, place in zip(same, where, strict=True):
-                    if tied or copy != usual:
-                        odd[*place].append(self._names[leaf])
-        if odd:
-            raise UnhealthyError(self._sentence(step, odd))
-
-    def _copied_along(self, spec: P) -> list[int]:
-        """The dims of the device array along which a weight with this spec has copies to compare."""
-        split = jax.tree.leaves(tuple(spec))
-        return [dim for dim in DIMS if NAMES[dim] not in split and self.mesh.shape[NAMES[dim]] > 1]
-
-    def _copies(self, dims: list[int]) -> int:
-        return math.prod(self.mesh.shape[NAMES[dim]] for dim in dims)
-
-    def _replica(self, place: tuple[int, ...]) -> int:
-        """The number of the replica at a place on the mesh."""
-        number = 0
-        for dim in DIMS:
-            number = number * self.mesh.shape[NAMES[dim]] + place[dim]
-        return number
-
-    def _sentence(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
-        names = list(dict.fromkeys(name for of_device in odd.values() for name in of_device))
-        places = [self._place(place) for place in sorted(odd, key=self._replica)]
-        if len(places) > MOST_DEVICES:
-            places[MOST_DEVICES:] = [f"{len(places) - MOST_DEVICES} more"]
-        what = names[0] + (f" and {len(names) - 1} more arrays" if len(names) > 1 else "")
-        differ = "differs from the others" if len(places) == 1 else "differ"
-        return (
-            f"after step {step} the replicas have different weights: {' and '.join(places)} {differ} in {what}; "
-            "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
-            "comparison: find out which, exclude that host, and run the same command to continue"
-        )
-
-    def _place(self, place: tuple[int, ...]) -> str:
-        device = self.mesh.devices[place]
-        return f"replica {self._replica(place)} (device {device.id} of process {device.process_index})"
-
-
-def _hashes(shards: list[Array]) -> Array:
-    """A hash of each shard of each device, replicated: uint32 [*axes.NAMES, arrays]."""
-    everywhere = frozenset(NAMES)
-    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
-    for dim, axis in enumerate(NAMES):
-        own = mappings.gather_whole(own, axis, dim)
-    return own
-
-
-def _hash_of(shard: Array) -> Array:
-    """uint32 []."""
-    words = words_of(shard).reshape(-1)
-    odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
-    return (words * odd).sum(dtype=jnp.uint32)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import jax
 from rich.console import Console
@@ -30,14 +30,18 @@ from mjax.data.sources import TrainingData
 from mjax.models.build import count_parameters
 from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.planner.layer import peak_tflops
+from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
-from mjax.run.options import Result
 from mjax.step.step import TrainProgram
 from mjax.utils.figures import duration
 from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses
 
+if TYPE_CHECKING:
+    from mjax.run.loop import Result, Run
+
 SECONDS_BETWEEN_LINES = 10.0
+DAY = 86_400.0
 
 
 class Lasting:
@@ -91,19 +95,21 @@ def lasting_console(stream: TextIO | None, shown: bool = True) -> Console:
     return Console(file=stream and Lasting(stream), highlight=False, soft_wrap=True, quiet=not shown or stream is None)
 
 
-class Display:
+class Display(Callback):
     """Shows progress up to step `steps` of a run.
 
-    `begin` sets the first step; entering the context shows the line. `say` prints a message without breaking it.
+    `begin` shows the line, `close` ends it, and `say` prints a message without breaking it.
     """
 
     def __init__(self, steps: int, console: Console | None = None, shown: bool = True, metrics: Sequence[Metric] = ()):
         self.console = console or lasting_console(sys.stdout, shown)
         self.steps, self.metrics = steps, metrics
-        self._progress = None
+        self._progress: Progress | None = None
+        self._shown = 0  # records
 
     def begin(self, start: int) -> Display:
         """Set the line to step `start`."""
+        self.close()
         self._start, self._last_line = start, -math.inf
         self._timed_from: tuple[int, float] | None = None
         if self.console.is_terminal:
@@ -119,16 +125,30 @@ class Display:
                 expand=True,
             )
             self._task = self._progress.add_task("compiling …", total=self.steps, completed=start)
-        return self
-
-    def __enter__(self) -> Display:
-        if self._progress:
             self._progress.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
+        """End the line."""
         if self._progress:
             self._progress.stop()
+
+    def on_start(self, run: Run) -> None:
+        """Show the line."""
+        self.begin(run.step)
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Show the metrics, and what is wrong with the step."""
+        self.show(metrics)
+        self._shown += 1
+        if self._shown == 3 and run.peak is None:  # on CPUs; the first steps compile
+            self._warn_of_days(metrics)
+        if metrics.unhealthy:
+            self.say(f"step {step} {metrics.unhealthy}")
+
+    def on_end(self, run: Run) -> None:
+        """End the line before the results."""
+        self.close()
 
     def say(self, message: str) -> None:
         """Print a separate line."""
@@ -144,6 +164,16 @@ class Display:
             self._last_line = now
             line = f"{summary(record, self.metrics)}{self._time_left(record.step, now)}"
             self.say(f"step {record.step}/{self.steps}  {line}")
+
+    def _warn_of_days(self, record: Record) -> None:
+        """Say that a run takes days, which few mean to have on CPUs."""
+        days = (self.steps - record.step) * record.seconds / DAY
+        if days >= 1:
+            self.say(
+                f"the remaining {self.steps - record.step:,} steps take about {days:,.0f} days on this machine; "
+                f"--train.steps {record.step + max(int(3600 / record.seconds), 1)} ends in an hour, or use a smaller "
+                "config"
+            )
 
     def _time_left(self, step: int, now: float) -> str:
         if self._timed_from is None:  # the first step includes compilation and is not representative
@@ -225,7 +255,7 @@ def announce_start(
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", layers without a loop" if train.unroll == "on" else ""
     choices += f", over context by {config.across}" if config.across else ""
-    choices += f", experts by {model.grouped}" if model.grouped_kernel else ""
+    choices += f", experts by {model.grouped}" if model.grouped else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     own = count_parameters(model, trained=True)
     choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
@@ -276,7 +306,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
-    if config.model.parted_experts():
+    if config.model.experts:
         display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if not config.model.causal or not (folder / "tokenizer").is_dir():

@@ -9,12 +9,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mjax.cluster.launch import COMPILING, STEP
 from mjax.config.plain_values import read
 from mjax.errors import UsageError
+from mjax.run.callbacks import Callback
 from mjax.utils.files import set_aside, write_whole
+
+if TYPE_CHECKING:
+    from mjax.run.loop import Run
 
 FILE = "goodput.json"
 STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
@@ -37,7 +41,7 @@ class Start(TypedDict):
     seconds: dict[str, float]
 
 
-class Goodput:
+class Goodput(Callback):
     """Seconds of this start of a run, by activity; they add up to the time since it was made.
 
     A step that an earlier start, or this one before it went back, has taken already counts as repeated.
@@ -60,22 +64,22 @@ class Goodput:
         self._starts = read_starts(Start, self.file, say)
         self._done = max((start["last"] for start in self._starts), default=0)
 
-    def at(self, step: int, doing: str = STEP) -> None:
-        """Count the time until the next call as that of `step` doing this (as `Watchdog.at`)."""
+    def on_start(self, run: Run) -> None:
+        """Count the steps after `run.step`: after a rewind they are taken again."""
+        self._done, self._last = max(self._done, self._last), run.step
+
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Count the time until the next activity as this one's."""
         now = time.monotonic()
         self.seconds[self._doing] += now - self._since
-        self._doing, self._since = ACTIVITIES.get(doing, doing), now
+        self._doing, self._since = ACTIVITIES.get(activity, activity), now
         if self._doing == STEPS and step <= self._done:
             self._doing = REPEATED
         self._last = step
         if now - self._written > EVERY:
-            self.write()
+            self.close()
 
-    def go_back(self, step: int) -> None:
-        """The steps after `step` are taken again."""
-        self._done, self._last = max(self._done, self._last), step
-
-    def write(self) -> None:
+    def close(self) -> None:
         """Bring goodput.json up to date; one that cannot be written does not end a run."""
         self._written = now = time.monotonic()
         if self.file is None:

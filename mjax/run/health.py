@@ -29,25 +29,41 @@ All decisions follow from metrics that are the same in every process; only proce
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections import deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.cluster.processes import from_first, is_first
 from mjax.config import Config, HealthConfig
+from mjax.config.axes import NAMES, holding
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
-from mjax.errors import UnhealthyError
-from mjax.run.metrics import Record
+from mjax.errors import UnhealthyError, and_more, shortened
+from mjax.parallel import mappings
+from mjax.parallel.random import words_of
+from mjax.run.callbacks import Callback
+from mjax.run.metrics import Record, finite_or_none
+from mjax.run.start import own_state
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.files import write_whole
+from mjax.utils.names import leaf_name
+
+if TYPE_CHECKING:
+    from mjax.run.loop import Run
 
 T = TypeVar("T")
 HEALTHY, SETTLING, SKIPPED, SPIKE = "healthy", "settling", "skipped", "spike"
@@ -79,6 +95,7 @@ class HostValues(TypedDict, total=False):
     suspect: bool
     passed_over: list[Rewind]
     continued_from: int | None
+    val_loss: float | None
 
 
 class UnhealthyEnd(TypedDict):
@@ -194,8 +211,19 @@ def _mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-class Guard:
-    """The health of one run, and the checkpoints that depend on it.
+class Judge(Callback):
+    """Judges the metrics of a step, for the callbacks that follow."""
+
+    def __init__(self, guard: Guard):
+        self.guard = guard
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Add what is wrong."""
+        metrics.unhealthy = self.guard.observe(metrics)
+
+
+class Guard(Callback):
+    """The health of one run, and the checkpoints that depend on it. The last callback: it saves or ends the run.
 
     Attributes:
       health: of the last step that was observed.
@@ -205,19 +233,66 @@ class Guard:
       spike: step and loss of a spike that the run has to go back from; None: continue.
     """
 
-    def __init__(self, config: Config, checkpoints: Checkpoints | None, say: Callable[[str], None]):
+    def __init__(
+        self,
+        config: Config,
+        checkpoints: Checkpoints | None,
+        say: Callable[[str], None],
+        continued_from: int | None = None,
+    ):
         """Nothing is read before `begin`; without checkpoints only the steps are judged."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
         self.folder = checkpoints.folder.parent if checkpoints else Path()
         self.health = Health(config.health)
         self.passed_over: list[Rewind] = []
         self.good: int | None = None
-        self.continued_from: int | None = None
+        self.continued_from = continued_from
         self.spike: tuple[int, float] | None = None
         self._good_before: int | None = None  # the last but one
         self._candidate: int | None = None  # a checkpoint that may become good
         self._healthy_since = 0  # healthy steps after the candidate
         self._put_off = False
+        self._nonfinite = False  # the last step had values that were not finite
+        self._replicas: Replicas | None = None
+
+    def on_start(self, run: Run) -> None:
+        """Load the health at `run.step`."""
+        self._replicas = self._replicas or Replicas(run.program.abstract_state.model, run.mesh)
+        self.begin(run.step)
+
+    def needs_state(self, run: Run, step: int) -> bool:
+        """Return True if the state is to be saved or checked."""
+        every = self.config.health.replica_interval
+        return run.saves or self.saves(step) or self._nonfinite or bool(every and step % every == 0)
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Check the state and save it, or end the run.
+
+        Raises:
+          UnhealthyError: too many steps were unhealthy, or the state cannot be right: no step would repair that.
+          RunError: two saves in a row failed.
+        """
+        waits = run.step == step
+        saves = waits and (run.ends or run.saves or self.saves(step))
+        run.saves = run.saves and not waits
+        if saves:
+            run.at(step, "saving")
+        if waits and (saves or self.needs_state(run, step)):
+            self._check(run, step)
+        self._nonfinite = metrics.nonfinite is not None
+        if problem := self.health.problem(ended=step == self.config.train.steps):
+            self.give_up(problem)
+        if saves:
+            begun = time.perf_counter()
+            if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
+                run.blocked = time.perf_counter() - begun
+
+    def _check(self, run: Run, step: int) -> None:
+        if self.config.health.replica_interval:
+            self._replicas.check(step, run.state.model)
+        counts = jax.device_get(run.program.broken(run.state))
+        if problem := broken_state(counts, run.program.gradient_names):
+            self.give_up(f"after step {step} {problem}")
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
@@ -313,7 +388,7 @@ class Guard:
         interval = self.config.checkpoint.interval
         return self._put_off or bool(interval and step % interval == 0)
 
-    def save(self, step: int, state: Any, ends: bool) -> bool:
+    def save(self, step: int, state: Any, ends: bool, val_loss: float | None = None) -> bool:
         """Save a checkpoint, or postpone it while the run is unhealthy and does not end; True if a save has begun.
 
         Raises:
@@ -335,6 +410,7 @@ class Guard:
             "suspect": suspect,
             "passed_over": self.passed_over,
             "continued_from": self.continued_from,
+            "val_loss": None if val_loss is None else finite_or_none(val_loss),
         }
         self.checkpoints.save(step, state, host, rotate=not suspect, last=ends)
         self._put_off, self._healthy_since, self._candidate = False, 0, None if suspect else step
@@ -465,3 +541,94 @@ def continue_from(checkpoints: Checkpoints, step: int, say: Callable[[str], None
     checkpoints.abandon(after=step)
     if is_first():
         marker.unlink(missing_ok=True)
+
+
+# --- Replicas, which must be bit-identical ----------------------------------------------------------------------------
+#
+# Every replica keeps its own copy of the weights and updates it with the same summed gradient, so the copies stay equal
+# without being compared. A bit that flips in the memory of one device, a device that computes wrongly, or a process
+# that runs something else affects one copy, and through its gradients slowly corrupts all others.
+#
+# So each device hashes its shards, and the hashes, four bytes per array, are gathered and compared on the host of every
+# process, all with the same result. Weights that ZeRO splits over the replicas exist once: there is nothing to compare.
+# Ranks of `context` have copies too. Experts that `expert` splits have one in each of its groups.
+#
+# The hash of an array of words x_i is Σ (2i + 1) x_i modulo 2^32. Odd numbers have inverses, so a change of a single
+# element is always detected, and any other change is missed with probability 2^-32.
+
+DIMS = [NAMES.index(axis) for axis in holding()]
+"""The dims of the device array along which replicas are numbered."""
+MOST_DEVICES = 4  # shown
+
+
+class Replicas:
+    """The copies of one model on its data-parallel replicas.
+
+    Args:
+      model: abstract weights with shardings.
+      mesh: the mesh they are on.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh):
+        self.mesh, specs = mesh, []
+        self._copied: dict[int, tuple[str, list[int]]] = {}  # by leaf: name, dims along which it has copies
+        for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(model)):
+            split = jax.tree.leaves(tuple(leaf.sharding.spec))
+            if dims := [dim for dim in DIMS if NAMES[dim] not in split and mesh.devices.shape[dim] > 1]:
+                self._copied[index] = leaf_name(path), dims
+                specs.append(leaf.sharding.spec)
+        self._hash = jax.jit(jax.shard_map(_hashes, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=True))
+
+    def check(self, step: int, model: Any) -> None:
+        """Compare the copies of the weights after `step`. Every process calls this.
+
+        Raises:
+          UnhealthyError: they differ; in every process.
+        """
+        if not self._copied:
+            return
+        leaves = jax.tree.leaves(model)
+        hashes = jax.device_get(self._hash([leaves[index] for index in self._copied]))  # [*mesh, arrays]
+        odd: dict[tuple[int, ...], list[str]] = defaultdict(list)  # by position on the mesh, those that differ there
+        for (name, dims), of_array in zip(self._copied.values(), np.moveaxis(hashes, -1, 0), strict=True):
+            copies = np.moveaxis(of_array, dims, range(len(dims)))
+            if (copies == copies[(0,) * len(dims)]).all():
+                continue
+            for position in np.ndindex(of_array.shape):
+                group = of_array[tuple(slice(None) if dim in dims else at for dim, at in enumerate(position))]
+                (usual, most), *others = Counter(group.flat).most_common()
+                if others and (of_array[position] != usual or others[0][1] == most):  # of two either may be right
+                    odd[position].append(name)
+        if odd:
+            raise UnhealthyError(self._sentence(step, odd))
+
+    def _sentence(self, step: int, odd: dict[tuple[int, ...], list[str]]) -> str:
+        shape = [self.mesh.devices.shape[dim] for dim in DIMS]
+        replicas = {at: int(np.ravel_multi_index([at[dim] for dim in DIMS], shape)) for at in odd}
+        copies = [
+            f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
+            for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
+        ]
+        arrays = and_more(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
+        copies, differ = shortened(copies, MOST_DEVICES), "differs from the others" if len(copies) == 1 else "differ"
+        return (
+            f"after step {step} the replicas have different weights: {' and '.join(copies)} {differ} in {arrays}; "
+            "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "
+            "comparison: find out which, exclude that host, and run the same command to continue"
+        )
+
+
+def _hashes(shards: list[Array]) -> Array:
+    """A hash of each shard of each device, replicated: uint32 [*axes.NAMES, arrays]."""
+    everywhere = frozenset(NAMES)
+    own = jnp.stack([_hash_of(mappings.vary(shard, everywhere)) for shard in shards]).reshape(*[1] * len(NAMES), -1)
+    for dim, axis in enumerate(NAMES):
+        own = mappings.gather_whole(own, axis, dim)
+    return own
+
+
+def _hash_of(shard: Array) -> Array:
+    """uint32 []."""
+    words = words_of(shard).reshape(-1)
+    odd = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    return (words * odd).sum(dtype=jnp.uint32)

@@ -1,6 +1,6 @@
 """The training loop: everything that happens between a config and a trained model.
 
-    data → devices → program → state (new, or from a checkpoint) → for each step: batch → train_step → record
+    data → devices → program → state (new, or from a checkpoint) → for each step: batch → train_step → callbacks
 
 The host stays one step ahead of the devices: the metrics of a step are fetched while the next one runs.
 """
@@ -11,35 +11,37 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import locked
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
-from mjax.cluster.processes import from_first, is_first, told_to_stop
+from mjax.cluster.processes import StopSignal, from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes
 from mjax.config.checks import check_devices
 from mjax.data.batches import Batches, label_entropy, prefetch
-from mjax.data.sources import open_data
-from mjax.models.protocol import Model
+from mjax.data.sources import TrainingData, open_data
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
-from mjax.run.agreement import Replicas, agree, check_shared, facts_of
+from mjax.run.agreement import agree, check_shared, facts_of
+from mjax.run.callbacks import Callback
+from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.goodput import Goodput
-from mjax.run.health import Guard, broken_state, check_start, continue_from, not_finite
+from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import TRACKERS, MetricsLog, Record, finite_or_none
-from mjax.run.options import PREEMPTED, Options, Result, StopSignal
-from mjax.run.start import first_state, own_state, restore_state, write_folder, write_origin
+from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.kernels import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
@@ -47,8 +49,56 @@ from mjax.step.train_state import TrainState
 from mjax.utils.progress import status
 from mjax.utils.stores import address_of
 
+PREEMPTED = 75  # exit code: saved, run the same command again
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
-DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run that are not in its config.
+
+    Attributes:
+      name: of the config in messages.
+      step: checkpoint to continue from, setting later ones aside; None: the newest.
+      origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
+      data: used instead of the config's data.
+      loss: instead of the model's (`Forward.loss_fn`).
+      optimizer: instead of the config's (`build_program`).
+      callbacks: called after those that show the metrics of a step, before those that log and save.
+      show: whether to print progress.
+      watchdog: for the processes of this run; None: a single process.
+    """
+
+    name: str = "this config"
+    step: int | None = None
+    origin: Origin | None = None
+    data: TrainingData | None = None
+    loss: Callable | None = None
+    optimizer: optax.GradientTransformation | None = None
+    callbacks: Sequence[Callback] = ()
+    show: bool = True
+    watchdog: Watchdog | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      exit_code: 0 if all steps are done, 75 if it was stopped and has saved.
+      step: steps taken.
+      state: the last state.
+      validation_loss: of the last evaluation, nats per token; None if there was none.
+      validation_metrics: its other means by name; for a BERT also the entropy of the masked tokens.
+      stopped: whether it was told to stop, possibly in the last step, which is then not evaluated.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState = field(repr=False)
+    validation_loss: float | None
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
 
 
 def train(config: Config, folder: Path, options: Options | None = None) -> Result:
@@ -90,7 +140,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
 
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
-    watchdog.say = options.profile.say = display.say
+    watchdog.say = display.say
     address, mirror = address_of(folder), None
     with contextlib.ExitStack() as stack:
         if is_first():
@@ -111,7 +161,6 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
-        options.profile.starts(start)
         log = None
         if is_first():
             data.training.at(start)  # data that do not fit are rejected before the folder says that they do
@@ -120,207 +169,214 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
                 write_origin(folder, origin, base, data, display.say)
             projects = {package: getattr(config.log, package) for package in TRACKERS}
             log = MetricsLog(folder, start, config.log.tensorboard, projects, display.say, config.model.metrics)
-            stack.enter_context(contextlib.closing(log))
             goodput.begin(folder, start, display.say)
-            stack.callback(goodput.write)
 
         # --- Steps ----------------------------------------------------------------------------------------------------
-        run = Run(resolved, mesh, program, checkpoints, log, display, watchdog, options)
-        run.tokenizer, run.goodput = data.tokenizer, goodput
-        run.guard.continued_from = step if step >= 0 else None
-        result = run.steps(state, start, data.training, data.validation)
-        checkpoints.wait()
+        guard = Guard(resolved, checkpoints, display.say, step if step >= 0 else None)
+        run = Run(resolved, mesh, program, checkpoints, data, display, watchdog, guard, log, options)
+        run.arrange(goodput, None if data.validation is None else Evaluate(data.validation))
+        result = run.take_steps(state, start)
+        del state
         if result.exit_code == 0:
-            options.on_end(run, result.state, data)
             announce_results(display, result, folder, config)
     if address is not None:
         watchdog.ask_first(None, lambda _: None)  # process 0 has copied the run to its store
     return result
 
 
+@dataclass(eq=False)
 class Run:
-    """The steps of one run and their records."""
+    """The steps of one run.
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        program: TrainProgram,
-        checkpoints: Checkpoints,
-        log: MetricsLog | None,
-        display: Display,
-        watchdog: Watchdog,
-        options: Options | None = None,
-    ):
-        self.options, self.told_to_end = options or Options(), False
-        self.profile = self.options.profile
-        self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
-        self.log, self.display, self.watchdog = log, display, watchdog
-        self.sizes = BatchSizes.of(config)
-        self.replicas = Replicas(program.abstract_state.model, mesh)
-        self.programs: dict[int, TrainProgram] = {}  # by batch size, added when first needed
-        self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
-        self.clock = 0.0
-        self.blocked: float | None = None  # seconds that the save before the next record took of the loop
-        self.written = 0  # records
-        self.guard = Guard(config, checkpoints, display.say if display else print)
-        self.tokenizer: Path | None = None  # its folder
-        self.goodput = Goodput()
-        self.nonfinite = False  # True if the last finished step had values that are not finite
-        self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
-        self.entropy: float | None = None  # of the labels of an evaluation, the same every time
+    Attributes:
+      config, mesh, program: of the run, with the attention kernel in use.
+      folder: of the run.
+      data: training and validation batches, and the tokenizer's folder.
+      checkpoints: in the folder.
+      callbacks: in the order in which they are called.
+      step: the last step that was started.
+      state: the state after `step`.
+      ends: True if no step follows `step`, so that it is saved.
+    """
+
+    config: Config
+    mesh: Mesh
+    program: TrainProgram
+    checkpoints: Checkpoints
+    data: TrainingData
+    display: Display
+    watchdog: Watchdog
+    guard: Guard
+    log: MetricsLog | None = None
+    options: Options = field(default_factory=Options)
+    callbacks: Sequence[Callback] = ()
+    step: int = 0
+    state: TrainState | None = None
+    ends: bool = False
+    saves: bool = False  # a callback asked for a checkpoint
+    validation: tuple[float | None, dict[str, float]] = (None, {})  # the last loss and other metrics
+    blocked: float | None = None  # seconds that the save before the next record took of the loop
+    steps_before: int = 0  # of other runs in this process: processes agree to stop by a number that must only grow
+    size: int = 0  # of the batch
+    programs: dict[int, TrainProgram] = field(default_factory=dict)  # by batch size, added when first needed
+
+    def __post_init__(self):
+        self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.of(self.config)
+        self.peak = peak_tflops(jax.devices()[0].device_kind, self.config.precision.compute)
+
+    def arrange(self, *first: Callback | None) -> None:
+        """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
+        others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
+        self.callbacks = [each for each in (Heartbeats(self.watchdog), *first, *others) if each is not None]
+
+    # --- For callbacks ------------------------------------------------------------------------------------------------
+
+    def say(self, line: str) -> None:
+        """Print a line, in process 0."""
+        self.display.say(line)
+
+    def stop(self, reason: str = "a callback") -> None:
+        """End the run after the steps in flight, which are saved. With several processes, all must do so."""
+        self.signal.name = self.signal.name or reason
+
+    def save(self) -> None:
+        """Save a checkpoint after this step if it waits, else after the next, unless the run is unhealthy."""
+        self.saves = True
+
+    def at(self, step: int, activity: str = STEP) -> None:
+        """Tell all callbacks that the run begins an activity, such as 'evaluating'."""
+        for callback in self.callbacks:
+            callback.on_activity(self, step, activity)
+
+    def restart_clock(self) -> None:
+        """Count what was done since the last step for none."""
+        self._clock = time.perf_counter()
 
     @cached_property
     def flops(self) -> float:
         """FLOPs of a step. The model is traced for them, which takes half a second."""
         return model_flops(self.config)
 
-    def steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """Take the steps from `start` on, until all are done or the run is stopped.
+    # --- The loop -----------------------------------------------------------------------------------------------------
+
+    def take_steps(self, state: TrainState, start: int) -> Result:
+        """Take the steps after `start`, until all are done or the run is stopped.
 
         Raises:
           UnhealthyError: too many of them were unhealthy.
+          RunError: two saves in a row failed, or the last one.
         """
-        self.guard.begin(start)
-        while True:
-            result = self._steps(state, start, training, validation)
-            if self.guard.spike is None:
-                return result
-            self.steps_before += result.step
-            good = self.guard.go_back()
-            if result.stopped:
-                self.display.say("stopped; run the same command again to continue")
-                return replace(result, exit_code=PREEMPTED)
-            del state, result  # free memory for the restored state
-            self.steps_before -= good
-            self.goodput.go_back(good)
-            start, state = restore_state(self.checkpoints, self.program, good, self.display.say)
-            self.guard.begin(start)
-            if self.log:
-                self.log.go_back(start)
+        self.state, self.step, last = state, start, self.config.train.steps
+        del state  # it is donated, and a rewind needs its memory
+        with self.watchdog.or_end(), contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.callback(callback.close)
+            with StopSignal() as self.signal:
+                self._take_steps()
+                while self.guard.spike is not None and self._go_back():
+                    self._take_steps()
+                self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
+            spiked, done = self.guard.spike is not None, self.step == last
+            if spiked:
+                self.say("stopped; run the same command again to continue")
+            elif not done:
+                self.say(
+                    f"stopped by {self.signal.name} after step {self.step}, which is saved; run the same command again "
+                    "to continue"
+                )
+            self.checkpoints.wait()
+            if done and not spiked:
+                for callback in self.callbacks:
+                    callback.on_end(self)
+        exit_code = 0 if done and not spiked else PREEMPTED
+        return Result(exit_code, self.step, self.state, *self.validation, stopped=self.signal.requested)
 
-    def _steps(self, state: TrainState, start: int, training: Batches, validation: Batches | None) -> Result:
-        """Take steps as `steps` does, but return when the loss spikes and the run has to go back (`Guard.spike`)."""
-        config, last = self.config, self.config.train.steps
-        validation_loss, validation_metrics, done = None, {}, start
-        fetch = prefetch(lambda step: self._to_devices(training, step), range(start, last))
-        display = self.display.begin(start)
-        with (
-            self.watchdog.or_end(),
-            contextlib.closing(fetch) as batches,
-            display,
-            self.profile.or_nothing(),
-            StopSignal() as stop,
-            jax.transfer_guard("disallow"),
-        ):
-            self.clock = time.perf_counter()
-            waiting: tuple[int, StepMetrics] | None = None
-            program, size = self.program, None
-            for step, batch in enumerate(batches, start=start + 1):
-                if size != (due := self.sizes.size(step - 1)):
-                    waiting = self._settle(waiting)  # so that its time does not include a compilation
-                    self._at(step, COMPILING)
-                    size, program = due, self._program_of(due, step)
-                else:
-                    self._at(step)
-                if self.profile.begins(step):
-                    waiting = self._settle(waiting)
-                arguments = state, batch, *self._limit(step)
-                if self.profile.begins(step):
-                    self.profile.begin(step, program.train_step, arguments)
-                    self.clock = time.perf_counter()
-                with self.profile.step(step):
-                    state, metrics = program.train_step(*arguments)
-                del arguments
-                self._at(step)
-                self._settle(waiting)  # while the devices work on `step`
-                waiting = step, metrics
-                if told_to_stop(self.steps_before + step):
-                    stop.name = "SIGTERM"
-                if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
-                    if jax.process_count() > 1:  # they agree on a step
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    else:
-                        stop.name = "the loss of its lock"
-                if self.told_to_end:
-                    stop.name = "a callback"
-                ends = step == last or stop.requested
-                evaluates = validation is not None and (step == last or step % config.train.eval_interval == 0)
-                saves = ends or self.guard.saves(step)
-                self._check(step, state, saves)
-                if evaluates or saves or self.profile.ends(step):
-                    record = self._record(*waiting)
-                    self.profile.pause(step, ends)
-                    if evaluates and not stop.requested:
-                        self._at(step, "evaluating")
-                        validation_loss, validation_metrics = self.evaluate(step, state.model, validation)
-                        shown = losses(validation_loss, validation_metrics, config.model.metrics)
-                        display.say(f"step {step}: validation {shown}")
-                        record.val_loss, record.val_metrics = validation_loss, validation_metrics
-                        with jax.transfer_guard("allow"):
-                            self.options.on_validation(self, state, step)
-                    self._write(record)
-                    if saves:
-                        self._at(step, "saving")
-                        begun = time.perf_counter()
-                        if self.guard.save(step, own_state(state), ends):
-                            self.blocked = time.perf_counter() - begun
-                    if self.log:
-                        self.log.draw(last=ends)
-                    waiting = None
-                    self.profile.resume()
-                    self.clock = time.perf_counter()
-                done = step
-                if ends or self.guard.spike is not None:
+    def _take_steps(self) -> None:
+        """Take steps until the run ends or the loss spikes; metrics are read while the next step runs."""
+        for callback in self.callbacks:
+            callback.on_start(self)
+        self.size, self._pending = 0, None
+        steps = range(self.step, self.config.train.steps)
+        with contextlib.closing(prefetch(partial(self.to_devices, self.data.training), steps)) as batches:
+            self.restart_clock()
+            for step, batch in enumerate(batches, start=self.step + 1):
+                train_step = self._prepare(step, batch)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step), jax.transfer_guard("disallow"):
+                    self.state, metrics = train_step(self.state, *self.arguments)
+                self.step, previous, self._pending = step, self._pending, (step, metrics)
+                self.at(step)
+                self._finish(previous)
+                self.ends = self._asks_to_stop() or step == self.config.train.steps
+                if self.ends or any(callback.needs_state(self, step) for callback in self.callbacks):
+                    self._finish_pending()
+                if self.ends or self.guard.spike is not None:
                     break
-                self._at(step, "waiting for its batch")
-            self.checkpoints.settle()  # where a second SIGTERM cannot end the process before the save is committed
-        if stop.requested and done < last and self.guard.spike is None:
-            display.say(
-                f"stopped by {stop.name} after step {done}, which is saved; run the same command again to continue"
-            )
-        exit_code = 0 if done == last else PREEMPTED
-        return Result(exit_code, done, state, validation_loss, validation_metrics, bool(stop.requested))
+                self.at(step, "waiting for its batch")
 
-    def _at(self, step: int, doing: str = STEP) -> None:
-        """Record that the loop is at `step`, doing that."""
-        self.watchdog.at(step, doing)
-        self.goodput.at(step, doing)
+    def _prepare(self, step: int, batch: dict[str, jax.Array]) -> Callable:
+        """Return the train step for the batch, which is compiled if its size is new."""
+        before, self.size = self.size, self.sizes.size(step - 1)
+        if self.size != before:
+            self._finish_pending()  # so that its time does not include a compilation
+            self._build(step)
+        self.arguments = batch, *self._limit(step)
+        self.at(step, STEP if self.size == before else COMPILING)
+        return self.programs[self.size].train_step
 
-    def _check(self, step: int, state: TrainState, saves: bool) -> None:
-        """Check the state before it is saved, every so many steps, and after a step with values that are not finite.
-
-        Raises:
-          UnhealthyError: replicas differ, or weights or moments cannot be right: no step would repair that.
-        """
-        every = self.config.health.replica_interval
-        due = saves or (every and step % every == 0)
-        if every and due:
-            self.replicas.check(step, state.model)
-        if due or self.nonfinite:
-            counts = jax.device_get(self.program.broken(state))
-            if problem := broken_state(counts, self.program.gradient_names):
-                self.give_up(f"after step {step} {problem}")
-
-    def _settle(self, waiting: tuple[int, StepMetrics] | None) -> None:
-        """Write the record of the step in `waiting`, if any, once it is finished."""
-        if waiting is not None:
-            self._write(self._record(*waiting))
-
-    def _program_of(self, size: int, step: int) -> TrainProgram:
-        """Return the program for batches of `size`, which `step` is the first to use."""
-        new = size not in self.programs
-        if size == self.config.train.global_batch:
-            self.programs[size] = self.program
+    def _build(self, step: int) -> None:
+        """Add the program for batches of `size`, which `step` is the first to use."""
+        new = self.size not in self.programs
+        if self.size == self.config.train.global_batch:
+            self.programs[self.size] = self.program
         elif new:
-            with jax.transfer_guard("allow"):  # building makes a few constants
-                options = {"optimizer": self.options.optimizer, "loss": self.options.loss}
-                self.programs[size] = build_program(self.config, self.mesh, size, **options)
+            options = {"optimizer": self.options.optimizer, "loss": self.options.loss}
+            self.programs[self.size] = build_program(self.config, self.mesh, self.size, **options)
         if len(self.sizes.pieces) > 1:
-            self.display.say(f"batch {size} from step {step}" + (": compiling" if new else ""))
-        return self.programs[size]
+            self.say(f"batch {self.size} from step {step}" + (": compiling" if new else ""))
 
-    def _to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
+    def _finish_pending(self) -> None:
+        """Wait for the step in flight, if any."""
+        pending, self._pending = self._pending, None
+        self._finish(pending)
+        self.restart_clock()
+
+    def _finish(self, pending: tuple[int, StepMetrics] | None) -> None:
+        """Wait for the metrics of a step, and call `on_step` of all callbacks."""
+        if pending is not None:
+            record = self._record(*pending)
+            for callback in self.callbacks:
+                callback.on_step(self, record.step, record)
+
+    def _asks_to_stop(self) -> bool:
+        """Return True, in every process, if the run was told to stop after `step`."""
+        if told_to_stop(self.steps_before + self.step):
+            self.signal.name = "SIGTERM"
+        if self.checkpoints.mirror is not None and self.checkpoints.mirror.lost:  # in process 0
+            if jax.process_count() > 1:  # they agree on a step
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self.signal.name = "the loss of its lock"
+        return self.signal.requested
+
+    def _go_back(self) -> bool:
+        """Restore the last good checkpoint; False if the run was told to stop and leaves that to its next start."""
+        good = self.guard.go_back()
+        if self.signal.requested:
+            return False
+        self.steps_before += self.step - good
+        self.state = self.arguments = None  # free memory for the restored state
+        self.step, self.state = restore_state(self.checkpoints, self.program, good, self.say)
+        return True
+
+    def _limit(self, step: int) -> tuple[jax.Array, ...]:
+        """The loss limit of `step` as an argument of the train step, if there is one."""
+        limit = self.guard.limit(step)
+        if limit is None:
+            return ()
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
+
+    def to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows and positions of its own devices."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
         shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
@@ -346,35 +402,17 @@ class Run:
             begin, end = bounds(index, name, -1)
             return array[..., begin - first : end - first]
 
-        with jax.transfer_guard("allow"):  # the intended transfer
-            return {
-                name: jax.make_array_from_callback(shape, shardings[name], partial(on_device, name=name))
-                for name, shape in shapes.items()
-            }
-
-    def evaluate(self, step: int, model: Model, validation: Batches) -> tuple[float, dict[str, float]]:
-        """Return the mean loss over all labels of the evaluation, and the other metrics of the model.
-
-        Args:
-          step: the step before the evaluation.
-          model: master weights.
-          validation: as passed to `steps`.
-        """
-        batches = range(self.config.train.eval_batches)
-        sums = [self.program.eval_step(model, self._to_devices(validation, i, evaluation=True)) for i in batches]
-        loss, metrics = mean_of(jax.device_get(sums), self.program.abstract_state.model.loss_weights)
-        if guesses := [metric.guess for metric in self.config.model.metrics if isinstance(metric.guess, str)]:
-            if self.entropy is None:
-                self.entropy = label_entropy(map(validation.at, batches))
-            metrics = metrics | dict.fromkeys(guesses, self.entropy)
-        return loss, metrics
+        return {
+            name: jax.make_array_from_callback(shape, shardings[name], partial(on_device, name=name))
+            for name, shape in shapes.items()
+        }
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
         """Wait for the metrics of `step` and combine them with its duration."""
         flops = self.flops  # counted once, while the devices work
         metrics = jax.device_get(metrics)
         now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
+        seconds, self._clock = now - self._clock, now
         blocked, self.blocked = self.blocked, None
         config, size = self.config, self.sizes.size(step - 1)
         sample = config.model.sequences * config.model.sequence  # tokens
@@ -398,43 +436,48 @@ class Run:
             arrays={name: value for name, value in metrics.metrics.items() if value.ndim},
         )
 
-    def _limit(self, step: int) -> tuple[jax.Array, ...]:
-        """The loss limit of `step` as an argument of the train step, if there is one."""
-        limit = self.guard.limit(step)
-        if limit is None:
-            return ()
-        with jax.transfer_guard("allow"):
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
-    def _write(self, record: Record) -> None:
-        record.unhealthy, self.nonfinite = self.guard.observe(record), record.nonfinite is not None
-        due = record.step % self.config.log.interval == 0 or record.unhealthy or record.val_loss is not None
-        if self.log and due:
-            self.log.write(record)
-        self.display.show(record)
-        self._warn_of_days(record)
-        self.told_to_end |= bool(self.options.on_step(record))
-        if record.unhealthy:
-            self.display.say(f"step {record.step} {record.unhealthy}")
-        if problem := self.guard.health.problem(ended=record.step == self.config.train.steps):
-            self.give_up(problem)
+# --- Callbacks of every run, besides `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------------------
 
-    def _warn_of_days(self, record: Record) -> None:
-        """Say once that a run on CPUs, which few mean to have, takes days."""
-        left = self.config.train.steps - record.step
-        self.written += 1
-        if self.written != 3 or self.peak is not None or left * record.seconds < DAY:  # the first steps compile
+
+class Heartbeats(Callback):
+    """Tells the watchdog where this process is."""
+
+    def __init__(self, watchdog: Watchdog):
+        self.watchdog = watchdog
+
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Send it with the next heartbeat."""
+        self.watchdog.at(step, activity)
+
+
+class Evaluate(Callback):
+    """Measures the validation loss every `train.eval_interval` steps, and after the last one."""
+
+    def __init__(self, validation: Batches):
+        self.validation = validation
+        self._entropy: float | None = None  # of the labels, the same every time
+
+    def needs_state(self, run: Run, step: int) -> bool:
+        """Return True if `step` is evaluated."""
+        return step == run.config.train.steps or step % run.config.train.eval_interval == 0
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Add the validation loss to the metrics, unless the run is to stop soon."""
+        if not self.needs_state(run, step) or run.signal.requested:
             return
-        self.display.say(
-            f"the remaining {left:,} steps take about {left * record.seconds / DAY:,.0f} days on this machine; "
-            f"--train.steps {record.step + max(int(3600 / record.seconds), 1)} ends in an hour, or use a smaller config"
-        )
+        run.at(step, "evaluating")
+        run.validation = metrics.val_loss, metrics.val_metrics = self.measure(run, step)
+        run.say(f"step {step}: validation {losses(*run.validation, run.config.model.metrics)}")
 
-    def give_up(self, problem: str) -> None:
-        """End an unhealthy run.
-
-        Raises:
-          UnhealthyError: always; it says how to continue.
-        """
-        self.guard.give_up(problem)
+    def measure(self, run: Run, step: int) -> tuple[float, dict[str, float]]:
+        """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
+        batches = range(run.config.train.eval_batches)
+        model = run.state.model
+        sums = [run.program.eval_step(model, run.to_devices(self.validation, i, evaluation=True)) for i in batches]
+        loss, metrics = mean_of(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
+        if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
+            if self._entropy is None:
+                self._entropy = label_entropy(map(self.validation.at, batches))
+            metrics = metrics | dict.fromkeys(guesses, self._entropy)
+        return loss, metrics

@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from mjax.config.model import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
-from mjax.pictures.curves import Curve
-from mjax.pictures.runs import draw_experts, draw_loss, names_of
+from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of
+from mjax.run.callbacks import Callback
 from mjax.utils.files import free_name, make_folder, open_no_link, put, to_disk, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
 
     from mjax.config.run import LogConfig
+    from mjax.run.loop import Run
 
 FLUSH = 10.0  # seconds until TensorBoard scalars are on disk, at most
 OPTIONAL = ("val_loss", "labels", "unhealthy", "checkpoint_blocked_seconds")  # fields that a record may lack
@@ -253,7 +254,7 @@ class Announced:
                 self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
 
 
-class MetricsLog:
+class MetricsLog(Callback):
     """Appends to metrics.jsonl, TensorBoard, W&B and Trackio, and draws loss.png, and of a mixture experts.png.
 
     None of them ends a run: the first failure is reported. All but metrics.jsonl and pictures are then off until the
@@ -282,7 +283,7 @@ class MetricsLog:
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
-        self._drawn = -math.inf
+        self._drawn, self._written, self._ends = -math.inf, False, False
         self._trackers: dict[str, _Scalars | _Tracker] = {}
         if tensorboard:
             with self._announced("TensorBoard"):
@@ -292,8 +293,23 @@ class MetricsLog:
                 with self._announced(TRACKERS[package]):
                     self._trackers[TRACKERS[package]] = _Tracker(package, project, folder)
 
+    def on_start(self, run: Run) -> None:
+        """After a rewind, drop the lines of the steps that are taken again."""
+        if self._written:
+            self.go_back(run.step)
+
+    def on_step(self, run: Run, step: int, metrics: Record) -> None:
+        """Record the step if it is due; redraw the pictures while the loop waits, but the last ones after its save."""
+        evaluated = metrics.val_loss is not None or metrics.val_metrics
+        if step % run.config.log.interval == 0 or metrics.unhealthy or evaluated:
+            self.write(metrics)
+        self._ends = run.ends
+        if run.step == step and not run.ends:
+            self.draw(last=False)
+
     def write(self, record: Record) -> None:
         """Record one step."""
+        self._written = True
         values = record.as_dict()
         self._add(values)
         if "expert_shares" in record.arrays:
@@ -382,6 +398,9 @@ class MetricsLog:
 
     def close(self) -> None:
         """Finish all files and pictures."""
+        if self._ends:
+            self.draw()
+            self._ends = False
         self._painter.shutdown()
         with self._announced("metrics.jsonl"):
             self._file.close()

@@ -17,13 +17,11 @@ from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
 from mjax.run import loop
+from mjax.run.callbacks import Callback
 from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
-from mjax.run.metrics import Record
-from mjax.run.options import Options, Result
+from mjax.run.loop import Options, Result
 from mjax.step.schedule import decay_end
 from mjax.utils.files import without_parents
-
-Callback = Callable[[Record], bool | None]
 
 
 class Trainer:
@@ -58,9 +56,7 @@ class Trainer:
             one gets the whole batch, and uses the rows of its devices.
           validation: the same for validation, a function of the batch index; needed with `data` unless
             `train.eval_interval` is 0.
-          callbacks: each is called after each step with its `Record` (step, loss, learning rate, tokens per second, …;
-            val_loss if it was measured). The devices are one step ahead. If one returns True the run saves a checkpoint
-            and ends. With several processes all must return the same.
+          callbacks: what else to do around the steps.
           loss: (model, stream after the last layer [t, h], micro-batch, `Context`) → sums by name, instead of the
             model's `loss`; names and counts stay those of the model (`models/protocol.py`).
           optimizer: an optax transform that gives the direction of a step, such as `optax.scale_by_lion()`; the step
@@ -72,7 +68,12 @@ class Trainer:
         Raises:
           UsageError: with the sentence that `train.py` would print.
         """
-        self.folder, self.callbacks = without_parents(run_to_train(folder)), tuple(callbacks)
+        if wrong := [callback for callback in callbacks if not isinstance(callback, Callback)]:
+            raise UsageError(
+                f"callbacks has {wrong[0]!r}; give objects of a subclass of mjax.Callback, whose "
+                "on_step(run, step, metrics) is called after each step"
+            )
+        self.folder = without_parents(run_to_train(folder))
         check_run_folder(self.folder)
         if data is not None:
             if config.train.eval_interval and validation is None:
@@ -99,7 +100,7 @@ class Trainer:
             data=data and self._caller_data(config, data, validation),
             loss=loss,
             optimizer=optimizer,
-            on_step=self._called,
+            callbacks=callbacks,
             show=show,
         )
 
@@ -123,10 +124,6 @@ class Trainer:
             tokenizer=None,
             summary="batches of the caller",
         )
-
-    def _called(self, record: Record) -> bool:
-        answers = [callback(record) for callback in self.callbacks]  # call all of them, even after one returned True
-        return any(answers)
 
 
 def _fitting_warmup(config: Config) -> int:

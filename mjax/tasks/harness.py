@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -31,7 +32,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from mjax.checkpoint.base import restore_weights
-from mjax.config import MeshConfig, load_own_model
+from mjax.config import Config, MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import ends_of_text
 from mjax.errors import UsageError
@@ -40,6 +41,7 @@ from mjax.generation.generate import Generator, Sampling
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import written_after
 from mjax.parallel.mesh import make_mesh
+from mjax.run.loop import Run
 from mjax.step.kernels import with_kernel
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
@@ -74,10 +76,6 @@ class HarnessModel(TemplateLM):
         self,
         run: str | None = None,
         step: int | None = None,
-        pipe: int = 1,
-        data: int = 1,
-        context: int = 1,
-        model: int = 1,
         compute: str | None = None,
         attention: str = "auto",
         batch_size: int | str = "auto",
@@ -87,6 +85,7 @@ class HarnessModel(TemplateLM):
         tokenizer: str | None = None,
         config: str | None = None,
         seed: int = 0,
+        **mesh: int,
     ):
         super().__init__()
         if (folder := run or checkpoint) is None:
@@ -98,15 +97,32 @@ class HarnessModel(TemplateLM):
         saved = read_run(run, *FOR_TEXT)
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
-        self.run, self.seed, self._chat = run, seed, None
-        self.text = run_tokenizer(run, saved.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
-        self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
         micro_batch = None if batch_size == "auto" else int(batch_size)
-        shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)
-        self.config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
-        mesh = make_mesh(self.config.mesh)
-        self.scorer, self.generator = Scorer(self.config, mesh), Generator(self.config, mesh)
+        shape = inference_config(saved, MeshConfig(**mesh), attention, micro_batch, compute)
+        self._prepare(run, with_kernel(shape, tqdm.write), make_mesh(shape.mesh), tokenizer, seed)
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
+
+    @classmethod
+    def of_training(cls, run: Run) -> HarnessModel:
+        """The model of a run that trains, on its mesh; set `weights` before each use.
+
+        Raises:
+          UsageError: the run has no tokenizer, or its model predicts no next token.
+        """
+        if not run.config.model.causal:
+            raise UsageError(
+                f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out its lm-eval tasks"
+            )
+        model = cls.__new__(cls)
+        TemplateLM.__init__(model)
+        model._prepare(run.folder, run.config, run.mesh)
+        return model
+
+    def _prepare(self, run: Path, config: Config, mesh: Mesh, tokenizer: str | None = None, seed: int = 0) -> None:
+        self.run, self.config, self.seed, self._chat = run, config, seed, None
+        self.text = run_tokenizer(run, config.model, tokenizer, "tokenizer=KIND:FILES in --model_args")
+        self.ends = ends_of_text(run / "tokenizer", self.text.eod, tokenizer)
+        self.scorer, self.generator = Scorer(config, mesh), Generator(config, mesh)
 
     # --- Tokenizer interface of the harness ---------------------------------------------------------------------------
 

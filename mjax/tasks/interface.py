@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from rich.table import Table
 
-from mjax.data.corpus import Document, TextFiles, find_files
 from mjax.errors import RunError, UsageError
 
 FOR_TEXT = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
@@ -84,7 +82,7 @@ class Metric:
 
     name: str
     value: float | int | list[dict[str, Any]] | None
-    shown: str | Table
+    shown: str
     remark: str = ""
 
     @classmethod
@@ -113,11 +111,6 @@ class Task(Protocol):
         """The results, from one score for each of `passes`."""
 
 
-def perplexity(nats: float) -> float:
-    """exp(`nats`), with nats per label; infinite above what a float holds, e^709."""
-    return math.exp(nats) if nats < 709 else math.inf
-
-
 def read_text(file: Path, published: str = "the task's files as published") -> str:
     """The text of a file in UTF-8, with its line ends.
 
@@ -132,19 +125,6 @@ def read_text(file: Path, published: str = "the task's files as published") -> s
     except UnicodeDecodeError as error:
         lines = error.object[: error.start].split(b"\n")
         raise UsageError(f"{file}:{len(lines)} is not UTF-8 (byte {len(lines[-1])}); give {published}") from None
-
-
-def read_documents(data: str) -> list[Document]:
-    """The documents of a file, a folder or a pattern.
-
-    Raises:
-      UsageError: there is no such file, or its type is unknown; a line is malformed. An evaluation skips nothing.
-    """
-    files = TextFiles(find_files([Path(data)]), malformed="skip", all_fields=False)
-    documents = list(files)
-    if files.malformed.count:
-        raise UsageError(f"{files.malformed.examples[0]}; fix the file: an evaluation skips nothing")
-    return documents
 
 
 # --- Windows over a text that is longer than the model's sequence -----------------------------------------------------
@@ -174,16 +154,3 @@ def overlapping_windows(tokens: np.ndarray, positions: int, stride: int) -> list
         counted = min(stride, labels - start - positions + stride)
         windows.append(Window(tokens[start : start + positions + 1], counted))
     return windows
-
-
-def check_stride(stride: int, positions: int) -> int:
-    """`stride`, if it fits a model with so many positions.
-
-    Raises:
-      UsageError: it does not.
-    """
-    if not 1 <= stride <= positions:
-        raise UsageError(
-            f"--stride {stride} does not fit a model of {positions:,} positions; give a number from 1 to {positions}"
-        )
-    return stride

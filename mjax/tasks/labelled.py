@@ -1,25 +1,278 @@
-"""Labelled tasks, for which a pre-trained model is fine-tuned: MNLI, QQP, RACE, SQuAD 1.1 and 2.0.
+"""Labelled tasks, for which a pre-trained model is fine-tuned: MNLI, QQP, RACE, and SQuAD 1.1 and 2.0 (`squad.py`).
 
-`labelled_task.py` has their common path; here are their names and their recipes.
+`labelled_task.py` has their common path.
 
-Sources: arXiv 1909.08053, section 5.3 and appendix A; Megatron-LM v1.0, tasks/ and examples/finetune_*.sh.
+MNLI is entailment between two sentences (arXiv 1704.05426), QQP whether two questions are duplicates. Both come as
+GLUE's tab-separated files (arXiv 1804.07461), whose first line names the columns:
+
+    MNLI   index … sentence1 sentence2 … gold_label     train.tsv, dev_matched.tsv, dev_mismatched.tsv
+           index … sentence1 sentence2                  test_matched.tsv, test_mismatched.tsv
+    QQP    id qid1 qid2 question1 question2 is_duplicate     train.tsv, dev.tsv
+           id question1 question2                            test.tsv
+
+A tab always separates columns: quotation marks are text. MNLI's original files, .txt of the same kind and .jsonl, are
+read too; there "-" is the label of pairs on which the annotators did not agree, and these are skipped and counted.
+QQP's files contain lines that were broken in two: as in Megatron-LM v1.0 (tasks/glue/qqp.py) they are skipped and
+counted. Nothing is skipped in a file without labels, because each of its pairs needs a prediction.
+
+A row is [CLS] first [SEP] second [SEP]. Prediction files are GLUE submissions, `index<tab>prediction`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from mjax.data.tokenizers import Tokenizer
 from mjax.errors import UsageError, either, suggestion
-from mjax.tasks.glue_race import Mnli, Qqp, Race
-from mjax.tasks.labelled_task import Examples, LabelledTask, Outputs, is_fine_tuned, what_is_told
+from mjax.tasks.interface import Metric
+from mjax.tasks.labelled_task import LabelledTask, Outputs, Pair, Role, clean_text, json_object, lines, table
 from mjax.tasks.squad import Squad
 from mjax.utils.files import write_whole
 
-__all__ = ["DEFAULTS", "Examples", "LabelledTask", "Recipe", "is_fine_tuned", "open_task", "what_is_told"]
+
+class Sentences(NamedTuple):
+    """Two sentences of a file.
+
+    Attributes:
+      name: index of the pair in a prediction file.
+      truth: number of its label; None if the file has none.
+    """
+
+    name: str
+    first: str
+    second: str
+    truth: int | None
+
+
+class SentencePairs(LabelledTask):
+    """A task on pairs of sentences."""
+
+    head = "classification"
+    columns: ClassVar[tuple[str, ...]]
+    """Columns of every file, of the two sentences last."""
+    label: ClassVar[str]
+    """Column of the label, which a test file lacks."""
+    names: ClassVar[tuple[str, ...]]
+    """Labels by number, as in the files."""
+    unclear: ClassVar[tuple[str, ...]] = ()
+    """Labels of pairs that are skipped."""
+    skips_broken: ClassVar[bool] = False
+    """True if a broken line is skipped in a file with labels."""
+    submissions: ClassVar[dict[str, str]]
+    """Names of GLUE's submissions by the names of its test files, without extensions."""
+
+    @property
+    def classes(self) -> int:
+        """One for each label."""
+        return len(self.names)
+
+    def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
+        """The pair of a line, or why the line is skipped.
+
+        Raises:
+          UsageError: it is malformed.
+        """
+        label = fields.get(self.label)
+        needed = (*self.columns, self.label) if label is not None else self.columns
+        empty = [name for name in needed if not (isinstance(fields.get(name), str) and fields[name].strip())]
+        broken = None in fields or None in fields.values()
+        if broken or empty:
+            problem = "has too few or too many fields" if broken else f"has no {empty[0]}"
+            if self.skips_broken and self.label in fields:
+                return problem
+            raise UsageError(f"{source} {problem}, and it is not to be skipped; fix it, or give the published file")
+        if label in self.unclear:
+            return f"has the label {label}"
+        if label not in (None, *self.names):
+            known = either([*self.names, *self.unclear])
+            raise UsageError(f"{source} has {label!r:.40} for {self.label}; it may be {known}")
+        name = next((fields[key] for key in ("index", "pairID", "id") if key in fields), source)
+        sentences = (fields[column] for column in self.columns[-2:])
+        return Sentences(str(name), *sentences, None if label is None else self.names.index(label))
+
+    def read(self, file: Path) -> list[Sentences]:
+        """The pairs of a file; those that are skipped are counted."""
+        if file.suffix == ".jsonl":
+            rows = ((source, json_object(text, source, EXPECTED_LINE)) for source, text in lines(file))
+        else:
+            rows = table(file, *self.columns)
+        read = [(source, self.pair(source, fields)) for source, fields in rows]
+        if skipped := [(source, reason) for source, reason in read if isinstance(reason, str)]:
+            source, reason = skipped[0]
+            count = f"{len(skipped):,} of {len(read):,} pairs were skipped"
+            self.notes.append(f"{file}: {count}, such as that of {source}, which {reason}")
+        return [pair for _, pair in read if isinstance(pair, Sentences)]
+
+    def encode(self, file: Path, items: list[Sentences], role: Role):
+        """A row and a label for each pair."""
+        first, second = (
+            self.tokenizer.encode_batch([clean_text(text) for text in texts])
+            for texts in ([pair.first for pair in items], [pair.second for pair in items])
+        )
+        for pair, a, b in zip(items, first, second, strict=True):
+            yield pair, [Pair(a, b)], [(pair.truth,)]
+
+    def predictions(self, outputs: Outputs) -> dict[str, str]:
+        """GLUE's submissions; one for a test set has GLUE's name."""
+        files = {}
+        for name, chosen in self.chosen(outputs).items():
+            file = self.submissions.get(self._files[name].stem, name) + ".tsv"
+            pairs = zip(self._items[name], chosen, strict=True)
+            files[file] = "index\tprediction\n" + "".join(f"{pair.name}\t{self.names[n]}\n" for pair, n in pairs)
+        return files
+
+
+class Mnli(SentencePairs):
+    """Entailment, contradiction or neither; see the module."""
+
+    columns = ("sentence1", "sentence2")
+    label = "gold_label"
+    names = ("contradiction", "entailment", "neutral")  # v1.0's order
+    unclear = ("-",)  # the annotators did not agree
+    submissions: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
+
+    def set_name(self, file: Path, alone: bool) -> str:
+        """The name of the file without GLUE's "dev_"."""
+        return file.stem.removeprefix("dev_")
+
+
+class Qqp(SentencePairs):
+    """Duplicate questions; see the module."""
+
+    columns = ("id", "question1", "question2")
+    label = "is_duplicate"
+    names = ("0", "1")
+    skips_broken = True
+    submissions: ClassVar[dict[str, str]] = {"test": "QQP"}
+
+    def metrics(self, outputs: Outputs) -> list[Metric]:
+        """Accuracy, and F1 of label 1 over all sets: 2 true positives / (2 true positives + both kinds of error)."""
+        metrics, chosen = super().metrics(outputs), self.chosen(outputs)
+        if metrics:
+            labels = {name: examples.labels["label"] for name, examples in self.validation.items() if examples.labels}
+            both = sum(int((chosen[name] & label).sum()) for name, label in labels.items())
+            either = sum(int((chosen[name] + label).sum()) for name, label in labels.items())
+            metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
+        return metrics
+
+
+EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
+
+# --- RACE: questions on a passage, from English exams for middle and high school in China (arXiv 1704.04683) ----------
+# The dataset is a folder of folders, {train,dev,test}/{middle,high}, with a JSON object in each .txt file:
+#
+#     {"id": "high1.txt", "article": "…", "questions": ["The author is _ ."], "options": [["a", "b", "c", "d"]],
+#      "answers": ["C"]}
+#
+# Each question has four options, and each option is a separate row: the question with the option in place of every "_",
+# or appended if there is none; then the article. As in Megatron-LM v1.0 (tasks/race/data.py) question and option come
+# first and have at most 128 tokens, so that a row that is too long loses the end of the article.
+
+
+OPTIONS = "ABCD"
+LONGEST_QUESTION = 128  # tokens of question and option
+LEVELS = ("middle", "high")
+A_FOLDER = "one of RACE's, such as RACE/dev or RACE/dev/high"
+EXPECTED = '{"id": "…", "article": "…", "questions": ["…"], "options": [["…", "…", "…", "…"]], "answers": ["A"]}'
+
+
+class Passage(NamedTuple):
+    """An article and the questions on it; `truth` has the letters of their answers, None if the file has none."""
+
+    name: str
+    article: str
+    questions: list[str]
+    options: list[list[str]]
+    truth: list[str] | None
+
+
+class Race(LabelledTask):
+    """The task on folders; see the module. A folder is RACE/dev/high, or RACE/dev for both of its levels."""
+
+    head = "multiple_choice"
+    choices = len(OPTIONS)
+    unique = "id"
+
+    def files_of(self, given) -> list[Path]:
+        """The folders, or the levels in them."""
+        folders = []
+        for folder in map(Path, given):
+            if not folder.is_dir():
+                problem = f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+                raise UsageError(f"{problem}; give {A_FOLDER}")
+            folders += [folder / level for level in LEVELS if (folder / level).is_dir()] or [folder]
+        return folders
+
+    def set_name(self, file: Path, alone: bool) -> str:
+        """The level."""
+        return file.resolve().name
+
+    def read(self, file: Path) -> list[Passage]:
+        """The passages of all files of a folder."""
+        files = sorted(inside for inside in file.glob("*.txt") if inside.is_file())
+        if not files:
+            raise UsageError(f"the folder {file} has no .txt file; give {A_FOLDER}")
+        read = ((source, json_object(text, source, EXPECTED)) for inside in files for source, text in lines(inside))
+        return [_passage(values, source) for source, values in read]
+
+    def encode(self, file: Path, items: list[Passage], role: Role):
+        """Four rows and a label for each question."""
+        articles = self.tokenizer.encode_batch([clean_text(passage.article) for passage in items])
+        texts = [
+            clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
+            for passage in items
+            for question, options in zip(passage.questions, passage.options, strict=True)
+            for option in options
+        ]
+        questions = self.tokenizer.encode_batch(texts)
+        self.note_truncated(file, "questions", map(len, questions), LONGEST_QUESTION)
+        rest = iter(questions)
+        for passage, article in zip(items, articles, strict=True):
+            count = len(OPTIONS) * len(passage.questions)
+            rows = [Pair(next(rest)[:LONGEST_QUESTION], article) for _ in range(count)]
+            yield passage, rows, [(OPTIONS.index(letter),) for letter in passage.truth or ()]
+
+    def predictions(self, outputs: Outputs) -> dict[str, str]:
+        """predictions.json: the answers of each file by its id, in the format of the dataset."""
+        answers: dict[str, list[str]] = {}
+        for name, chosen in self.chosen(outputs).items():
+            letters = iter(OPTIONS[number] for number in chosen)
+            for passage in self._items[name]:
+                answers[passage.name] = [next(letters) for _ in passage.questions]
+        return {"predictions.json": json.dumps(answers, ensure_ascii=False, indent=2) + "\n"}
+
+
+def _passage(values: dict[str, Any], source: str) -> Passage:
+    """The passage that is a JSON object.
+
+    Raises:
+      UsageError: a key is missing or invalid, or the numbers of options or answers and of questions differ.
+    """
+    name, article, questions, options, answers = map(values.get, ("id", "article", "questions", "options", "answers"))
+    if not (isinstance(name, str) and isinstance(article, str) and article.strip() and _texts(questions) and questions):
+        raise UsageError(f"{source} lacks an id, an article or questions; {EXPECTED} is expected")
+    if not (isinstance(options, list) and all(_texts(of_one) and len(of_one) == len(OPTIONS) for of_one in options)):
+        raise UsageError(f"{source} has a question without four options; {EXPECTED} is expected")
+    if answers is not None and not (_texts(answers) and all(len(a) == 1 and a in OPTIONS for a in answers)):
+        raise UsageError(f"{source} has an answer that is not A, B, C or D; {EXPECTED} is expected")
+    counts = {key: len(values[key]) for key in ("questions", "options", "answers") if values.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{count} {key}" for key, count in counts.items())
+        raise UsageError(f"{source} has {listed}; give as many of each")
+    return Passage(name, article, questions, options, answers)
+
+
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+# --- Names and recipes ------------------------------------------------------------------------------------------------
+# Sources: arXiv 1909.08053, section 5.3 and appendix A; Megatron-LM v1.0, tasks/ and examples/finetune_*.sh.
 
 
 @dataclass(frozen=True)

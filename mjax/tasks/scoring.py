@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
 from mjax.config.kernels import padded_width
-from mjax.models.bert.heads import TaskBERT
+from mjax.models.bert.model import TaskBERT
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.protocol import Model

@@ -30,7 +30,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mjax.errors import RunError, UsageError, one_sentence, without_secrets
+from mjax.errors import RunError, UsageError, and_more, one_sentence, without_secrets
 from mjax.utils.files import cache_home, name_problem, open_no_link, put
 
 T = TypeVar("T")
@@ -193,10 +193,8 @@ class Store:
 
     def about(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.info(address, refresh=True))
-        except FileNotFoundError:
-            return None
 
     def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
         """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""
@@ -223,9 +221,10 @@ class Store:
             raise
         self.remove([address])
 
-    def read(self, address: str) -> bytes:
-        """The bytes of an object."""
-        return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
+    def read(self, address: str) -> bytes | None:
+        """The bytes of an object; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
 
     def read_range(self, address: str, wanted: str, start: int, end: int) -> bytes:
         """The bytes from `start` up to `end` of one version of an object, which is asked for with the request.
@@ -277,7 +276,7 @@ class Store:
             addresses = [address for address, _ in part]
             copy = functools.partial(self.fs.get, addresses, list(map(str, temporary)))
             try:
-                self.again(f"reading {_named(addresses)}", copy)
+                self.again(f"reading {and_more(addresses)}", copy)
                 for (_, file), whole in zip(part, temporary, strict=True):
                     put(whole, file)
             finally:
@@ -288,7 +287,7 @@ class Store:
         """Copy local files to objects; each is there or not."""
         for part in (pairs[start : start + TOGETHER] for start in range(0, len(pairs), TOGETHER)):
             files, addresses = [str(file) for file, _ in part], [address for _, address in part]
-            self.again(f"writing {_named(addresses)}", functools.partial(self.fs.put, files, addresses))
+            self.again(f"writing {and_more(addresses)}", functools.partial(self.fs.put, files, addresses))
 
     def move(self, old: str, new: str) -> None:
         """Give an object another name; the old one goes last."""
@@ -357,10 +356,6 @@ def version(about: Mapping[str, Any]) -> str:
     """A word that is another one when the object is."""
     tag = about.get("generation") or about.get("ETag") or about.get("etag") or about.get("md5Hash") or modified(about)
     return f"{about['size']} {tag}"
-
-
-def _named(addresses: Sequence[str]) -> str:
-    return addresses[0] + (f" and {len(addresses) - 1} more" if len(addresses) > 1 else "")
 
 
 @functools.cache

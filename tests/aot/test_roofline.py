@@ -5,7 +5,7 @@ import pytest
 from benchmarks.aot.roofline import COLLECTIVES, LATENCY, PRODUCTS, roofline
 from mjax.cluster.hardware import gpu_named
 from mjax.planner.calibration import H100 as RATES
-from tests.trace.test_hlo import PROGRAM
+from tests.aot.test_hlo import PROGRAM
 
 H100 = gpu_named("h100")
 BANDWIDTH = RATES.memory * H100.memory_bandwidth

@@ -1,32 +1,32 @@
-"""Stand-ins for sbatch, srun and scontrol: jobs run at once. `install(folder)` returns an environment with them."""
+"""Stand-ins for sbatch and squeue: jobs run at once. `install(folder)` returns an environment with them."""
 
 import os
 import sys
 from pathlib import Path
 
 SBATCH = """#!{python}
-import os, re, subprocess, sys
-state, script, options = {state!r}, open(sys.argv[-1]).read(), " ".join(sys.argv[1:-1])
+import os, subprocess, sys
+state, script = {state!r}, sys.stdin.read()
+options = dict(word.removeprefix("--").partition("=")[::2] for word in sys.argv[1:])
+assert options["partition"] == "cpu" and options["account"] == "me" and options["time"] == "24:00:00"
 number = len(os.listdir(state)) + 1
-array = re.search(r"^#SBATCH --array=(\\d+)-(\\d+)", script, re.M)
-log = re.search(r"^#SBATCH --output=(.*)$", script, re.M).group(1)
-assert re.search(r"^#SBATCH --partition=cpu$", script, re.M) and re.search(r"^#SBATCH --account=me$", script, re.M)
-good = all(open(state + "/" + job).read() == "ok" for job in re.findall(r"--dependency=afterok:(\\d+)", options))
-for task in range(int(array.group(1)), int(array.group(2)) + 1):
-    environment = os.environ | dict(SLURM_ARRAY_TASK_ID=str(task), SLURM_NODELIST="localhost", RUN_OFFSET="0")
-    with open(log.replace("%A", str(number)).replace("%a", str(task)), "w") as out:
-        good = good and not subprocess.run(["bash", "-c", script], env=environment, stdout=out, stderr=out).returncode
-open(state + "/" + str(number), "w").write("ok" if good else "failed")
-print("Submitted batch job", number)
+before = options.get("dependency", "").removeprefix("afterok:")
+good = not before or open(f"{{state}}/{{before}}").read() == "ok"
+first, last = options["array"].partition("%")[0].split("-")
+for task in range(int(first), int(last) + 1):
+    with open(options["output"].replace("%a", str(task)), "w") as out:
+        environment = os.environ | {{"SLURM_ARRAY_TASK_ID": str(task)}}
+        run = subprocess.run(["/bin/sh", "-c", script], env=environment, stdout=out, stderr=out) if good else None
+        good = good and not run.returncode
+open(f"{{state}}/{{number}}", "w").write("ok" if good else "failed")
+print(f"{{number}};cluster")
 """
-SRUN = '#!/bin/bash\nexec "${@:4}"  # srun -l -n 1 COMMAND …\n'
-SCONTROL = "#!/bin/bash\necho localhost\n"
+SQUEUE = "#!/bin/sh\ncat {state}.queue 2>/dev/null || true\n"
 
 
 def install(folder: Path) -> dict[str, str]:
     (folder / "jobs").mkdir(parents=True)
-    scripts = {"sbatch": SBATCH.format(python=sys.executable, state=str(folder / "jobs")), "srun": SRUN}
-    for name, text in {**scripts, "scontrol": SCONTROL}.items():
-        (folder / name).write_text(text)
+    for name, text in {"sbatch": SBATCH, "squeue": SQUEUE}.items():
+        (folder / name).write_text(text.format(python=sys.executable, state=str(folder / "jobs")))
         (folder / name).chmod(0o755)
     return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}

@@ -12,12 +12,11 @@ from tokenizers import processors
 from mjax.commands import cli
 from mjax.config import save_config
 from mjax.data.conversations import ConversationDataset, best_fit
-from mjax.data.corpus import TextFiles, parse_rows
+from mjax.data.corpus import TextFiles, parse
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, mask_file, token_file
 from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
-from mjax.generation.chat import PLAIN, TEMPLATE, Chat
-from mjax.generation.conversations import Trained, Unfit, encode, messages_of, trained_spans
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, messages_of, trained_spans
 from tests.small import small_config
 from tests.test_chat import CHATML, bytes_with_special_tokens
 
@@ -264,7 +263,7 @@ def test_packed_sample_is_its_conversations_side_by_side(tmp_path):
 
 
 def test_conversation_beyond_the_sequence_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"2 conversations of .* are longer than --model.sequence 12, up to 17 tokens"):
+    with pytest.raises(UsageError, match=r"2 conversations of .* are longer than --model.sequence 12; raise it to 16"):
         packed(tmp_path, LENGTHS, sequence=12)
 
 
@@ -276,7 +275,7 @@ def test_mask_of_other_tokens_is_refused(tmp_path):
     mask.write_bytes(bytes([1 - content[0]]) + content[1:])
     assert IndexedDataset(data.indexed.prefix).digest != before, "another mask is another dataset"
     mask.write_bytes(content[:-1])
-    with pytest.raises(UsageError, match=r"d\.mask is 99 bytes and .*d\.bin holds 100 tokens"):
+    with pytest.raises(UsageError, match=r"d\.mask is 99 bytes and its index describes 100"):
         IndexedDataset(data.indexed.prefix)
 
 
@@ -327,7 +326,7 @@ def test_arguments_that_parquet_adds_are_left_out(tmp_path):
     calls = [{"function": {"arguments": {name: [1, None]}}} for name in ("city", "days")]
     rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse_rows(block)[0]]
+    documents = [one for block in TextFiles((tmp_path / "a.parquet",), key="").blocks() for one in parse(block, "")[0]]
     assert [document.fields for document in documents] == rows
 
 
@@ -362,10 +361,10 @@ def test_prepare_writes_tokens_masks_and_template(run, tmp_path, capsys):
             'talk.jsonl:1: it has no turn of the assistant ({"messages": [{"role": "system"',
         ),
         ([{"messages": TALK}], (), "all 1 conversations are longer than --longest 65; raise it, or add --too-long cut"),
-        ([{"messages": TALK}], ("--demo",), "brings its own text"),
+        ([{"messages": TALK}], ("--demo",), "--demo brings its own documents"),
         ([], ("--template", "none.jinja"), "there is no file none.jinja; give a chat template in Jinja"),
         ([], ("--split-sentences",), "--split-sentences is for text, and --chat for conversations"),
-        ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and the chat template of the model to train"),
+        ([], ("--tokenizer", "bytes"), "--chat needs the tokenizer and chat template of the model to train"),
     ],
 )
 def test_wrong_conversations_are_one_sentence(lines, flags, words, run, capsys):

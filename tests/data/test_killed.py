@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.data.corpus.tasks import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -43,10 +43,10 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
 STALLED = """
 import os, sys, time
 from pathlib import Path
-import mjax.data.corpus.blocks
+import mjax.data.corpus.blocks, mjax.data.corpus.documents
 from mjax.commands import cli
 
-def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
+def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
     for number, block in enumerate(read(*arguments)):
         if number == 3:
             os.write(1, b"stalled\\n")  # whole, beside the line of the other worker
@@ -54,7 +54,7 @@ def three_blocks(*arguments, read=mjax.data.corpus.read_blocks):
         yield block
 
 mjax.data.corpus.blocks.SIZE = 200
-mjax.data.corpus.read_blocks = three_blocks
+mjax.data.corpus.documents.read_blocks = three_blocks
 if __name__ == "__main__":
     how = ["--tokenizer", "bytes", "--workers", "2", "--tasks", "2"]
     sys.exit(cli.main(["prepare", sys.argv[1], "--output", sys.argv[2], *how]))
@@ -92,7 +92,9 @@ def test_workers_die_with_an_interrupted_parent(tmp_path, number):
     if number != signal.SIGKILL:
         assert parent.returncode == 75
         assert error.splitlines()[-1] == f"mjax: stopping; the same command continues from {tmp_path}/d.tmp"
-        assert all(line.startswith(("mjax: stopping", "encode (2 of 4): ")) for line in error.splitlines())
+        assert all(
+            line.startswith(("mjax: stopping", "lines (1 of 4): ", "encode (2 of 4): ")) for line in error.splitlines()
+        ), error
     deadline = time.monotonic() + 60
     while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"
@@ -108,7 +110,7 @@ def test_warnings_of_launchers_interrupt(number):
 # --- Workers ----------------------------------------------------------------------------------------------------------
 
 
-def double(number):
+def double(_, number):
     time.sleep(0.01 * (number % 3))
     if number == 50:
         raise UsageError("fifty is no good")

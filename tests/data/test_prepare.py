@@ -16,11 +16,10 @@ import pytest
 from sentencepiece import SentencePieceTrainer
 
 from mjax.commands import cli
-from mjax.commands.prepare import PrepareArguments, prepare
+from mjax.commands.prepare import PrepareArguments, load_splitter, prepare, split_sentences
 from mjax.config import Config, DataConfig, GPTConfig, TrainConfig, load_config
 from mjax.config.datasets import read_metadata
-from mjax.data import corpus
-from mjax.data.corpus import load_splitter, split_sentences
+from mjax.data.corpus import documents as corpus
 from mjax.data.indexed import IndexedDataset, tokenizer_folder
 from mjax.data.sources import open_data
 from mjax.data.tokenizers import tokenizer_from_folder, train_sentencepiece
@@ -102,7 +101,7 @@ def test_tokenizer_is_trained_on_a_sample(tmp_path, lines, monkeypatch):
         sampled.extend(texts)
         return train_sentencepiece(sampled, vocabulary)
 
-    monkeypatch.setattr("mjax.commands.prepare.train_sentencepiece", watched)
+    monkeypatch.setattr("mjax.data.tokenizers.train_sentencepiece", watched)
     with lines.open("a") as stream:
         stream.write("{oops}\n")
     run(lines, output=tmp_path / "d", tokenizer=None, vocabulary=320, malformed="skip")
@@ -170,7 +169,7 @@ def test_lost_write_is_an_error(lines, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(RunError, match=r"d cannot be written: .*Input/output error"):
+    with pytest.raises(RunError, match=r"writing .*d stopped: .*Input/output error"):
         run(lines, output=tmp_path / "d")
     assert not (tmp_path / "d.idx").exists()
 

@@ -108,18 +108,6 @@ def test_sample_order_is_megatrons(indexed):
     assert digest[:16] == "c931cd01e82ffc11"
 
 
-def test_sample_part_reads_nothing_else(indexed, monkeypatch):
-    samples, read = GPTDataset(indexed, range(50), 100, 64, seed=3, keep_tail=True), []
-    ranges = type(indexed)._read
-    monkeypatch.setattr(type(indexed), "_read", lambda self, found: read.extend(found) or ranges(self, found))
-    for index in range(0, len(samples), 5):
-        whole = samples[index]
-        for part in (slice(0, 65), slice(0, 1), slice(13, 40), slice(40, 40), slice(60, 65)):
-            read.clear()
-            assert samples.part(index, part).tolist() == whole[part].tolist()
-            assert sum(end - begin for begin, end in read) == (whole[part] >= 0).sum()
-
-
 def test_part_without_sample_names_a_remedy(tmp_path):
     data = dataset_of(tmp_path, [10, 11])
     assert len(GPTDataset(data, range(2), 1, 20, 0)) == 1

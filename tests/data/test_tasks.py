@@ -1,4 +1,4 @@
-"""The bytes of an output depend neither on the number of tasks, nor on the executor, nor on tasks that were killed."""
+"""The bytes of an output depend neither on the number of tasks, nor on Slurm, nor on tasks that were killed."""
 
 import contextlib
 import errno
@@ -39,6 +39,7 @@ COMMANDS = {
     "prepare": (prepare, PrepareArguments, {"tokenizer": "bytes"}),
 }
 OUTPUTS = {"dedup": "out.jsonl", "clean": "out.jsonl", "prepare": "out"}
+FAILING = {"dedup": "write", "clean": "clean", "prepare": "merge"}
 WORDS = [f"word{number}" for number in range(300)]
 
 
@@ -104,7 +105,7 @@ def test_shares_number_their_lines(tmp_path):
 
         def all_of(blocks):
             documents, malformed = zip(*(parse(block, "text") for block in blocks), strict=True)
-            return [each._replace(size=0) for each in chain(*documents)], list(chain(*malformed))
+            return list(chain(*documents)), list(chain(*malformed))
 
         corpus = TextFiles([file], malformed="skip", most=most)
         whole = all_of(corpus.blocks())
@@ -219,14 +220,14 @@ def test_interruption_keeps_finished_tasks(corpus, monkeypatch, capsys, command,
 def test_interruption_is_too_late_for_complete_output(corpus, monkeypatch, capfd, command):
     """The same command could not continue: it would refuse to replace the output."""
     run(command, corpus, tasks=1)
-    expected, module = hashes(), "mjax.commands.prepare" if command == "prepare" else "mjax.data.corpus.outputs"
+    expected = hashes()
 
     def put_and_interrupt(file, path):
         files.put(file, path)
         if file.name in ("kept", "idx"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(f"{module}.put", put_and_interrupt)
+    monkeypatch.setattr("mjax.data.corpus.tasks.put", put_and_interrupt)
     run(command, corpus, tasks=1, overwrite=True)
     assert f"{OUTPUTS[command]} is complete; removing {OUTPUTS[command]}.tmp" in capfd.readouterr().err
     assert hashes() == expected
@@ -241,6 +242,13 @@ def test_changed_filter_starts_over(corpus, monkeypatch, capsys):
     assert "failed on" in capsys.readouterr().err
     Path("own.py").write_text("def keep(text):\n    return True\n")
     assert cli.main(line) == 0
+    assert "starting over" in capsys.readouterr().err
+
+
+def test_gigatoken_switch_starts_over(corpus, monkeypatch, capsys):
+    run_until("encode", 1, monkeypatch, "prepare", corpus, tasks=2)
+    monkeypatch.setenv("MJAX_GIGATOKEN", "0")
+    run("prepare", corpus, tasks=2)
     assert "starting over" in capsys.readouterr().err
 
 
@@ -289,20 +297,8 @@ def test_work_of_a_living_process_is_not_removed(corpus, monkeypatch):
     run("clean", corpus, tasks=2)
 
 
-def test_slurm_logs_of_others_are_rejected(corpus, tmp_path, monkeypatch):
-    """datatrove's jobs unpickle a file there."""
-    pytest.importorskip("datatrove")
-    monkeypatch.setenv("PATH", cluster.install(tmp_path / "bin")["PATH"])
-    Path("out.jsonl.logs").mkdir()
-    Path("out.jsonl.logs").chmod(0o777)
-    with pytest.raises(UsageError, match=r"others can write into out.jsonl.logs; type chmod go-w out.jsonl.logs"):
-        run("dedup", corpus, tasks=2, executor="slurm", sbatch=("partition=cpu",))
-    assert not list((tmp_path / "bin" / "jobs").iterdir())
-
-
 @pytest.mark.parametrize("content", [b"", b'[{"read": {"name"', pickle.dumps([1])], ids=["empty", "torn", "a pickle"])
-def test_damaged_marker_is_announced_and_repeated(corpus, monkeypatch, capsys, content):
-    """Later stages, which may rely on it, run again too."""
+def test_damaged_marker_starts_over(corpus, monkeypatch, capsys, content):
     run("dedup", corpus, tasks=1)
     expected = hashes()
     run_until("explain", 1, monkeypatch, "dedup", corpus, tasks=3, overwrite=True)
@@ -310,9 +306,8 @@ def test_damaged_marker_is_announced_and_repeated(corpus, monkeypatch, capsys, c
     done, plain = [], Job.run_task
     monkeypatch.setattr(Job, "run_task", lambda job, stage, rank: done.append(stage) or plain(job, stage, rank))
     run("dedup", corpus, tasks=3, overwrite=True)
-    error = capsys.readouterr().err
-    assert "out.jsonl.tmp/join.00000.done is damaged: join and the stages after it run again" in error
-    assert done[0] == "join"
+    assert "out.jsonl.tmp has a damaged join.00000.done; starting over" in capsys.readouterr().err
+    assert done[0] == "lines"
     assert hashes() == expected
 
 
@@ -336,21 +331,16 @@ def test_markers_cannot_run_code(corpus, monkeypatch):
     assert not Path("exploded").exists()
 
 
-@pytest.mark.ci
-def test_failed_task_is_named(corpus):
-    pytest.importorskip("datatrove")
-    Path("own.py").write_text("def keep(text):\n    return 1 / (len(text) - len(text))\n")
-    with pytest.raises(RunError, match=r"task \d of 3 of stage clean failed: --keep own.py:keep failed on .*Zero"):
-        run("clean", corpus, tasks=3, executor="local", keep=("own.py:keep",))
-
-
-def test_impossible_executor_is_rejected(corpus, monkeypatch):
-    pytest.importorskip("datatrove")
-    with pytest.raises(UsageError, match=r"--executor slurm submits with sbatch; .* --sbatch partition=NAME"):
-        run("clean", corpus, executor="slurm")
-    monkeypatch.setitem(sys.modules, "datatrove.executor", None)
-    with pytest.raises(UsageError, match=r"--executor local needs the package datatrove.*mjax\[data\]"):
-        run("clean", corpus, executor="local")
+def test_impossible_submission_is_rejected(corpus, tmp_path, monkeypatch):
+    how = {"tasks": 2, "sbatch": ("partition=cpu", "account=me")}
+    with pytest.raises(UsageError, match=r"--sbatch submits a command typed where sbatch is; type it on a login node"):
+        run("clean", corpus, **how)
+    monkeypatch.setenv("PATH", cluster.install(tmp_path / "bin")["PATH"])
+    monkeypatch.setattr(sys, "argv", ["mjax", "clean"])
+    (tmp_path / "bin" / "jobs.queue").write_text("7\n8\n")
+    with pytest.raises(UsageError, match=r"jobs of out.jsonl are in the queue: 7, 8; wait, or scancel them first"):
+        run("clean", corpus, **how)
+    assert not list((tmp_path / "bin" / "jobs").iterdir())
 
 
 def typed(command, inputs, *flags):
@@ -361,37 +351,33 @@ def typed(command, inputs, *flags):
     return [sys.executable, "-m", "mjax", command, *inputs, "--output", OUTPUTS[command], *more, *flags]
 
 
+SLURM = [(command, tasks) for command in COMMANDS for tasks in (1, 3, 16)]
+
+
 @pytest.mark.parametrize(
-    ("command", "executor", "tasks"),
-    [
-        pytest.param("prepare", "slurm", 2, marks=pytest.mark.ci),
-        *(
-            pytest.param(command, executor, tasks, marks=pytest.mark.all)
-            for command in COMMANDS
-            for executor in ("local", "slurm", "ray")
-            for tasks in (1, 3, 16)
-        ),
-    ],
+    ("command", "tasks"),
+    [pytest.param("prepare", 2, marks=pytest.mark.ci), *(pytest.param(*row, marks=pytest.mark.all) for row in SLURM)],
 )
-def test_bytes_do_not_depend_on_the_executor(corpus, tmp_path, command, executor, tasks):
-    pytest.importorskip("datatrove")
-    if executor == "ray":
-        pytest.importorskip("ray")
+def test_slurm_gives_the_same_bytes(corpus, tmp_path, command, tasks):
+    """Repeated after a task that failed, it submits what is missing."""
     run(command, corpus, tasks=1)
     expected = hashes()
-    environment = {**cluster.install(tmp_path / "bin"), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    flags = ["--tasks", str(tasks), "--executor", executor, "--workers", "2", "--overwrite"]
-    if executor == "slurm":
-        flags += ["--sbatch", "partition=cpu", "account=me"]
+    environment = {**cluster.install(tmp_path / "bin"), "PYTHONPATH": str(ROOT)}
+    flags = ["--tasks", str(tasks), "--sbatch", "partition=cpu", "account=me", "--workers", "2", "--overwrite"]
     line = typed(command, corpus, *flags)
-    result = subprocess.run(line, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    failing = tmp_path / "failing" / "sitecustomize.py"
+    failing.parent.mkdir()
+    failing.write_text(f"import os, sys\nif os.environ.get('MJAX_STAGE') == {FAILING[command]!r}: sys.exit('no')\n")
+    before = {**environment, "PYTHONPATH": f"{failing.parent}:{ROOT}"}
+    for variables in (before, environment):
+        result = subprocess.run(line, env=variables, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        assert Path(f"{OUTPUTS[command]}.tmp").exists() == (variables is before)
     assert hashes() == expected
-    assert not list(Path().glob("*.tmp"))
-    if executor == "slurm":
-        assert "State: squeue -j 1,2" in result.stdout
-        logs = Path().glob(f"{OUTPUTS[command]}.logs/finish/*/*.out")
-        assert f"{OUTPUTS[command]} is ready" in "".join(file.read_text() for file in logs)
+    assert "State: squeue -j " in result.stdout
+    logs = Path(f"{OUTPUTS[command]}.logs")
+    assert f"{OUTPUTS[command]} is ready" in (logs / "finish.0.out").read_text()
+    assert len([*logs.glob(f"{FAILING[command]}.*.out")]) == tasks
 
 
 @pytest.mark.all

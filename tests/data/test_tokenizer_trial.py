@@ -7,8 +7,7 @@ import pytest
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from mjax.data import tokenizer_trial
-from mjax.data.sentencepiece_file import parse_pieces
-from mjax.data.tokenizer_trial import EXPANSION, LONGEST, PROSE, encode_texts, remember, try_tokenizer
+from mjax.data.tokenizer_trial import EXPANSION, LONGEST, PROSE, encode_texts, parse_pieces, remember, try_tokenizer
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat

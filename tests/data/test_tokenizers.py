@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.data.tokenizers import SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
-from mjax.data.tokenizers.huggingface import ENDS
+from mjax.data.tokenizers.kinds import ENDS
 from mjax.errors import UsageError
 from tests.data.vocabularies import (
     NAMES,

@@ -44,10 +44,10 @@ def test_limit_of_slurm_job_counts(machine):
     root = machine("1:name=systemd:/\n0::/slurm/job_7/step_0/task_1\n")  # which has no limit of memory
     group(root, "slurm/job_7", 32, used=20, inactive=8)
     group(root, "slurm/job_7/step_0", "max", used=20)
-    assert check_memory(Facts()).found == "20.0 GiB of 32.0 GiB free, the limit of this container or job"
+    assert check_memory(Facts()).found == "20.00 GiB of 32.00 GiB free, the limit of this container or job"
     group(root, "slurm", 48, used=45)  # its other jobs
     group(root, "slurm/job_8", 1, used=0)  # somebody else's
-    assert check_memory(Facts()).found.startswith("3.0 GiB of 48.0 GiB")
+    assert check_memory(Facts()).found.startswith("3.00 GiB of 48.00 GiB")
 
 
 def test_limit_of_cgroup_version_1_counts(machine):
@@ -58,7 +58,7 @@ def test_limit_of_cgroup_version_1_counts(machine):
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text(f"{16 * GIB}\n")
         (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {2 * GIB}\n")
-    assert check_memory(Facts()).found == "10.0 GiB of 24.0 GiB free, the limit of this container or job"
+    assert check_memory(Facts()).found == "10.00 GiB of 24.00 GiB free, the limit of this container or job"
 
 
 def test_memory_below_checkpoint_copy_is_yellow(machine):
@@ -67,10 +67,10 @@ def test_memory_below_checkpoint_copy_is_yellow(machine):
     assert state_bytes(config) == 12 * count_parameters(config.model)
     finding = check_memory(Facts(config=replace(config, mesh=replace(config.mesh, data=1))))
     assert finding.status == YELLOW
-    assert "takes 93.0 GiB of a host with 8 of its 8 GPUs" in finding.found
+    assert "takes 92.95 GiB of a host with 8 of its 8 GPUs" in finding.found
     finding = check_memory(Facts(config=config))
     assert finding.status == GREEN
-    assert "takes 1.5 GiB of a host with 8 of its 512 GPUs" in finding.found
+    assert "takes 1.45 GiB of a host with 8 of its 512 GPUs" in finding.found
 
 
 # --- The disk ---------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_room_and_speed_are_judged(tmp_path, disk, config, free, write, status):
     disk(free * GIB, write)
     finding = check_storage(Facts(config=config and load_config(config), runs=tmp_path))
     assert finding.status == status
-    assert config is None or "; 3 checkpoints of 93.0 GiB are to be saved" in finding.found
+    assert config is None or "; 3 checkpoints of 92.95 GiB are to be saved" in finding.found
 
 
 def test_written_checkpoints_need_no_room_again(tmp_path, disk):
@@ -150,7 +150,7 @@ def test_written_checkpoints_need_no_room_again(tmp_path, disk):
         (tmp_path / "gpt_8b/checkpoints" / name / "manifest.json").touch()
         finding = check_storage(facts)
         assert finding.status == status
-        assert status == GREEN or finding.found.endswith("185.9 GiB are needed")
+        assert status == GREEN or finding.found.endswith("185.90 GiB are needed")
     assert check_storage(replace(facts, runs=tmp_path / "gpt_8b")).status == GREEN
     assert check_storage(replace(facts, name="another")).status == RED
 

@@ -41,7 +41,7 @@ from mjax.data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter, writ
 from mjax.data.tokenizers import load_tokenizer, tokenizer_from_folder
 from mjax.errors import UnhealthyError
 from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
-from mjax.finetuning.seed import read_epochs
+from mjax.finetuning.tuning import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
 from mjax.run.continuing import Origin, _saved_digests, origin_of
 from mjax.run.goodput import read_goodput, summed

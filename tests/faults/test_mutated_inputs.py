@@ -58,7 +58,7 @@ WORST = [
     ("metrics.jsonl", "metrics.jsonl", to(FOLDER), "cannot be read (Is a directory); move it away"),
     ("checkpoint", "5/manifest.json", to(DEEP), "manifest.json is not what was written"),
     ("request.json", "request.json", json_with("train", [["a.tsv"]]), "--train ['a.tsv'], now a.tsv"),
-    ("epochs.json", "epochs.json", to(b"[1]"), "is not a list of epochs"),
+    ("epochs.json", "epochs.json", to(b"[1]"), "is 1, which is not an object"),
     ("tokenizer.json", "tokenizer.json", json_with("normalizer", CHARACTERS), "takes more than 4096 MiB"),
     ("tokenizer.json", "tokenizer.json", json_with("model", "vocab", "a", 2**32 - 1), "the id 4,294,967,295"),
     ("vocab.json, merges.txt", "merges.txt", lambda content: content + b"a " + DIGITS, "does not belong to"),

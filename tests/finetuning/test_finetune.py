@@ -16,9 +16,10 @@ from mjax.commands.evaluate import EvaluateArguments, evaluate
 from mjax.commands.finetune import finetune
 from mjax.config import read_config
 from mjax.finetuning import tuning
-from mjax.finetuning.seed import SeedRun, best_of, read_epochs
+from mjax.finetuning.tuning import best_of, read_epochs
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
+from mjax.run.health import Guard
 from mjax.run.metrics import read_metrics
 from mjax.step.layout import lay_out
 from mjax.tasks.labelled import DEFAULTS
@@ -90,7 +91,7 @@ def test_report_has_seeds_median_and_best(done):
     assert report["median"]["accuracy"] == pytest.approx(sum(values) / 2)
     assert report["best"]["figures"]["accuracy"] == max(values)
     assert (report["task"], report["examples"], report["epochs"], report["step"]) == ("mnli", 72, 4, 10)
-    assert (done / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert (done / "seed-1234" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_epoch_is_measured_and_first_best_kept(done):
@@ -124,17 +125,17 @@ def test_interrupted_finetuning_ends_bit_identical(run, mnli, done, monkeypatch,
     its checkpoint is damaged; 10 is in the middle of one, 16 is the last of all."""
     flags = (*MNLI, "--seeds", 1, "--seed", 1235, "--output", tmp_path / "again")
     expected, found = done / "seed-1235", tmp_path / "again" / "seed-1235"
-    write = SeedRun._write
+    on_step = Guard.on_step
 
-    def write_and_stop(self, record):
-        write(self, record)
-        if record.step == stop - 1:
+    def finish_and_stop(self, run, step, metrics):
+        on_step(self, run, step, metrics)
+        if step == stop - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(SeedRun, "_write", write_and_stop)
+    monkeypatch.setattr(Guard, "on_step", finish_and_stop)
     assert finetune(arguments_of(run, "mnli", mnli, *flags)) == 75
     assert len(read_epochs(found)) == (stop - 1) // 4
-    monkeypatch.setattr(SeedRun, "_write", write)
+    monkeypatch.setattr(Guard, "on_step", on_step)
     if damaged:
         data_file(found / "checkpoints" / str(stop)).unlink()
     if stop == 8:  # as after a kill: a later epoch was measured, and its checkpoint is not there

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mjax.finetuning.seed import mean_loss
+from mjax.finetuning.tuning import mean_loss
 from mjax.generation.inference import inference_config
 from mjax.parallel.mesh import make_mesh
-from mjax.tasks.labelled import Examples
+from mjax.tasks.labelled_task import Examples
 from mjax.tasks.scoring import TaskScorer
 from tests import reference
 from tests.finetuning.test_heads import HEADS

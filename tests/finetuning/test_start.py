@@ -7,7 +7,7 @@ import pytest
 
 from mjax.config import MeshConfig, read_config
 from mjax.config.model import as_kind
-from mjax.finetuning.seed import Start
+from mjax.finetuning.tuning import Start
 from mjax.generation.inference import restore_weights
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Library
 
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from mjax.errors import UsageError
-from mjax.interop.fast_tokenizer import fast_tokenizer
+from mjax.interop.tokenizer_files import fast_tokenizer
 from tests.data.vocabularies import LLAMA, NAMES, NASTY, TEXTS, foreign_model, specs
 
 EXACT = [name for name in NAMES if name not in ("sentencepiece, unigram", "sentencepiece, as T5")]

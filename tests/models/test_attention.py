@@ -13,7 +13,9 @@ from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
 from mjax.models.context import Context
 from mjax.models.parts.attention_kernels import attend
+from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.rotary import Rotary
+from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
 from mjax.step.kernels import with_kernel
 from tests.small import small_config
@@ -57,15 +59,34 @@ def test_kernels_equal_textbook_formula(kernel, positions, packed, causal, windo
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bnqk,bknd->bqnd", weights / weights.sum(-1, keepdims=True), v)
     options = {"documents": jnp.asarray(documents) if packed else None, "causal": causal, "window": window}
-    found = jax.jit(lambda *arrays: attend(*arrays, kernel, **options))(q, k, v)
+    found = jax.jit(lambda *arrays: attend(*arrays, AttentionMask(**options), kernel))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "xla_blocks"])
+def test_values_may_have_another_width_and_scores_a_scale(kernel):
+    q, k, v = inputs()
+    wide = jnp.concatenate([v, 2 * v[..., :4]], axis=-1)
+    plain = AttentionMask(scale=0.5, window=5)
+    found = attend(q, k, wide, plain, kernel)
+    np.testing.assert_allclose(found[..., :8], attend(q / 2, k, v, AttentionMask(window=5), kernel), atol=1e-6)
+    np.testing.assert_allclose(found[..., 8:], 2 * found[..., :4], atol=1e-6)
+    for fused in ("cudnn", "flash"):
+        with pytest.raises(UsageError, match=f"{fused} has no values of another width; use"):
+            attend(q, k, wide, plain, fused)
+
+
+def test_kernel_without_dropout_refuses_it():
+    key = DropoutKey.of(0, jnp.int32(1), jnp.arange(2))
+    with pytest.raises(UsageError, match="cudnn has no dropout; use"):
+        attend(*inputs(), AttentionMask(rate=0.1, key=key), "cudnn")
 
 
 def test_scores_of_bf16_inputs_are_float32():
     """Large ones: rounded to 8 bits, a score of 60 is off by up to 0.25."""
     q, k, v = (x.reshape(2, 16, 2, 16) for x in inputs(dtype=jnp.bfloat16))
-    found = attend(16 * q, k, v, "xla")
-    expected = attend(16 * q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), "xla")
+    found = attend(16 * q, k, v, AttentionMask(), "xla")
+    expected = attend(16 * q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32), AttentionMask(), "xla")
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02)
 
 
@@ -81,7 +102,7 @@ def test_rotary_angles_of_bf16_inputs_are_float32():
 
 
 def test_blocks_leave_out_keys_before_window():
-    jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, "xla_blocks", window=3))(*inputs()).jaxpr
+    jaxpr = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, AttentionMask(window=3), "xla_blocks"))(*inputs()).jaxpr
     scores = [equation.outvars[0].aval.shape for equation in equations(jaxpr, "dot_general")][::2]
     assert scores == [(2, 4, 4, 4), *[(2, 4, 4, 6)] * 3]
 
@@ -94,8 +115,8 @@ def test_cudnn_gets_window_as_jax_counts_it(monkeypatch):
         return right(*inputs, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", run_by_xla)
-    found = attend(*inputs(), "cudnn", window=3)
-    np.testing.assert_allclose(found, attend(*inputs(), "xla", window=3), atol=2e-6)
+    found = attend(*inputs(), AttentionMask(window=3), "cudnn")
+    np.testing.assert_allclose(found, attend(*inputs(), AttentionMask(window=3), "xla"), atol=2e-6)
     assert given == ["cudnn"]
 
 
@@ -153,6 +174,13 @@ def test_kernel_asked_for_is_refused(changes, compute, platform, documents, why)
     model = replace(MODEL, **{"attention": "cudnn", **changes})
     with pytest.raises(UsageError, match=f"--model.attention {model.attention} cannot be used: .*{why}.*; change that"):
         choose_kernel(model, compute, platform, documents)
+
+
+def test_fused_kernels_are_avoided_for_values_of_another_width(monkeypatch):
+    monkeypatch.setattr(GPTConfig, "value_size", 4)
+    for chunks in (1, 4):
+        kernel, why = choose_kernel(MODEL, "bf16", "gpu", chunks=chunks)
+        assert (kernel, why) == ("xla", "it needs values as wide as keys, and those of a GPT have 4 numbers a head")
 
 
 def test_flash_is_chosen_where_it_can_be():

@@ -14,8 +14,9 @@ from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.ledger import ledger
-from mjax.run.agreement import Replicas
+from mjax.run.health import Replicas
 from mjax.step.layout import lay_out
+from tests.callbacks import StopAt
 from tests.models.test_mixture import MIXTURE
 from tests.small import named, small_config
 from tests.training.saved import abstract
@@ -106,8 +107,8 @@ def test_run_continues_on_another_expert_axis(tmp_path, fewer_devices):
         return losses(tmp_path / name)
 
     whole = trained(_run_config(), "whole")
-    assert len(trained(_run_config(), "moved", callbacks=[lambda record: record.step == 2])) < 5
-    trained(_run_config(expert=2, zero=1), "moved", callbacks=[lambda record: record.step == 4])
+    assert len(trained(_run_config(), "moved", callbacks=[StopAt(2)])) < 5
+    trained(_run_config(expert=2, zero=1), "moved", callbacks=[StopAt(4)])
     assert trained(replace(_run_config(), mesh=MeshConfig()), "moved") == pytest.approx(whole, rel=1e-5)
 
 

@@ -14,6 +14,7 @@ from benchmarks.aot.roofline import ATTENTION, roofline
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.models.parts.attention_kernels import FLASH_INTERPRETED, attend
+from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey
 from mjax.planner.compile import compile_step
@@ -42,8 +43,8 @@ def outputs(name, kernel, samples, documents, slopes, places, q, k, v, upstream)
         options["documents"] = documents
     if "slopes" in options:
         options["slopes"] = slopes
-    attended = partial(attend, kernel=kernel, position_ids=places, **options)
-    out, pullback = jax.vjp(lambda q, k, v: attended(q, k, v), q, k, v)
+    mask = AttentionMask(position_ids=places, **options)
+    out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, mask, kernel), q, k, v)
     return out, *pullback(upstream)
 
 

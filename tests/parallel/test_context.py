@@ -20,6 +20,7 @@ from mjax.parallel.tokens import Tokens
 from mjax.planner.ledger import ledger
 from mjax.step import step
 from tests.against_reference import largest_error
+from tests.callbacks import StopAt
 from tests.small import BLOOM, small_config
 from tests.training.test_trainer import losses as losses_of
 
@@ -148,7 +149,7 @@ def _trained(config, folder, **options):
 def test_run_continues_on_other_contexts_as_on_one_device(tmp_path, fewer_devices, quick_runs):
     """Sixty steps with dropout and documents: on one device; on context 4, then 1, then 2 with balanced chunks."""
     whole = _trained(replace(_run_config(), mesh=MeshConfig()), tmp_path / "whole")
-    until_20, until_40 = ({"callbacks": [lambda record, last=last: record.step == last]} for last in (20, 40))
+    until_20, until_40 = ({"callbacks": [StopAt(last)]} for last in (20, 40))
     moved = tmp_path / "moved"
     assert len(_trained(_run_config(context=4, zero=1), moved, **until_20)) < 25
     _trained(_run_config(), moved, **until_40)

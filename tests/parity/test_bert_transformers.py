@@ -14,7 +14,7 @@ from mjax.generation.inference import inference_config
 from mjax.interop.convert import family_of, write_run
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
-from mjax.tasks.labelled import Examples
+from mjax.tasks.labelled_task import Examples
 from mjax.tasks.scoring import TaskScorer
 from tests.finetuning.test_heads import HEADS
 from tests.interop.whole_weights import reader_of

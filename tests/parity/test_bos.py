@@ -8,8 +8,7 @@ from tokenizers import processors
 
 from mjax.config import GPTConfig
 from mjax.data.tokenizers import tokenizer_from_folder
-from mjax.interop.fast_tokenizer import fast_tokenizer
-from mjax.interop.tokenizer_files import find_tokenizer, write_tokenizer
+from mjax.interop.tokenizer_files import fast_tokenizer, find_tokenizer, write_tokenizer
 from tests.data.vocabularies import gpt2_files
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")

@@ -4,7 +4,7 @@ from importlib.metadata import distribution
 
 import pytest
 
-from mjax.generation.conversations import Trained, Unfit, encode, trained_spans
+from mjax.generation.chat import Trained, Unfit, encode, trained_spans
 from tests.data.test_conversations import chat_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-ci")

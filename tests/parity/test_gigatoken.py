@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers, trainers
 
-from mjax.commands.prepare import PrepareArguments, PrepareJob, prepare
+from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import load_tokenizer
-from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder, fast_encoder
-from mjax.errors import RunError
+from mjax.data.tokenizers.kinds import SWITCH, WORTH, EncodersDiffer, FastEncoder, fast_encoder
+from mjax.errors import UsageError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
 
 pytestmark = pytest.mark.ci
@@ -100,7 +100,9 @@ def differing(tmp_path, monkeypatch):
 
     def wrong(self, texts):
         asked.append(len(texts))
-        raise EncodersDiffer("gigatoken and tokenizers encode 'x' differently")
+        raise EncodersDiffer(
+            "gigatoken and tokenizers encode 'x' differently; to use tokenizers alone set MJAX_GIGATOKEN=0"
+        )
 
     monkeypatch.setattr(FastEncoder, "_compare", wrong)
     file = tmp_path / "corpus.jsonl"
@@ -111,40 +113,19 @@ def differing(tmp_path, monkeypatch):
     return PrepareArguments(**how, json=True), asked, ids
 
 
-def test_prepare_begins_again_when_encoders_differ(differing, capsys):
+def test_prepare_stops_when_encoders_differ(differing, monkeypatch, capsys):
+    """With gigatoken switched off the same command starts over."""
     how, asked, ids = differing
-    prepare(how)
+    with pytest.raises(UsageError, match="encode 'x' differently; to use tokenizers alone set MJAX_GIGATOKEN=0"):
+        prepare(how)
     assert asked, "gigatoken was not asked"
-    output = capsys.readouterr()
-    assert "differently; begin again with tokenizers alone" in output.err
-    assert json.loads(output.out)["encoder"] == "tokenizers"
+    monkeypatch.setenv(SWITCH, "0")
+    prepare(how)
+    assert json.loads(capsys.readouterr().out)["encoder"] == "tokenizers"
     assert np.fromfile(f"{how.output}.bin", "<u2").tolist() == ids
 
 
-def test_executor_begins_again_when_encoders_differ(differing, monkeypatch, capsys):
-    """Stopped then, the same command continues with tokenizers."""
-    pytest.importorskip("datatrove")
-    how, asked, ids = differing
-    how = dataclasses.replace(how, executor="local", tasks=2)
-    plain = PrepareJob.encode
-
-    def stopped(job, rank):
-        if not job.fast:
-            raise RunError("it was stopped")
-        return plain(job, rank)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PrepareJob, "encode", stopped)
-        with pytest.raises(RunError, match="the same command continues"):
-            prepare(how)
-    assert "'x' differently; begin again with tokenizers alone" in capsys.readouterr().err
-    asked.clear()
-    assert prepare(how).encoder == "tokenizers"
-    assert not asked
-    assert np.fromfile(f"{how.output}.bin", "<u2").tolist() == ids
-
-
-def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
+def test_many_texts_go_to_gigatoken_and_are_compared(tmp_path):
     tokenizer = library("gpt2", tmp_path)
     texts = ["word " * WORTH]
     expected = tokenizer._encode_slowly(texts)
@@ -153,9 +134,8 @@ def test_many_texts_switch_gigatoken_off_when_encoders_differ(tmp_path, capsys):
     assert tokenizer.encoder == "gigatoken"
     tokenizer._fast.compare()
     tokenizer._fast._slow = lambda texts: [[0] for _ in texts]
-    assert tokenizer.encode_batch(texts) == expected
-    assert "mjax continues with tokenizers alone" in capsys.readouterr().err
-    assert tokenizer._fast is None
+    with pytest.raises(EncodersDiffer, match="to use tokenizers alone"):
+        tokenizer.encode_batch(texts)
 
 
 def change(tokenizer, model=None, pre_tokenizer=None):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mjax.data.tokenizers import load_tokenizer
-from mjax.tasks import squad_scores
+from mjax.tasks import squad
 from mjax.tasks.labelled import open_task
 from mjax.tasks.squad import Squad
 from tests.data.vocabularies import NASTY, TEXTS
@@ -105,7 +105,7 @@ def test_squad_1_metrics_equal_official_script(allennlp, seed):
     predictions, truths = drawn_answers(seed, answerable=True)
     asked = [{"id": name, "answers": [{"text": text} for text in true]} for name, true in truths.items()]
     expected = script(allennlp[0], "squad_eval").evaluate([{"paragraphs": [{"qas": asked}]}], predictions)
-    figures = squad_scores.metrics_1(squad_scores.score(predictions, truths, "1.1"))
+    figures = squad.metrics_1(squad.score(predictions, truths, "1.1"))
     values = {metric.name: metric.value for metric in figures}
     assert values.pop("total") == 40
     assert values == pytest.approx(expected, abs=1e-9)
@@ -121,8 +121,8 @@ def test_squad_2_metrics_equal_official_script(official_2, seed):
         types.SimpleNamespace(qas_id=name, answers=[{"text": text} for text in true]) for name, true in truths.items()
     ]
     expected = official_2.squad_evaluate(examples, predictions, odds, no_answer_probability_threshold=0.0)
-    scored = squad_scores.score(predictions, truths, "2.0")
-    values = {metric.name: metric.value for metric in squad_scores.metrics_2(predictions, odds, scored)}
+    scored = squad.score(predictions, truths, "2.0")
+    values = {metric.name: metric.value for metric in squad.metrics_2(predictions, odds, scored)}
     assert values == pytest.approx(dict(expected), abs=1e-9)
 
 

@@ -9,14 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import mjax
 from mjax.commands import cli
+from mjax.config import CheckpointConfig, DataConfig, MeshConfig, PrecisionConfig, read_config
 from mjax.data.indexed import IndexedDataset
 from mjax.errors import UsageError
 from mjax.generation.text import written_after
+from mjax.run.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.data.vocabularies import TEXTS, gpt2_files
 from tests.interop.folders import CONFIG, tensors_of, write_folder
@@ -93,6 +97,26 @@ def ours(folder):
 @pytest.fixture(scope="module")
 def theirs(folder):
     return HFLM(pretrained=str(folder / "hf"), dtype="float32", device="cpu", batch_size=2, max_length=POSITIONS)
+
+
+def test_run_that_trains_is_evaluated_as_its_checkpoint(folder, fewer_devices):
+    """Every four steps: the metrics are those of `mjax lm-eval` with the checkpoint of that step."""
+    config = read_config(folder / "run" / "config.json")
+    train = replace(config.train, steps=6, eval_interval=0, global_batch=4, micro_batch=2)
+    config = replace(config, train=train, precision=PrecisionConfig(compute="fp32"), mesh=MeshConfig(data=2))
+    config = replace(config, data=DataConfig(mock=True), checkpoint=CheckpointConfig(interval=4))
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    harness = mjax.EvaluateWithHarness(["tiny_choice", "tiny_text"], 4, task_manager=manager)
+    trainer = mjax.Trainer(config, folder / "trained", init=folder / "run", callbacks=[harness], show=False)
+    assert trainer.train().exit_code == 0
+    records = {record["step"]: record for record in read_metrics(folder / "trained" / "metrics.jsonl")}
+    assert [step for step, record in records.items() if "val_tiny_choice_acc" in record] == [4, 6]
+    for step in (4, 6):
+        model = HarnessModel(str(folder / "trained"), step=step)
+        found = lm_eval.simple_evaluate(model, tasks=["tiny_choice", "tiny_text"], task_manager=manager)["results"]
+        assert records[step]["val_tiny_choice_acc"] == found["tiny_choice"]["acc,none"]
+        expected = found["tiny_text"]["byte_perplexity,none"]
+        assert records[step]["val_tiny_text_byte_perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
 # --- Against the harness's own model ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mjax.errors import UsageError
-from mjax.interop.torch_files import Chunk, Stored, load_common_state
+from mjax.interop.torch_files import Chunk, load
 from tests.parity.megatron_written import convert, scores_of
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-ci")
@@ -67,6 +67,6 @@ def test_harmful_common_state_is_refused_unexecuted(state, cut, words, tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(b"before" + content.getvalue())
     chunk = Chunk((), (), "__0_0.distcp", 6, len(content.getvalue()) - cut)
     with pytest.raises(UsageError) as refused:
-        load_common_state(tmp_path, Stored("bytes", (), (chunk,)))
+        load(tmp_path / chunk.file, chunk)
     assert words in str(refused.value)
     assert not (tmp_path / "sprung").exists()

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.aot.hlo import read_collectives
 from benchmarks.aot.roofline import PRODUCTS
 from mjax.cluster.hardware import gpu_named
-from mjax.config import load_config
+from mjax.config import axes, load_config
 from mjax.errors import UsageError
 from mjax.planner.calibration import H100 as H100_RATES
 from mjax.planner.calibration import Rates, filled_share
@@ -98,6 +99,8 @@ def test_zero_1_gathers_weights_in_float8(recompute):
     """And all products of the layers are in float8, those that are computed again too."""
     config = config_with(micro_batch=4, global_batch=32, recompute=recompute, mesh={"data": 8, "zero": 1})
     found, _ = compiled(config)
-    gathers = [each.dtype for each in found.collectives if each.operation == "all-gather"]
+    gathers = [
+        each.dtype for each in read_collectives(found.text, axes.sizes(config.mesh)) if each.operation == "all-gather"
+    ]
     assert gathers.count("float8_e4m3fn") == 4 * config.model.layers  # layer by layer
     assert set(products_of_layers(found.text)) == {"__cublas$lt$matmul$f8"}

@@ -8,13 +8,14 @@ import jax
 import pytest
 from jax.profiler import ProfileData
 
+import mjax
 from mjax.commands import cli
 from mjax.config import load_config
 from mjax.errors import RunError, UsageError
 from mjax.profiling import profiled_steps
 from mjax.profiling.recorder import Recorder
 from mjax.run import loop
-from mjax.run.options import Options
+from mjax.run.loop import Options
 from tests.test_train_command import CONFIG, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")
@@ -87,11 +88,12 @@ def test_profile_of_four_devices_is_a_trace_of_each(tmp_path, capsys):
 
 
 def test_error_within_profiled_steps_stops_the_profiler(tmp_path, unprofiled, capsys):
-    def fails(record):
-        if record.step == 4:
-            raise RunError("of the caller")
+    class Fails(mjax.Callback):
+        def on_step(self, run, step, metrics):
+            if step == 4:
+                raise RunError("of the caller")
 
-    options = Options(on_step=fails, profile=Recorder(range(3, 9), tmp_path))
+    options = Options(callbacks=[Fails(), Recorder(range(3, 9))])
     with pytest.raises(RunError):
         loop.train(load_config(CONFIG), tmp_path, options=options)
     assert "the profile that began with step 3 is abandoned" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from mjax.checkpoint import checkpoint
+from mjax.checkpoint import checkpoint, folders
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import checkpoint_steps, steps_in
 from mjax.commands import cli
@@ -127,7 +127,7 @@ def test_two_failed_saves_in_a_row_end_the_run(tmp_path, fail, capsys):
 @pytest.mark.parametrize("stop", [False, True], ids=["done", "stopped"])
 def test_last_save_is_tried_twice(stop, tmp_path, fail, monkeypatch, capsys):
     if stop:  # as at SIGTERM
-        monkeypatch.setattr("mjax.run.loop.Run._warn_of_days", lambda run, record: setattr(run, "told_to_end", True))
+        monkeypatch.setattr("mjax.run.display.Display.on_step", lambda display, run, step, metrics: run.stop())
     last, code = ("2", 75) if stop else ("12", 0)
     for tries in (1, 2):
         fail("8", *[last] * tries)
@@ -194,7 +194,7 @@ def test_checkpoint_that_failed_is_never_good(tmp_path, fail):
 def test_failing_rotation_keeps_the_save(tmp_path, monkeypatch):
     notices = []
     with Checkpoints(tmp_path, on_notice=notices.append) as checkpoints:
-        monkeypatch.setattr(checkpoint, "read_manifest", fail_with(error_of(errno.EIO)))
+        monkeypatch.setattr(folders, "read_manifest", fail_with(error_of(errno.EIO)))
         checkpoints.save(1, {"model": jnp.ones(3)})
         checkpoints.settle()
     assert (checkpoints.failed, checkpoints.steps()) == (set(), [1])

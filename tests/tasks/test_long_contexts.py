@@ -16,7 +16,7 @@ from mjax.config import LlamaConfig, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import RunError, UsageError
 from mjax.models.build import build_model
-from mjax.tasks.long_contexts import Positions, mean_and_error
+from mjax.tasks.zero_shot import Positions, mean_and_error
 from tests.small import QUICKLY, small_config
 from tests.tasks.lookup_model import LookupConfig, planted
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mjax.tasks.squad_scores import best_threshold, metrics_1, metrics_2, score
+from mjax.tasks.squad import best_threshold, metrics_1, metrics_2, score
 
 
 def values(metrics):

@@ -13,9 +13,10 @@ from mjax.config.batch_size import BatchSizes
 from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
+from mjax.run.loop import Options
 from mjax.run.metrics import read_metrics
-from mjax.run.options import Options
 from mjax.step.schedule import learning_rate
+from tests.callbacks import StopAt
 from tests.small import small_config
 
 pytestmark = pytest.mark.usefixtures("quick_runs", "fewer_devices")
@@ -55,7 +56,7 @@ def by_hand(config, sizes):
 def test_rampup_is_the_steps_by_hand(tmp_path, capsys):
     config = _config()
     assert [BatchSizes.of(config).size(step) for step in range(len(SIZES))] == SIZES
-    loop.train(config, tmp_path / "run", options=Options(on_step=lambda record: record.step == 1))
+    loop.train(config, tmp_path / "run", options=Options(callbacks=[StopAt(1)]))
     result = loop.train(config, tmp_path / "run")
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
     said = capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +23,11 @@ pytestmark = pytest.mark.usefixtures("quick_runs")
 
 
 def run_of(config):
-    """A run that has not begun, and weights for it."""
-    mesh = make_mesh(config.mesh)
-    return loop.Run(config, mesh, build_program(config, mesh), None, None, None, None), gradient_program(config)[1]()
+    """A run that has not begun, with weights."""
+    mesh, checkpoints = make_mesh(config.mesh), SimpleNamespace(folder=Path("checkpoints"))
+    run = loop.Run(config, mesh, build_program(config, mesh), checkpoints, None, None, None, None)
+    run.state = SimpleNamespace(model=gradient_program(config)[1]())
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +53,11 @@ def expected_of(run, weights, batches):
 
 
 def test_evaluation_weighs_masked_tokens_by_number_and_pairs_equally(run):
-    run, weights = run
-    batches = [batch_of(run.config, seed) for seed in range(2)]
+    weights, batches = run.state.model, [batch_of(run.config, seed) for seed in range(2)]
     batches[1]["loss_mask"] &= np.arange(16) < 3
     counts = [int(batch["loss_mask"].sum()) for batch in batches]
     assert counts[0] > 2 * counts[1] > 0
-    loss, metrics = run.evaluate(1, weights, Validation(batches))
+    loss, metrics = loop.Evaluate(Validation(batches)).measure(run, 1)
     assert {metric.name for metric in BERTConfig.metrics} == metrics.keys() - {"unigram_entropy"}
     each = expected_of(run, weights, batches)
     masked, (_, order, found) = np.average(each[:, 0], weights=counts), each.mean(0)
@@ -67,9 +70,8 @@ def test_evaluation_weighs_masked_tokens_by_number_and_pairs_equally(run):
 
 
 def test_batch_without_masks_has_the_order_loss_alone(run):
-    run, weights = run
     batch = batch_of(run.config) | {"loss_mask": np.zeros((8, 16), bool)}
-    found = run.program.eval_step(weights, run.program.on_devices(batch))
+    found = run.program.eval_step(run.state.model, run.program.on_devices(batch))
     assert float(found.means["mlm_loss"]) == 0.0
     assert float(found.loss) == float(found.means["order_loss"]) > 0.1
 

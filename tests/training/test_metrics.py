@@ -17,10 +17,9 @@ from matplotlib.figure import Figure
 
 from mjax.config import BERTConfig, Config, load_config, save_config
 from mjax.config.model import Metric
-from mjax.pictures import curves, runs
-from mjax.pictures.curves import Curve, smoothed
+from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
-from mjax.pictures.runs import draw_experts, draw_loss
+from mjax.pictures.runs import Curve, draw_experts, draw_loss, smoothed
 from mjax.planner.layer import hardware_flops, model_flops, peak_tflops
 from mjax.run import metrics
 from mjax.run.metrics import MetricsLog, Record, read_metrics
@@ -240,7 +239,7 @@ def noisy(count):
     return (np.random.default_rng(count).normal(5, 1, count) + 100 / np.arange(1, count + 1)).tolist()
 
 
-@pytest.mark.parametrize("count", [1, 1800, curves.MAX_POINTS])
+@pytest.mark.parametrize("count", [1, 1800, runs.MAX_POINTS])
 def test_curve_of_short_run_is_exact(count):
     values = noisy(count)
     curve = Curve(enumerate(values, start=1))
@@ -251,7 +250,7 @@ def test_curve_of_short_run_is_exact(count):
 
 @pytest.mark.parametrize("first", [0, 1, 10**12])
 def test_curve_of_long_run_has_bounded_bins(monkeypatch, first):
-    monkeypatch.setattr(curves, "MAX_POINTS", 64)
+    monkeypatch.setattr(runs, "MAX_POINTS", 64)
     values = noisy(10_000)
     curve = Curve(enumerate(values, start=first))
     assert 32 <= len(curve.bins) <= 64
@@ -283,7 +282,7 @@ def lines_executed(call):
 
 def test_steps_of_a_long_run_cost_the_same(tmp_path, monkeypatch):
     """Counted in lines of Python, of the loop and of the pictures; bins are doubled in neither of the two parts."""
-    monkeypatch.setattr(curves, "MAX_POINTS", 256)
+    monkeypatch.setattr(runs, "MAX_POINTS", 256)
     points = []
     monkeypatch.setattr(metrics, "draw_loss", lambda curves, *_: points.append(len(curves["loss"].bins)))
 

@@ -15,6 +15,7 @@ from mjax.step.layout import lay_out
 from mjax.step.muon import newton_schulz
 from mjax.step.optimizer import optimizer_of
 from tests.against_reference import in_layer_order
+from tests.callbacks import StopAt
 from tests.products import one_in
 from tests.small import QUICKLY, small_config, weights_of
 from tests.training.test_trainer import CONFIG, batch, losses
@@ -173,6 +174,6 @@ def test_run_continues_on_another_mesh(tmp_path, fewer_devices):
         return mjax.Trainer(config, tmp_path / name, data=batch, show=False, **options).train().step
 
     assert trained(config, "whole") == 6
-    assert trained(config, "moved", callbacks=[lambda record: record.step == 2]) < 6
+    assert trained(config, "moved", callbacks=[StopAt(2)]) < 6
     assert trained(other, "moved") == 6
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel.mesh import make_mesh
-from mjax.run.agreement import Replicas
+from mjax.run.health import Replicas
 from tests.training.saved import abstract, state_on
 
 

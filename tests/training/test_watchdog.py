@@ -50,9 +50,9 @@ def test_closed_connection_is_a_named_death(dying, capfd):
     others = {0, 1, 2} - {dying}
     with Run() as run:
         run.arranged(*[(12, STEP)] * 3)
-        run.wait_for(lambda: all(one._first.step == 12 for one in run.all[1:]))
+        run.wait_for(lambda: all(one._peers[0][1].step == 12 for one in run.all[1:]))
         run.all[0]._end = run.all[0]._end if dying else lambda sentence: None  # it says nothing any more
-        for line in [run.all[2]._line] if dying else [line for line, _ in list(run.all[0]._peers.values())]:
+        for line, _ in list(run.all[dying]._peers.values()):
             line.connection.shutdown(2)
         run.wait_for(lambda: run.left.keys() >= others)
     assert capfd.readouterr().err.count(f"{name(run, dying)} died, last heard of at step 12") == 2

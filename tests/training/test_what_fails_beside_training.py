@@ -155,11 +155,11 @@ def test_tracker_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
 def test_screen_that_fails_is_announced_once(capfd, error):
     stream = io.StringIO()
     stream.name, stream.write = "<stdout>", fail_with(error)
-    with Display(10, lasting_console(stream)).begin(0) as display:
-        display.say("one")
-        display.show(record(1))
-        del stream.write
-        display.say("two")
+    display = Display(10, lasting_console(stream)).begin(0)
+    display.say("one")
+    display.show(record(1))
+    del stream.write
+    display.say("two")
     assert stream.getvalue() == "two\n"
     assert capfd.readouterr().err == f"<stdout> cannot be written ({error}): continuing without it\n"
 
@@ -179,11 +179,11 @@ from mjax.run.metrics import MetricsLog
 
 os.close(0)
 tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")
-with Display(10).begin(0) as display:
-    log = MetricsLog(Path(sys.argv[1]), 0, tensorboard=False, say=lambda line: print(line, file=sys.stderr))
-    for step in range(1, 11):
-        display.say("a message")
-        log.draw()
+display = Display(10).begin(0)
+log = MetricsLog(Path(sys.argv[1]), 0, tensorboard=False, say=lambda line: print(line, file=sys.stderr))
+for step in range(1, 11):
+    display.say("a message")
+    log.draw()
 print("left", file=sys.stderr)
 """
 

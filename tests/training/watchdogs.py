@@ -53,7 +53,12 @@ class Run:
     def freeze(self, index, seconds):
         """Let a process fall silent, its connection open: process 0 heard its last word so many `seconds` ago."""
         frozen, place = threading.Event(), self.all[0].place
-        self.all[index]._obey = lambda: frozen.set() or self.over.wait(60)
+
+        def hear(_):
+            frozen.set()
+            self.over.wait(60)
+
+        self.all[index]._hear = hear
         assert frozen.wait(60)
         for _ in range(2):  # process 0 reads what was sent before
             beat = place.heard

@@ -23,11 +23,11 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, Document, FilterArguments, MalformedLines
+from mjax.data.corpus import Corpus, Document, MalformedLines
 from mjax.data.corpus.tasks import Job
 from mjax.errors import UsageError
 from mjax.utils.progress import facts
-from mjax.utils.remote import RemoteFile, located, put
+from mjax.utils.remote import RemoteFile, located
 
 EXAMPLES = 10  # of each step, in the report
 SHOWN = 200  # characters of a text in an example
@@ -56,7 +56,7 @@ class Tally:
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
 
 
-def check_outputs(arguments: FilterArguments, inputs: Sequence[Path]) -> None:
+def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
     """Check `--output`.
 
     Raises:
@@ -84,10 +84,9 @@ def output_files(output: Path) -> dict[str, Path]:
 class FilterJob(Job):
     """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
 
-    def __init__(self, arguments: FilterArguments, corpus: Corpus, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: Corpus, stages: Sequence[str]):
         arguments = dataclasses.replace(arguments, output=located(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
-        self._started = time.time()  # of any machine
 
     def merge(self, rank: int) -> None:
         """Copy a task's parts to their places."""
@@ -101,10 +100,7 @@ class FilterJob(Job):
         if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
             (self.folder / "report").write_bytes(text.encode())
         self.copies = isinstance(self.arguments.output, RemoteFile)
-        self.complete()
-        for name, file in output_files(self.arguments.output).items():
-            if (self.folder / name).exists():
-                put(self.folder / name, file)
+        self.put_outputs(output_files(self.arguments.output))
         return json.loads(text)
 
     def remarks(self, report: dict[str, Any]) -> Iterable[str]:
@@ -118,7 +114,7 @@ class FilterJob(Job):
             return
         output = self.arguments.output
         console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{output} is ready after {time.time() - self._started:.1f} s", markup=False)
+        console.print(f"{output} is ready after {time.time() - self.began:.1f} s", markup=False)
         console.print(facts(_steps(report), "right"))
         for remark in self.remarks(report):
             console.print(f"\n{remark}", markup=False)

@@ -1,4 +1,4 @@
-"""Commands as stages of tasks, on this machine's cores or by datatrove's executors (local, Slurm, Ray).
+"""Commands as stages of tasks, on this machine's cores or as jobs of Slurm.
 
 A `Job` names its stages. Each task of a stage reads a share of the input, or the files of earlier stages, and writes
 files of its own into the working folder. Its marker, written last, holds what it returns:
@@ -9,46 +9,67 @@ files of its own into the working folder. Its marker, written last, holds what i
 
     OUTPUT.tmp/STAGE.bytes         input that each task of a stage has read, for who watches
 
-So an interruption costs the tasks that were running, and the bytes of the output depend neither on the number of tasks
-nor on the executor. The number of tasks is part of the plan: another number starts over.
+So an interruption costs the tasks that were running, and the bytes of the output do not depend on the number of tasks.
+The number of tasks is part of the plan: another number starts over.
 
 Markers are JSON, and arrays are files of numbers: nothing that is read here can run anything. Nobody else may write to
-the folder. The one pickle is datatrove's: its jobs on Slurm read OUTPUT.logs/STAGE/executor.pik, and that folder is as
-private.
+the folder.
+
+With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and its
+tasks do nothing else.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, TextIO
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO, TypeVar
 
 import numpy as np
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, MalformedLines, TextArguments
+from mjax.data.corpus import Corpus, MalformedLines
 from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.workers import INTERRUPTS, WORTH_A_WORKER, Workers, useful_workers
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
-from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
+from mjax.utils.files import make_private, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
-from mjax.utils.remote import beside
+from mjax.utils.remote import beside, put, remove
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
+WAITING = 2  # batches per worker: one in work, one ready
+WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
+STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
+"""Set in an array job: its stage, and the second at which the command was typed."""
+SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
+"""Options of sbatch by default."""
 
 
-def useful_tasks(asked: int | None, size: int) -> int:
-    """`asked` tasks, or a number by the bytes of input alone, so that another machine continues the work."""
-    return asked or max(1, min(size // WORTH_A_WORKER, MANY), size // LARGE)
+def all_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def useful_workers(asked: int | None, size: int) -> int:
+    """`asked` workers, or by default all cores, but fewer for little input (`size` bytes)."""
+    return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Job:
@@ -59,7 +80,8 @@ class Job:
       output: what is written, for messages and the names of the working folder and the logs.
       tasks: of each stage but those in `single`, which are one task.
       stages: names of methods in order, `finish` the last; with several tasks, `lines` comes before all.
-      folder, logs: of the work: beside the output, or in the current folder for one in a store.
+      folder: of the work: beside the output, or in the current folder for one in a store.
+      began: when the command was typed, in seconds since 1970.
       copies: whether `finish` is copying files to a store, and leaves them in `folder` if it fails.
       readers: stages that read the input.
       settings: files besides the input that the result depends on, such as a tokenizer's.
@@ -71,13 +93,15 @@ class Job:
     copies = False
     _counter: tuple[int, int] | None = None
 
-    def __init__(self, arguments: TextArguments, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: Corpus, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
-        self.folder, self.logs = Path(f"{beside(output)}.tmp"), Path(f"{beside(output)}.logs")
-        self.tasks = useful_tasks(arguments.tasks, corpus.size)
-        self.pace = Pace()
+        self.folder = Path(f"{beside(output)}.tmp")
+        # By the bytes of input alone, so that another machine continues the work.
+        self.tasks = arguments.tasks or max(1, min(corpus.size // WORTH_A_WORKER, MANY), corpus.size // LARGE)
+        self.pace, self.began = Pace(), float(os.environ.get(BEGAN, time.time()))
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
+        self._results: dict[str, list[Any]] = {}
 
     def begin(self) -> None:
         """Do what comes before all tasks, here; repeated when a killed run continues."""
@@ -86,10 +110,13 @@ class Job:
         """The last stage: put the output in place; it can be repeated."""
         raise NotImplementedError
 
-    def complete(self) -> None:
-        """Call before the last files get their names: an interruption comes too late."""
+    def put_outputs(self, files: dict[str, Path]) -> None:
+        """Give files of the folder, by name, their final names in this order; an interruption comes too late then."""
         if not self.copies:
             INTERRUPTS.too_late = f"{self.output} is complete; removing {self.folder}\n"
+        for name, file in files.items():
+            if (self.folder / name).exists():  # else it was put before the run was killed
+                put(self.folder / name, file)
 
     def result(self) -> Any:
         """The result of the command, from the marker of the last stage."""
@@ -184,7 +211,10 @@ class Job:
 
     def results(self, stage: str) -> list[Any]:
         """Return values of the tasks of an earlier stage, by rank."""
-        return _results(self.folder, stage, self.tasks_of(stage))
+        if stage not in self._results:
+            markers = (self.marker(stage, rank) for rank in range(self.tasks_of(stage)))
+            self._results[stage] = [json.loads(marker.read_bytes()) for marker in markers]
+        return self._results[stage]
 
     # --- Running ------------------------------------------------------------------------------------------------------
 
@@ -200,35 +230,29 @@ class Job:
 
     def left(self, stage: str) -> list[int]:
         """Ranks of the tasks of a stage that have not finished."""
-        done = set(os.listdir(self.folder)) if self.folder.is_dir() else set()
-        return [rank for rank in range(self.tasks_of(stage)) if f"{stage}.{rank:05}.done" not in done]
+        return [rank for rank in range(self.tasks_of(stage)) if not self.marker(stage, rank).exists()]
+
+    def marker(self, stage: str, rank: int) -> Path:
+        """The file that says that a task is done, with what it returned."""
+        return self.folder / f"{stage}.{rank:05}.done"
 
     def run_task(self, stage: str, rank: int) -> None:
         """Do a task that has not been done, and mark it."""
-        marker, failed = _marker(self.folder, stage, rank), self.part(f"{stage}.failed", rank)
-        if marker.exists():
+        if self.marker(stage, rank).exists():
             return
-        failed.unlink(missing_ok=True)
-        for earlier in self.stages[: self.stages.index(stage)][-1:]:
-            if left := self.left(earlier):
-                raise RunError(f"task {left[0]} of stage {earlier} has not finished; repeat the command")
-        try:
-            with self.counting(stage, rank):
-                value = getattr(self, stage)(rank)
-                self.advance(stage not in self.readers)
-        except Exception as error:
-            with contextlib.suppress(OSError):  # of a full disk
-                failed.write_text(str(error) if isinstance(error, UsageError | RunError) else repr(error))
-            raise
-        write_whole(marker, json.dumps(value, default=asdict))
+        with self.counting(stage, rank):
+            value = getattr(self, stage)(rank)
+            self.advance(stage not in self.readers)
+        write_whole(self.marker(stage, rank), json.dumps(value, default=asdict))
 
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
-        how = replace(self.arguments, executor=None, workers=None, overwrite=False, json=False, sbatch=())
+        how = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
         files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
-        values |= {"mjax_version": __version__, "sha256": hashlib.sha256(repr(values).encode()).hexdigest()}
+        values |= {"mjax_version": __version__, "gigatoken": os.environ.get("MJAX_GIGATOKEN")}
+        values |= {"sha256": hashlib.sha256(repr(values).encode()).hexdigest()}
         return without_secrets(json.dumps(values, indent=2))
 
     def close(self) -> None:
@@ -251,51 +275,37 @@ def _mapped(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarra
     return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
-@functools.lru_cache(maxsize=16)
-def _results(folder: Path, stage: str, count: int) -> list[Any]:
-    return [json.loads(_marker(folder, stage, rank).read_bytes()) for rank in range(count)]
-
-
-def _marker(folder: Path, stage: str, rank: int) -> Path:
-    return folder / f"{stage}.{rank:05}.done"
-
-
 def run(job: Job) -> Any:
-    """Run all stages on the executor of --executor, print a summary and return the result; None if Slurm has them.
+    """Run all stages, print a summary and return the result; None if Slurm runs them.
 
     Raises:
-      UsageError: as the tasks, or datatrove is missing, or another process writes the same output, or another user may
-        have written the working folder.
+      UsageError: as the tasks, or another process writes the same output, or another user may have written the working
+        folder, or there is no Slurm.
       RunError: a worker was killed, a task failed, or the disk is full; the same command continues.
       KeyboardInterrupt: Ctrl-C, SIGTERM or a closed terminal; the same command continues.
     """
-    kind = job.arguments.executor
-    pipeline = _pipelines(job) if kind else None
+    if stage := os.environ.get(STAGE):
+        job.run_task(stage, int(os.environ["SLURM_ARRAY_TASK_ID"]))
+        if stage == job.stages[-1]:
+            job.show(job.result())
+            job.close()
+        return None
     with INTERRUPTS, _working_folder(job):
-        if kind == "slurm":
-            _submit(job, pipeline)
-            return None
         job.begin()
-        if pipeline is None:
-            _run_here(job)
-        for stage in job.stages:
-            if job.left(stage):
-                _run_there(job, stage, pipeline)
+        if job.arguments.sbatch:
+            _submit(job)
+            return None
+        with Workers(job.processes, job) as workers:
+            for stage in job.stages:
+                ranks, task = job.left(stage), functools.partial(_task, stage)
+                results = workers.map(task, ranks) if stage != job.stages[-1] else (task(job, rank) for rank in ranks)
+                with _watched(job, stage), contextlib.closing(results):
+                    for _ in results:
+                        pass
         result = job.result()
         job.close()
     job.show(result)
     return result
-
-
-def _run_here(job: Job) -> None:
-    """Run the tasks in worker processes of this one, which runs stages of one task itself."""
-    with Workers(job.processes, _same, (job,)) as workers:
-        for stage in job.stages:
-            ranks, task = job.left(stage), functools.partial(_task, stage)
-            results = (task(job, rank) for rank in ranks) if stage in job.single else workers.map(task, ranks)
-            with _watched(job, stage), contextlib.closing(results):
-                for _ in results:
-                    pass
 
 
 def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
@@ -306,28 +316,6 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
     return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
 
 
-def _run_there(job: Job, stage: str, pipeline: Callable[..., Any]) -> None:
-    """Run the tasks of a stage on an executor, and name the first that failed."""
-    reason = "it was killed"
-    with _watched(job, stage):
-        try:
-            pipeline(stage).run()
-        except Exception as error:  # the reasons of tasks are in files
-            reason = repr(error)
-    if left := job.left(stage):
-        reasons = {rank: job.part(f"{stage}.failed", rank) for rank in left}
-        failed = next((rank for rank, file in reasons.items() if file.exists()), left[0])
-        reason = reasons[failed].read_text() if reasons[failed].exists() else reason
-        raise RunError(
-            f"task {failed} of {job.tasks_of(stage)} of stage {stage} failed: {reason} "
-            f"(logs: {job.folder}/logs/{stage})"
-        )
-
-
-def _same(job: Job) -> Job:
-    return job
-
-
 def _task(stage: str, job: Job, rank: int) -> None:
     job.run_task(stage, rank)
 
@@ -335,31 +323,20 @@ def _task(stage: str, job: Job, rank: int) -> None:
 @contextmanager
 def _working_folder(job: Job) -> Iterator[None]:
     """The folder of `job`, with what the same command left in it; what another left is removed."""
-    plan, file = job.plan(), job.folder / "plan.json"
-    _results.cache_clear()
     try:
-        _check_private(job, job.folder)
-        with file.open() if file.is_file() else contextlib.nullcontext() as older:
-            if older is not None:
-                _lock(job, older)
-            if older is None or older.read() != plan:
-                if older is not None:
-                    print(
-                        f"{job.folder} has the work of another command or another --tasks; starting over",
-                        file=sys.stderr,
-                    )
-                job.close()
-                _check_private(job, job.folder)
-                write_whole(file, plan)
+        if problem := make_private(job.folder):
+            raise UsageError(f"{problem}, or choose another --output than {job.output}")
+        stream = (job.folder / "plan.json").open("a+")
+        if not take_lock(stream, print):
+            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        _start_over(job, stream)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
-    with file.open() as stream:
-        _lock(job, stream)
+    with stream:
         try:
-            _remove_damaged(job)
             yield
         except UsageError:
-            if job.arguments.executor is None and not job.copies:
+            if not (job.arguments.sbatch or job.copies):
                 job.close()  # the command or its input has to change, and with it the plan
             raise
         except BaseException as error:
@@ -370,132 +347,197 @@ def _working_folder(job: Job) -> Iterator[None]:
             raise error
 
 
-def _lock(job: Job, plan: TextIO) -> None:
-    if not take_lock(plan, print):
-        raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
-
-
-def _check_private(job: Job, folder: Path) -> None:
-    """Make a folder of a job, or make sure that nobody else has written what is in it."""
-    if problem := make_private(folder):
-        raise UsageError(f"{problem}, or choose another --output than {job.output}")
-
-
-def _remove_damaged(job: Job) -> None:
-    """Remove the marker of a damaged result, with those of its stage and of all later ones, which may rely on it."""
-    for index, stage in enumerate(job.stages):
-        for marker in sorted(job.folder.glob(f"{stage}.*.done")):
-            try:
-                json.loads(marker.read_bytes())
-            except ValueError:
-                print(f"{marker} is damaged: {stage} and the stages after it run again", file=sys.stderr)
-                for again in job.stages[index:]:
-                    for file in (job.folder / f"{again}.bytes", *job.folder.glob(f"{again}.*.done")):
-                        remove(file)
-                return
-
-
-# --- datatrove --------------------------------------------------------------------------------------------------------
-
-
-class Step:
-    """A stage as a step of datatrove's pipelines: a callable with data, rank and number of tasks."""
-
-    def __init__(self, job: Job, stage: str):
-        self.job, self.stage = job, stage
-
-    def __call__(self, data: Any, rank: int, world_size: int) -> None:
-        if self.job.arguments.executor != "slurm":
-            with contextlib.suppress(Exception):  # written down for `_run_there`; datatrove would print pages
-                self.job.run_task(self.stage, rank)
+def _start_over(job: Job, stream: TextIO) -> None:
+    """Empty the folder of a job, unless the same command has left its work there."""
+    stream.seek(0)
+    plan, older = job.plan(), stream.read()
+    reason = "has the work of another command or another --tasks"
+    if older == plan:
+        damaged = [marker.name for marker in sorted(job.folder.glob("*.done")) if not _is_json(marker)]
+        if not damaged:
             return
-        self.job.run_task(self.stage, rank)  # a failure cancels the stages that follow
-        if self.stage == self.job.stages[-1]:
-            self.job.show(self.job.result())
-            self.job.close()
+        reason = f"has a damaged {damaged[0]}"
+    if older:  # else what is there was half removed
+        print(f"{job.folder} {reason}; starting over", file=sys.stderr)
+    stream.truncate(0)
+    for file in job.folder.iterdir():
+        if file.name != "plan.json":
+            remove(file)
+    stream.write(plan)
+    stream.flush()
 
 
-def _pipelines(job: Job) -> Callable[..., Any]:
-    """A function that makes datatrove's executor of a stage; its further arguments are for the executor.
-
-    Raises:
-      UsageError: a package is missing, or --sbatch does not name a partition.
-    """
-    kind = job.arguments.executor
-    os.environ.setdefault("LOGURU_LEVEL", "ERROR")  # what tasks say is in the logs
+def _is_json(file: Path) -> bool:
     try:
-        import datatrove.executor as executors
-
-        if kind == "ray":
-            import ray
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"--executor {kind} needs the package {error.name}, which is not installed; type: python -m pip install "
-            f"{'ray' if error.name == 'ray' else repr('mjax[data]')}"
-        ) from None
-    # datatrove's own markers are not used: they would survive a change of the command.
-    common = {"skip_completed": False, "workers": job.arguments.workers or -1}
-    logs = job.folder / "logs"
-    if kind == "slurm":
-        options = dict(option.partition("=")[::2] for option in job.arguments.sbatch)
-        if not options.get("partition") or not shutil.which("sbatch"):
-            raise UsageError(
-                "--executor slurm submits with sbatch; run it where sbatch is, with --sbatch partition=NAME "
-                "[time=HH:MM:SS account=NAME …]"
-            )
-
-        class Slurm(executors.SlurmPipelineExecutor):
-            def launch_merge_stats(self) -> None:
-                """Start no job for datatrove's statistics, which are empty here."""
-
-        executor, logs = Slurm, job.logs.resolve()
-        common |= {"partition": options.pop("partition"), "time": options.pop("time", "24:00:00"), "qos": None}
-        common |= {"mem_per_cpu_gb": 4, "sbatch_args": options}
-        path = f"{Path(sys.executable).parent}:$PATH"
-        common["env_command"] = f'export PATH="{path}" PYTHONPATH="{os.pathsep.join(filter(None, sys.path))}"'
-    elif kind == "ray":
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
-        executor = executors.RayPipelineExecutor
-        common["mem_per_cpu_gb"] = 0
-    else:
-
-        class Local(executors.LocalPipelineExecutor):
-            def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
-                """Run as any rank but 0, which would copy its log to the terminal."""
-                return executors.LocalPipelineExecutor._run_for_rank(self, rank, 1, node_rank)
-
-        executor = Local
-
-    def make(stage: str, **options: Any) -> Any:
-        options = {**common, **options, "tasks": job.tasks_of(stage), "logging_dir": str(logs / stage)}
-        if kind == "slurm":
-            options["job_name"] = f"mjax-{stage}"
-        return executor([Step(job, stage)], **options)
-
-    return make
+        return bool(json.loads(file.read_bytes()) or True)
+    except ValueError:
+        return False
 
 
-def _submit(job: Job, pipeline: Callable[..., Any]) -> None:
-    """Submit all stages to Slurm, each after the one before, and say where to look."""
-    submitted = job.logs / "jobs.json"  # outlives the working folder, which a fast last job removes
-    if submitted.exists() and shutil.which("squeue"):
-        ids = json.loads(submitted.read_text())
-        answer = subprocess.run(["squeue", "-h", "-j", ",".join(ids)], capture_output=True, text=True)
-        if answer.stdout.strip():
-            raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(ids)}; wait, or scancel them first")
-    _check_private(job, job.logs)
-    job.begin()
-    job.folder, previous, ids = job.folder.resolve(), None, []
+def _submit(job: Job) -> None:
+    """Submit each stage to Slurm as an array job that repeats this command, after the stage before."""
+    name, logs = f"mjax-{job.output}", Path(f"{beside(job.output)}.logs")
+    if not shutil.which("sbatch") or Path(sys.argv[0]).name not in ("mjax", "__main__.py"):
+        raise UsageError("--sbatch submits a command typed where sbatch is; type it on a login node of Slurm")
+    if queued := _answer("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split():
+        raise UsageError(f"jobs of {job.output} are in the queue: {', '.join(queued)}; wait, or scancel them first")
+    logs.mkdir(exist_ok=True)
+    options = SBATCH | dict(option.partition("=")[::2] for option in job.arguments.sbatch)
+    options |= {"job-name": name, "parsable": "", "kill-on-invalid-dep": "yes"}
+    at_once = f"%{job.arguments.workers}" if job.arguments.workers else ""
+    ids: list[str] = []
     for stage in job.stages:
-        executor = pipeline(stage, depends=previous)
-        executor.run()
-        ids.append(str(executor.job_id))
-        previous = executor
-    write_whole(submitted, json.dumps(ids))
+        options |= {"array": f"0-{job.tasks_of(stage) - 1}{at_once}", "output": f"{logs}/{stage}.%a.out"}
+        flags = [f"--{key}={value}" if value else f"--{key}" for key, value in options.items()]
+        command = [f"{STAGE}={stage}", f"{BEGAN}={job.began}", sys.executable, "-m", "mjax", *sys.argv[1:]]
+        answer = _answer("sbatch", *flags, script=f"#!/bin/sh\nexec env {shlex.join(command)}\n")
+        ids.append(answer.strip().partition(";")[0])
+        options["dependency"] = f"afterok:{ids[-1]}"
     print(
         f"Submitted {len(ids)} stages of up to {job.tasks} tasks: {', '.join(job.stages)} (jobs {', '.join(ids)})\n"
-        f"State: squeue -j {','.join(ids)}; tasks done: ls {job.folder}/*.done | wc -l; logs: {job.logs}\n"
-        f"The last job writes {job.output} and removes {job.folder}. After a failure, scancel what is left and repeat "
-        "the command: it submits the tasks that are missing."
+        f"State: squeue -j {','.join(ids)}; tasks done: ls {job.folder}/*.done | wc -l; logs: {logs}\n"
+        f"The last job writes {job.output} and removes {job.folder}. After a failure the jobs that "
+        "follow are canceled; repeat the command: it submits the tasks that are missing."
     )
+
+
+def _answer(*command: str, script: str = "") -> str:
+    answer = subprocess.run(command, input=script, capture_output=True, text=True)
+    if answer.returncode:
+        raise RunError(f"{command[0]} failed: {answer.stderr.strip()}")
+    return answer.stdout
+
+
+# --- Processes and signals --------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """A pool of `count` processes that have `state`; of 0, this process does the work.
+
+    Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Use it as a context
+    manager: an exception kills the processes, whatever they do, as the end of this process does.
+    """
+
+    def __init__(self, count: int, state: Any = None):
+        self.count, self.state = count, state
+        self._pool: ProcessPoolExecutor | None = None
+        self._others: list[multiprocessing.Process] = []
+
+    def __enter__(self) -> "Workers":
+        self._others = multiprocessing.active_children()
+        if self.count:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=(self.state,))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if self._pool:
+            for process in multiprocessing.active_children() if kind else ():
+                if process not in self._others:
+                    process.kill()
+            self._pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[Any, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """`function(state, item)` of each item, in order. Items are drawn as workers become free: few wait in memory.
+
+        Raises:
+          RunError: a worker was killed. Exceptions of the function are raised here too.
+        """
+        if self._pool is None:
+            yield from (function(self.state, item) for item in items)
+            return
+        running = deque()
+        try:
+            for item in items:
+                running.append(self._submit(function, item))
+                if len(running) >= WAITING * self.count:
+                    yield _wait_for(running.popleft())
+            while running:
+                yield _wait_for(running.popleft())
+        except BrokenProcessPool:
+            which, fix = "the worker process", "more --tasks"
+            if self.count > 1:
+                which, fix = f"one of {self.count} worker processes", "fewer --workers"
+            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
+
+    def _submit(self, function: Callable[[Any, Item], Result], item: Item) -> "Future[Result]":
+        """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
+        with INTERRUPTS.delay():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return self._pool.submit(_call, function, item)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_for(future: "Future[Result]") -> Result:
+    """`future.result()`, which a signal always interrupts: another thread may get it, and this one sleep on."""
+    while not wait([future], timeout=0.5).done:
+        pass
+    return future.result()
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Interrupts:
+    """`STOPS` raise KeyboardInterrupt in the block, unless they are `delayed`.
+
+    Attributes:
+      too_late: if set, they print this instead: the output is complete.
+    """
+
+    def __init__(self):
+        self.too_late, self.delayed, self._came = "", False, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        self.too_late, self.delayed, self._came = "", False, False
+        if threading.current_thread() is threading.main_thread():
+            for number in STOPS:
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._before[number] = signal.signal(number, self._answer)
+
+    def __exit__(self, *_) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _answer(self, *_) -> None:
+        self._came = self.delayed
+        if self.too_late:
+            os.write(2, self.too_late.encode())  # `print` may be what is interrupted
+        elif not self.delayed:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        """Let the block end first."""
+        self.delayed = True
+        try:
+            yield
+        finally:
+            self.delayed = False
+        if self._came:
+            raise KeyboardInterrupt
+
+
+INTERRUPTS = Interrupts()
+
+
+_state: Any = None  # of a worker process
+
+
+def _start(state: Any) -> None:
+    global _state
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    _state = state
+
+
+def _call(function: Callable[[Any, Item], Result], item: Item) -> Result:
+    return function(_state, item)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent ends, even if that was killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

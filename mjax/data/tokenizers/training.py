@@ -17,39 +17,20 @@ table: three runs of `trainers.WordPieceTrainer` on the same text gave three dif
 import io
 import re
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import sentencepiece
 from tokenizers import pre_tokenizers
 
 from mjax.data.tokenizer_trial import remember
-from mjax.data.tokenizers.huggingface import HuggingFaceTokenizer, wrap_library
-from mjax.data.tokenizers.library import EOD_PIECE, SentencePieceTokenizer, utf8
-from mjax.data.tokenizers.published import bert_library, bert_normalizer
+from mjax.data.tokenizers.kinds import EOD_PIECE, HuggingFaceTokenizer, SentencePieceTokenizer, utf8
+from mjax.data.tokenizers.load import bert_library, bert_normalizer, wrap_library
 from mjax.errors import UsageError
 
 CHUNK = 2**14  # characters given to sentencepiece at once in training
 TRAINABLE = ("bert-uncased", "bert-cased")
 FIRST_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPACE = "▁"  # U+2581, sentencepiece's
-
-
-class WrongSize(Exception):
-    """A vocabulary size that does not fit a text: it yields `most` pieces, or needs `least` for its letters."""
-
-    def __init__(self, most: int | None = None, least: int | None = None):
-        super().__init__(most, least)
-        self.most, self.least = most, least
-
-    def explain(self, vocabulary: int, instead: str = "") -> UsageError:
-        """The error for the user, which names a size that fits, and what to type `instead`."""
-        if self.most is not None:
-            problem = f"is too large for this little text, which yields {self.most} pieces"
-            return UsageError(
-                f"--vocabulary {vocabulary} {problem}; use --vocabulary {self.most} or less, give more text{instead}"
-            )
-        problem = f"is too small: the characters of this text alone take {self.least} pieces"
-        return UsageError(f"--vocabulary {vocabulary} {problem}; use --vocabulary {self.least} or more{instead}")
 
 
 def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceTokenizer:
@@ -61,19 +42,16 @@ def train_sentencepiece(texts: Iterable[str], vocabulary: int) -> SentencePieceT
     Raises:
       UsageError: there is no text, or it has too few words for the vocabulary or too many characters; says what works.
     """
-    try:
-        model = train_byte_pairs(
-            texts,
-            vocabulary,
-            byte_fallback=True,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,  # indentation in few tokens
-            user_defined_symbols=["\n"],  # a line break is always a separate token
-            eos_id=1,
-            eos_piece=EOD_PIECE,
-        )
-    except WrongSize as error:
-        raise error.explain(vocabulary, ", or use --tokenizer bytes") from None
+    model = train_byte_pairs(
+        texts,
+        vocabulary,
+        byte_fallback=True,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,  # indentation in few tokens
+        user_defined_symbols=["\n"],  # a line break is always a separate token
+        eos_id=1,
+        eos_piece=EOD_PIECE,
+    )
     remember(model, "sentencepiece")
     return SentencePieceTokenizer(model, "the trained tokenizer")
 
@@ -92,34 +70,24 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
     """
     lowercase = scheme == "bert-uncased"
     always = set() if lowercase else {*string.ascii_uppercase}  # by which a cased vocabulary is recognised
-    seen: set[str] = set()
 
     def size(letters: int) -> int:
         return len(FIRST_PIECES) + 2 * letters
 
-    try:
-        model = train_byte_pairs(
-            _join_words(texts, lowercase, seen),
-            vocabulary,
-            character_coverage=0.9995,
-            split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
-            split_by_number=False,
-            eos_id=-1,
-        )
-    except WrongSize as error:
-        if error.least is not None:  # with the unknown piece and the space
-            raise WrongSize(least=size(error.least - 2 + len(always))).explain(vocabulary) from None
-        if error.most < (least := size(len(seen | always))):
-            raise UsageError(
-                f"there is too little text to train a vocabulary: its words yield {error.most} pieces, its letters "
-                f"alone {least}; give more text, or a vocabulary with --tokenizer {scheme}:vocab.txt"
-            ) from None
-        raise error.explain(vocabulary) from None
+    model = train_byte_pairs(
+        _join_words(texts, lowercase),
+        vocabulary,
+        size_for=lambda characters: size(characters - 2 + len(always)),  # which has an unknown piece and the space
+        character_coverage=0.9995,
+        split_by_unicode_script=False,  # a word ends where BERT ends it, and nowhere else
+        split_by_number=False,
+        eos_id=-1,
+    )
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
     learned_pieces = [pieces.id_to_piece(number) for number in range(1, pieces.vocab_size())]  # 0 is the unknown piece
     letters = sorted({piece for piece in learned_pieces if len(piece) == 1} - {SPACE} | always)
     if size(len(letters)) > vocabulary:
-        raise WrongSize(least=size(len(letters))).explain(vocabulary)
+        raise _too_small(vocabulary, size(len(letters)))
     alphabet = [*letters, *(f"##{letter}" for letter in letters)]
     longer = [piece[1:] if piece.startswith(SPACE) else f"##{piece}" for piece in learned_pieces if len(piece) > 1]
     lines = list(dict.fromkeys([*FIRST_PIECES, *alphabet, *longer]))[:vocabulary]
@@ -127,15 +95,14 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, scheme: str) -> Huggi
     return wrap_library(bert_library(content, name, lowercase), scheme, [content], name)
 
 
-def _join_words(texts: Iterable[str], lowercase: bool, seen: set[str]) -> Iterator[str]:
-    """BERT's words of the texts, a space between two, in chunks that end with a word; their letters go to `seen`."""
+def _join_words(texts: Iterable[str], lowercase: bool) -> Iterator[str]:
+    """BERT's words of the texts, a space between two, in chunks that end with a word."""
     normalizer, splitter = bert_normalizer(lowercase), pre_tokenizers.BertPreTokenizer()
     for text in texts:
         utf8(text)
         line, size = [], 0
         for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text)):
             line.append(word)
-            seen.update(word)
             size += len(word) + 1
             if size >= CHUNK // 2:
                 yield " ".join(line)
@@ -143,15 +110,19 @@ def _join_words(texts: Iterable[str], lowercase: bool, seen: set[str]) -> Iterat
         yield " ".join(line)
 
 
-def train_byte_pairs(texts: Iterable[str], vocabulary: int, **settings) -> bytes:
+def train_byte_pairs(
+    texts: Iterable[str], vocabulary: int, size_for: Callable[[int], int] = lambda characters: characters, **settings
+) -> bytes:
     """Train a sentencepiece model of exactly `vocabulary` byte-pair pieces on the text as it is.
 
     Args:
+      texts: to train on.
+      vocabulary: pieces.
+      size_for: size of the user's vocabulary that a model of so many characters makes.
       settings: of sentencepiece's trainer.
 
     Raises:
-      UsageError: there is no text.
-      WrongSize: this size and this text do not fit.
+      UsageError: there is no text, or this size does not fit it.
     """
     model, interruption = io.BytesIO(), []
 
@@ -180,17 +151,23 @@ def train_byte_pairs(texts: Iterable[str], vocabulary: int, **settings) -> bytes
             **settings,
         )
     except RuntimeError as error:
-        raise (interruption[0] if interruption else _translate(error)) from None
+        raise (interruption[0] if interruption else _translate(error, vocabulary, size_for)) from None
     return model.getvalue()
 
 
-def _translate(error: RuntimeError) -> Exception:
-    """What sentencepiece's message means."""
+def _translate(error: RuntimeError, vocabulary: int, size_for: Callable[[int], int]) -> Exception:
+    """The meaning of a message of sentencepiece."""
     message = str(error)
     if match := re.search(r"too high.*<= (\d+)", message):
-        return WrongSize(most=int(match[1]))
+        fix = f"use --vocabulary {match[1]} or less, or give more text"
+        return UsageError(f"--vocabulary {vocabulary} is too large for this little text; {fix}")
     if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return WrongSize(least=int(match[1]))
+        return _too_small(vocabulary, size_for(int(match[1])))
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UsageError("there is no text to train a tokenizer on; give files that hold text")
     return error
+
+
+def _too_small(vocabulary: int, least: int) -> UsageError:
+    fix = f"use --vocabulary {least} or more, or --tokenizer bytes"
+    return UsageError(f"--vocabulary {vocabulary} is too small for the characters of this text; {fix}")

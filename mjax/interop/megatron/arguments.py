@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any, Literal, NoReturn
 
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
-from mjax.interop.megatron.harmless import HARMLESS
 from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS
 from mjax.interop.tensor_files import Tensors
 
@@ -30,6 +31,15 @@ ONLY: dict[str, Any] = {
 }  # fmt: skip
 """Arguments that change what the model computes, and the only value of each that mjax supports. All others but
 those in `HARMLESS` must be unset."""
+ONLY_DECODER: dict[str, Any] = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+    "softmax_type": "vanilla", "mtp_num_layers": None, "retro_add_retriever": False,
+}  # fmt: skip
+EITHER = {
+    "qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding",
+    "use_rotary_position_embeddings", "moe_router_pre_softmax",
+}  # fmt: skip
+"""Arguments of a decoder that may be set or not."""
 DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.1, "attention_dropout": 0.1, "init_method_std": 0.02, "norm_epsilon": 1e-5,
     "bias_gelu_fusion": False,  # unknown to the versions of 2020 that lack it
@@ -38,37 +48,82 @@ DEFAULTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.0,
 }  # fmt: skip
 """Values of missing arguments that no shape determines."""
+NUMBERS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
+"""Our field → Megatron's argument, of every model."""
+OF_ROPE = {"rope_theta": "rotary_base", "rope_share": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
 
-# --- Checks -----------------------------------------------------------------------------------------------------------
+# --- Arguments and shapes ---------------------------------------------------------------------------------------------
 
 
-def _check_known(
-    said: Mapping[str, Any], source: str, only: Mapping[str, Any] = ONLY, known: Collection[str] = ()
-) -> None:
-    """Reject arguments for which Megatron computes something that mjax does not, or may do so."""
-    for name, supported in only.items():
-        value = said.get(name)
-        if value is None or (_is_unset(value) and not supported):
-            continue
-        if type(value) is not type(supported) or value != supported:
-            raise UsageError(
-                f"{source}: {name} is {reprlib.repr(value)}, but mjax supports only {supported!r}; "
-                "convert another model"
-            )
-    unknown = [
-        name
-        for name, value in said.items()
-        if not (_is_unset(value) or name in only or name in known or HARMLESS.fullmatch(name))
-        and (said.get("num_experts") or not name.startswith("moe_"))
-    ]
-    if unknown:
-        listed = " and ".join(f"{name} is {reprlib.repr(said[name])}" for name in unknown)
-        raise UsageError(
-            f"{source}: {listed}, but mjax supports only None, False or 0; convert another model, or add --ignore "
-            f"{','.join(unknown)} if the model computes the same without"
-        )
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a run by name, or their `DEFAULTS`; `source` is the checkpoint, for messages."""
+
+    given: Mapping[str, Any]
+    source: str
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.given.get(name)
+        return DEFAULTS.get(name) if value is None else value
+
+    def reject(self, problem: str, remedy: str = "convert another model") -> NoReturn:
+        """Raise the error about arguments that no model of mjax has."""
+        raise UsageError(f"{self.source}: {problem}; {remedy}")
+
+    def count(self, name: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number."""
+        value = default if self[name] is None else self[name]
+        if type(value) is not int or value < least:
+            self.reject(f"{name} is {value!r}, not a whole number from {least} on", "copy the files again")
+        return value
+
+    def number(self, name: str) -> float:
+        """Any number; 0 without the argument and a default."""
+        return self.checked_number(name, 0.0 if self[name] is None else self[name])
+
+    def checked_number(self, name: str, value: Any) -> float:
+        """`value`, of this argument or a part of it, as a number."""
+        if type(value) not in (int, float) or not 0 <= value < 1e30:
+            self.reject(f"{name} is {value!r}, not a number from 0 on", "copy the checkpoint again")
+        return float(value)
+
+    def numbers(self, fields: Mapping[str, str]) -> dict[str, float]:
+        """Numbers by our fields."""
+        return {ours: self.number(theirs) for ours, theirs in fields.items()}
+
+    @property
+    def epsilon(self) -> str:
+        """The name of LayerNorm's epsilon, which changed in 2023."""
+        old = self.given.get("norm_epsilon") is None and self["layernorm_epsilon"] is not None
+        return "layernorm_epsilon" if old else "norm_epsilon"
+
+    def check_known(self, only: Mapping[str, Any], known: set[str]) -> None:
+        """Reject arguments for which Megatron computes something that mjax does not, or may do so."""
+        for name, supported in only.items():
+            value = self.given.get(name)
+            if not (value is None or (_is_unset(value) and not supported)) and (
+                type(value) is not type(supported) or value != supported
+            ):
+                self.reject(f"{name} is {reprlib.repr(value)}, but mjax supports only {supported!r}")
+        unknown = [
+            name
+            for name, value in self.given.items()
+            if not (_is_unset(value) or name in {*only, *known, *DEFAULTS} or HARMLESS.fullmatch(name))
+            and (self["num_experts"] or not name.startswith("moe_"))
+        ]
+        if unknown:
+            listed = " and ".join(f"{name} is {reprlib.repr(self[name])}" for name in unknown)
+            ignored = f"add --ignore {','.join(unknown)} if the model computes the same without"
+            self.reject(f"{listed}, but mjax supports only None, False or 0", f"convert another model, or {ignored}")
+
+    def check_shapes(self, shapes: Mapping[str, int]) -> None:
+        """Reject arguments that contradict the shapes of the tensors."""
+        for name, extent in shapes.items():
+            if self.given.get(name) not in (None, extent):
+                problem = f"{name} is {self[name]!r} among the arguments, and {extent} by the tensors"
+                self.reject(problem, "copy the whole checkpoint")
 
 
 def _is_unset(value: Any) -> bool:
@@ -76,52 +131,11 @@ def _is_unset(value: Any) -> bool:
     return isinstance(value, type(None) | bool | int | float | str | list | tuple | dict) and not value
 
 
-def _check_shapes(said: Mapping[str, Any], shapes: Mapping[str, int], source: str) -> None:
-    """Reject arguments that contradict the shapes of the tensors."""
-    for name, extent in shapes.items():
-        if said.get(name) not in (None, extent):
-            raise UsageError(
-                f"{source}: {name} is {said[name]!r} among the arguments, and {extent} by the tensors; "
-                "copy the whole checkpoint"
-            )
-
-
-def _count(said: Mapping[str, Any], name: str, source: str, default: int | None = None, least: int = 0) -> int:
-    value = default if said.get(name) is None else said[name]
-    if type(value) is not int or value < least:
-        raise UsageError(f"{source}: {name} is {value!r}, not a whole number from {least} on; copy the files again")
-    return value
-
-
-def _number(said: Mapping[str, Any], name: str, source: str) -> float:
-    value = DEFAULTS.get(name, 0.0) if said.get(name) is None else said[name]
-    if type(value) not in (int, float) or not 0 <= value < 1e30:
-        raise UsageError(f"{source}: {name} is {value!r}, not a number from 0 on; copy the checkpoint again")
-    return float(value)
-
-
-def _numbers(said: Mapping[str, Any], source: str) -> dict[str, float]:
-    """Rates, epsilon and the like by our names."""
-    names = {
-        "hidden_dropout": "hidden_dropout",
-        "attention_dropout": "attention_dropout",
-        "init_std": "init_method_std",
-        "layernorm_epsilon": _epsilon(said),
-    }
-    return {ours: _number(said, name, source) for ours, name in names.items()}
-
-
-def _epsilon(said: Mapping[str, Any]) -> str:
-    """The name of LayerNorm's epsilon, which changed in 2023."""
-    old = said.get("norm_epsilon") is None and said.get("layernorm_epsilon") is not None
-    return "layernorm_epsilon" if old else "norm_epsilon"
-
-
 def assumed_arguments(said: Mapping[str, Any], kind: Literal["gpt", "bert", "decoder"]) -> dict[str, Any]:
     """The arguments that a checkpoint lacks and its model needs, with the `DEFAULTS` that the import assumes."""
-    names = ["hidden_dropout", "attention_dropout", "init_method_std", _epsilon(said)]
+    names = [*NUMBERS.values(), Arguments(said, "").epsilon]
     if kind == "decoder":
-        names += ["position_embedding_type", "rotary_base", "rotary_percent"]
+        names += ["position_embedding_type", *OF_ROPE.values()]
         names += ["rope_scaling_factor"] if said.get("use_rope_scaling") else []
         names += [name for name in DEFAULTS if name.startswith("moe_") and said.get("num_experts")]
     elif not said.get("openai_gelu"):
@@ -193,8 +207,8 @@ def model_config(
       UsageError: the arguments ask for what mjax does not compute, contradict the tensors or the user, or are missing
         and needed.
     """
-    said = {} if arguments is None else arguments
-    _check_known(said, source, known={"apply_residual_connection_post_layernorm"})
+    said = Arguments(arguments or {}, source)
+    said.check_known(ONLY, {"apply_residual_connection_post_layernorm"})
     if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
         raise UsageError(
             f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "
@@ -202,21 +216,21 @@ def model_config(
         )
     shapes = _shapes(tensors, TRUNKS[kind], source)
     shapes["max_position_embeddings"] = _extent(tensors, POSITIONS, 0, source)
-    _check_shapes(said, shapes, source)
-    hidden, count = shapes["hidden_size"], _heads(said, heads, source)
-    size = hidden / count if said.get("kv_channels") is None else said["kv_channels"]
+    said.check_shapes(shapes)
+    hidden, count = shapes["hidden_size"], _heads(said, heads)
+    size = hidden / count if said["kv_channels"] is None else said["kv_channels"]
     if size * count != hidden or hidden % count:
-        raise UsageError(
-            f"{source}: {count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no "
-            "others; give the model's own --heads, or convert another model"
+        said.reject(
+            f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no others",
+            "give the model's own --heads, or convert another model",
         )
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
-    layernorm = "post" if said.get("apply_residual_connection_post_layernorm") else "pre"
+    layernorm = "post" if said["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
-        raise UsageError(
-            f"{source}: apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: "
-            "a GPT has no such form; convert another model"
+        said.reject(
+            "apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: a GPT has no "
+            "such form"
         )
     return (BERTConfig if kind == "bert" else GPTConfig)(
         layers=shapes["num_layers"],
@@ -227,13 +241,13 @@ def model_config(
         max_position_embeddings=shapes["max_position_embeddings"],
         vocabulary=shapes["padded_vocab_size"],
         **({"layernorm": layernorm} if kind == "bert" else {}),
-        **_activations(kind, arguments, activation, source),
-        **_numbers(said, source),
+        **({"activation": activation or ACTIVATIONS[kind]} if arguments is None else _activations(kind, said)),
+        **said.numbers({**NUMBERS, "layernorm_epsilon": said.epsilon}),
     )
 
 
-def _heads(said: Mapping[str, Any], heads: int | None, source: str) -> int:
-    theirs = said.get("num_attention_heads")
+def _heads(said: Arguments, heads: int | None) -> int:
+    theirs, source = said["num_attention_heads"], said.source
     if theirs is None and heads is None:
         raise UsageError(
             f"{source} does not say how many attention heads its model has; add --heads, 16 for the published 345M"
@@ -246,38 +260,18 @@ def _heads(said: Mapping[str, Any], heads: int | None, source: str) -> int:
     return count
 
 
-def _activations(
-    kind: str, arguments: Mapping[str, Any] | None, activation: Activation | None, source: str
-) -> dict[str, Activation]:
+def _activations(kind: str, said: Arguments) -> dict[str, Activation]:
     """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) does not replace."""
-    if arguments is None:
-        return {"activation": activation or ACTIVATIONS[kind]}
-    if arguments.get("openai_gelu"):
+    if said["openai_gelu"]:
         return {"activation": "gelu_tanh"}
-    if arguments.get("bias_gelu_fusion") and arguments.get("onnx_safe"):
-        raise UsageError(
-            f"{source}: bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently; "
-            "convert another model"
-        )
-    if not arguments.get("bias_gelu_fusion"):
+    if said["bias_gelu_fusion"] and said["onnx_safe"]:
+        said.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
+    if not said["bias_gelu_fusion"]:
         return {"activation": "gelu_erf"}
     return {"activation": "gelu_tanh", **({"mlm_activation": "gelu_erf"} if kind == "bert" else {})}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
-
-EITHER = {
-    "qk_layernorm", "group_query_attention", "untie_embeddings_and_output_weights", "add_position_embedding",
-    "use_rotary_position_embeddings", "moe_router_pre_softmax",
-}  # fmt: skip
-"""Arguments that may be set or not."""
-ONLY_DECODER: dict[str, Any] = {name: ONLY[name] for name in ("softmax_type", "mtp_num_layers", "retro_add_retriever")}
-ONLY_DECODER |= {
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-}
 
 
 def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
@@ -288,11 +282,11 @@ def is_decoder(arguments: Mapping[str, Any] | None, names: list[str]) -> bool:
     )
 
 
-def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, version: float) -> LlamaConfig:
+def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, version: float) -> LlamaConfig:
     """The model, with every row of its embedding as a token; a `MixtureConfig` if it has experts.
 
     Args:
-      said: the arguments of the run.
+      arguments: of the run.
       tensors: by current names.
       source: the checkpoint, for messages.
       version: `checkpoint_version`.
@@ -300,116 +294,96 @@ def decoder_config(said: Mapping[str, Any], tensors: Tensors, source: str, versi
     Raises:
       UsageError: the arguments ask for what mjax does not compute, or contradict the tensors.
     """
+    said, layer = Arguments(arguments, source), "decoder.layers.0"
     for name in EITHER:
-        if not isinstance(said.get(name), bool | None):
-            raise UsageError(f"{source}: {name} is {said[name]!r}, not true or false; copy the checkpoint again")
-    _check_known(said, source, ONLY_DECODER, {*EITHER, *NOT_HERE, "num_experts"})
+        if not isinstance(said[name], bool | None):
+            said.reject(f"{name} is {said[name]!r}, not true or false", "copy the checkpoint again")
+    said.check_known(ONLY_DECODER, EITHER | {"num_experts"})
     if version < 2:
-        raise UsageError(f"{source}: checkpoint_version is {version:g}, and decoders are read from 2 on; save it again")
-    heads = _count(said, "num_attention_heads", source, least=1)
-    sequence = _count(said, "max_position_embeddings", source, least=1)
-    numbers = _numbers(said, source)
+        said.reject(f"checkpoint_version is {version:g}, and decoders are read from 2 on", "save it again")
+    heads = said.count("num_attention_heads", least=1)
+    sequence = said.count("max_position_embeddings", least=1)
+    experts = bool(said["num_experts"])
     routers = [name for name in tensors.kinds if name.endswith(".mlp.router.weight")]
-    if routers and not said.get("num_experts"):
+    if routers and not experts:
         rows = _extent(tensors, routers[0], 0, source)
-        raise UsageError(
-            f"{source}: num_experts is missing among the arguments, and {routers[0]} has {rows} rows; "
-            f"set num_experts to {rows} in args and save the checkpoint again"
+        said.reject(
+            f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows",
+            f"set num_experts to {rows} in args and save the checkpoint again",
         )
-    if said.get("num_experts"):
-        _check_experts(said, source)
-        shapes = _shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2")
-        kind, of_mlp = MixtureConfig, _mixture_fields(said, tensors, shapes["ffn_hidden_size"], source)
-    else:
-        shapes = _shapes(tensors, "decoder", source)
-        kind, of_mlp = LlamaConfig, {"feed_forward": shapes["ffn_hidden_size"]}
-    head_dim = _count(said, "kv_channels", source, shapes["hidden_size"] // heads, 1)
-    rows, expected = _extent(tensors, f"decoder.layers.0.{QKV}.weight", 0, source), 3 * heads * head_dim
-    if said.get("group_query_attention") is None and rows != expected:
-        raise UsageError(
-            f"{source}: group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not the "
-            f"{expected} of {heads} heads; set it and num_query_groups in args and save the checkpoint again"
+    shapes = _shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
+    width = shapes["ffn_hidden_size"]
+    head_dim = said.count("kv_channels", shapes["hidden_size"] // heads, 1)
+    rows, expected = _extent(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
+    if said["group_query_attention"] is None and rows != expected:
+        said.reject(
+            f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not the {expected} of "
+            f"{heads} heads",
+            "set it and num_query_groups in args and save the checkpoint again",
         )
-    return kind(
+    return (MixtureConfig if experts else LlamaConfig)(
         layers=shapes["num_layers"],
         hidden=shapes["hidden_size"],
         heads=heads,
-        kv_heads=_count(said, "num_query_groups", source, least=1) if said.get("group_query_attention") else heads,
+        kv_heads=said.count("num_query_groups", least=1) if said["group_query_attention"] else heads,
         head_dim=head_dim,
-        **of_mlp,
         sequence=sequence,
         max_position_embeddings=sequence,
         vocabulary=shapes["padded_vocab_size"],
-        qk_norm="head" if said.get("qk_layernorm") else "none",
-        qkv_bias=f"decoder.layers.0.{QKV}.bias" in tensors.kinds,
-        tied=not said.get("untie_embeddings_and_output_weights"),
-        norm_epsilon=numbers.pop("layernorm_epsilon"),
-        **numbers,
-        **_rope(said, source),
+        qk_norm="head" if said["qk_layernorm"] else "none",
+        qkv_bias=f"{layer}.{QKV}.bias" in tensors.kinds,
+        tied=not said["untie_embeddings_and_output_weights"],
+        **(_mixture_fields(said, tensors, width) if experts else {"feed_forward": width}),
+        **said.numbers({**NUMBERS, **OF_ROPE, "norm_epsilon": said.epsilon}),
+        **_scaling(said),
     )
 
 
-def _rope(said: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Our fields for rotary positions; Llama 3's scaling has fixed frequencies and 8,192 positions there."""
-    fields = {
-        "rope_theta": _number(said, "rotary_base", source),
-        "rope_share": _number(said, "rotary_percent", source),
-    }
-    factor = _number(said, "rotary_seq_len_interpolation_factor", source)
-    if not said.get("use_rope_scaling"):
-        return fields | ({"rope_scaling": "linear", "rope_factor": factor} if factor else {})
+def _scaling(said: Arguments) -> dict[str, Any]:
+    """Our fields for scaled positions; Llama 3's scaling has fixed frequencies and 8,192 positions there."""
+    factor = said.number("rotary_seq_len_interpolation_factor")
+    if not said["use_rope_scaling"]:
+        return {"rope_scaling": "linear", "rope_factor": factor} if factor else {}
     if factor not in (0, 1):
-        raise UsageError(
-            f"{source}: use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows "
-            "one of the two; convert another model"
+        said.reject(
+            "use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows one of the two"
         )
-    factor = _number(said, "rope_scaling_factor", source)
-    return fields | {"rope_scaling": "llama3", "rope_factor": factor, "rope_original": 8192}
+    return {"rope_scaling": "llama3", "rope_factor": said.number("rope_scaling_factor"), "rope_original": 8192}
 
 
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
-NOT_HERE = {
-    "moe_router_enable_expert_bias": "mjax convert does not read the bias of a router",
-    "moe_shared_expert_gate": "the shared expert of mjax has no gate",
-    "moe_apply_probs_on_input": "mjax multiplies by the weight of an expert after its activation",
-    "moe_latent_size": "the experts of mjax read the hidden size",
-    "moe_input_jitter_eps": "mjax adds no noise to the router's input, which Megatron does in evaluation too",
-    "moe_router_force_load_balancing": "the router of mjax does not choose at random",
-    "moe_router_topk_limited_devices": "its groups depend on the ranks of the run; mjax reads moe_router_group_topk",
-    "moe_token_dropping": "mjax drops no token",
-    "moe_extended_tp": "it splits experts in another way",
-}
-"""Arguments that change what the model computes, or how its files are split; mjax reads models without them."""
 OVER = {"aux_loss": "micro_batch", "seq_aux_loss": "sequence"}
 """moe_router_load_balancing_type → our balance_over. Both are E / (k T²) · Σ_i (Σ_t p_ti)(tokens of expert i), of every
 layer, with T the tokens of a micro-batch or of a sequence, and the mean over these. So the coefficients are ours."""
 LOSSES = (*OVER, "global_aux_loss", "none")
 
 
-def _mixture_fields(said: Mapping[str, Any], tensors: Tensors, width: int, source: str) -> dict[str, Any]:
+def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, Any]:
     """The fields of a `MixtureConfig` that a Llama does not have, and the width of the MLP.
 
     Args:
-      said: the arguments of the run, after `_check_experts`.
+      said: the arguments of the run.
       tensors: by current names.
       width: of an expert, by its shape.
-      source: the checkpoint, for messages.
 
     Raises:
       UsageError: the arguments ask for what mjax does not compute, or contradict the tensors.
     """
+    capacity, frequency = said["moe_expert_capacity_factor"], said["moe_layer_freq"]
+    if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
+        said.reject(
+            f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens, and mjax drops none"
+        )
+    if frequency is not None and any(type(each) is not int or each != 1 for each in _listed(frequency)):
+        said.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
     router = tensors.kinds.get("decoder.layers.0.mlp.router.weight")
     experts = router.shape[0] if router is not None and router.shape else 0
-    _check_shapes(said, {"num_experts": experts, "moe_ffn_hidden_size": width}, source)
-    score = said.get("moe_router_score_function") or DEFAULTS["moe_router_score_function"]
-    chosen = _count(said, "moe_router_topk", source, DEFAULTS["moe_router_topk"])
+    said.check_shapes({"num_experts": experts, "moe_ffn_hidden_size": width})
+    score, chosen = said["moe_router_score_function"], said.count("moe_router_topk")
     if score not in ("softmax", "sigmoid"):
-        raise UsageError(
-            f"{source}: moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid; "
-            "convert another model"
-        )
-    feed_forward = _count(said, "ffn_hidden_size", source, width)
+        said.reject(f"moe_router_score_function is {score!r}, and mjax knows softmax and sigmoid")
+    feed_forward = said.count("ffn_hidden_size", width)
     return {
         "experts": experts,
         "experts_per_token": chosen,
@@ -417,78 +391,53 @@ def _mixture_fields(said: Mapping[str, Any], tensors: Tensors, width: int, sourc
         "expert_width": None if feed_forward == width else width,
         "router": score,
         # A softmax after the choice is the one before it, divided by the sum of those chosen.
-        "router_normalized": chosen > 1 if score == "sigmoid" else not said.get("moe_router_pre_softmax"),
-        "router_scale": _number(said, "moe_router_topk_scaling_factor", source) or 1.0,
-        "shared_width": _count(said, "moe_shared_expert_intermediate_size", source, 0),
-        "z_loss": _number(said, "moe_z_loss_coeff", source),
-        **_groups(said, score, chosen, source),
-        **_balance(said, source)[0],
+        "router_normalized": chosen > 1 if score == "sigmoid" else not said["moe_router_pre_softmax"],
+        "router_scale": said.number("moe_router_topk_scaling_factor") or 1.0,
+        "shared_width": said.count("moe_shared_expert_intermediate_size", 0),
+        "z_loss": said.number("moe_z_loss_coeff"),
+        **_groups(said, score, chosen),
+        **_balance(said)[0],
     }
 
 
-def balance_left_out(said: Mapping[str, Any], source: str) -> str:
-    """One line about a balance loss that mjax does not have; empty if there is none."""
-    return _balance(said, source)[1]
-
-
-def _check_experts(said: Mapping[str, Any], source: str) -> None:
-    """Refuse arguments with which Megatron's experts compute something that those of mjax do not."""
-    for name, reason in NOT_HERE.items():
-        if said.get(name):
-            raise UsageError(f"{source}: {name} is {said[name]!r}, and {reason}; convert a model without it")
-    capacity = said.get("moe_expert_capacity_factor")
-    if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
-        raise UsageError(
-            f"{source}: moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens, and mjax drops "
-            "none; convert a model without it"
-        )
-    frequency = said.get("moe_layer_freq")
-    if any(type(each) is not int or each != 1 for each in _listed(1 if frequency is None else frequency)):
-        raise UsageError(
-            f"{source}: moe_layer_freq is {frequency!r}, and mjax convert reads those whose layers all have "
-            "experts, as with 1; convert a model without dense layers"
-        )
-
-
-def _groups(said: Mapping[str, Any], score: str, chosen: int, source: str) -> dict[str, int]:
+def _groups(said: Arguments, score: str, chosen: int) -> dict[str, int]:
     """Groups of experts; Megatron scores one by the sum of its best moe_router_topk / moe_router_group_topk, mjax by
     that of its best two."""
-    top = _count(said, "moe_router_group_topk", source, 0)
-    groups = _count(said, "moe_router_num_groups", source, 1) or 1
+    top, groups = said.count("moe_router_group_topk", 0), said.count("moe_router_num_groups", 1) or 1
     if top in (0, groups):  # every expert can be chosen
         return {}
     if chosen // top != 2:
-        raise UsageError(
-            f"{source}: moe_router_topk {chosen} and moe_router_group_topk {top} score a group by its best "
-            f"{chosen // top} experts, and mjax by its best 2; convert another model"
+        said.reject(
+            f"moe_router_topk {chosen} and moe_router_group_topk {top} score a group by its best {chosen // top} "
+            "experts, and mjax by its best 2"
         )
-    if score == "softmax" and not said.get("moe_router_pre_softmax"):
-        raise UsageError(
-            f"{source}: moe_router_group_topk is {top} without moe_router_pre_softmax, which scores groups before the "
-            "softmax, and mjax scores them after it; convert another model"
+    if score == "softmax" and not said["moe_router_pre_softmax"]:
+        said.reject(
+            f"moe_router_group_topk is {top} without moe_router_pre_softmax, which scores groups before the softmax, "
+            "and mjax scores them after it"
         )
     return {"router_groups": groups, "router_top_groups": top}
 
 
-def _balance(said: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]:
+def balance_left_out(arguments: Mapping[str, Any], source: str) -> str:
+    """One line about a balance loss that mjax does not have; empty if there is none."""
+    return _balance(Arguments(arguments, source))[1]
+
+
+def _balance(said: Arguments) -> tuple[dict[str, Any], str]:
     """Our fields for the balance loss, and one line about a loss that they cannot say."""
-    kinds, name = _listed(said.get("moe_router_load_balancing_type") or "aux_loss"), "moe_aux_loss_coeff"
+    kinds, name = _listed(said["moe_router_load_balancing_type"] or "aux_loss"), "moe_aux_loss_coeff"
     if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in LOSSES]:
-        raise UsageError(
-            f"{source}: moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}; "
-            "convert another model"
-        )
-    numbers = [_number({name: each}, name, source) for each in _listed(said.get(name) or DEFAULTS[name])]
+        said.reject(f"moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}")
+    numbers = [said.checked_number(name, each) for each in _listed(said[name])]
     if len(numbers) != len(kinds):
-        raise UsageError(
-            f"{source}: {name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses; "
-            "copy the checkpoint again"
-        )
+        problem = f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses"
+        said.reject(problem, "copy the checkpoint again")
     losses = {kind: number for kind, number in zip(kinds, numbers, strict=True) if number and kind != "none"}
     if not losses:
         return {}, ""
     # Megatron's losses count the best experts of all groups, whichever a token takes.
-    in_groups = said.get("moe_router_group_topk") not in (None, 0, said.get("moe_router_num_groups"))
+    in_groups = said["moe_router_group_topk"] not in (None, 0, said["moe_router_num_groups"])
     if len(losses) == 1 and losses.keys() <= OVER.keys() and not in_groups:
         ((kind, number),) = losses.items()
         return {"balance_loss": number, "balance_over": OVER[kind]}, ""
@@ -501,3 +450,86 @@ def _balance(said: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+# --- Arguments that mjax reads, or that do not change what a trained model computes -----------------------------------
+# The names are from the versions of 2020 to megatron-core 0.19; * stands for any characters. Names of absent parts,
+# such as `mamba_*`, are harmless because a check above rejects the switch of the part, which no pattern may match.
+
+
+HARMLESS = re.compile(
+    "|".join(
+        translate(name)
+        for name in """
+        num_layers hidden_size ffn_hidden_size padded_vocab_size max_position_embeddings num_attention_heads kv_channels
+        num_query_groups layernorm_epsilon openai_gelu onnx_safe use_rope_scaling rotary_seq_len_interpolation_factor
+        add_qkv_bias encoder_num_layers moe_ffn_hidden_size moe_router_topk_scaling_factor moe_router_num_groups
+        moe_router_group_topk moe_router_load_balancing_type moe_shared_expert_intermediate_size moe_z_loss_coeff
+        moe_expert_capacity_factor moe_layer_freq
+
+        *parallel_size* *pipeline* *process_group* *overlap* *ddp* *_num_weight_shards data_parallel_* rank local_rank
+        world_size nnodes distributed_* DDP_impl *fsdp* *_dp_sharding_strategy nccl_* tp_comm_* cp_comm_type
+        *_comm_backend delay_* align_* *_p2p_* use_ring_exchange_p2p sequence_parallel hybrid_context_parallel
+        enable_full_sharding_in_hsdp *gtp_weight_remat_size expert_parallel create_all_gather_group use_sharp
+        sharp_enabled_group high_priority_* disable_symmetric_registration suggested_communication_unit_size
+        async_tensor_model_parallel_allreduce standalone_embedding_stage microbatch_group_size_* num_microbatches_*
+        variable_seq_lengths use_tp_pp_dp_mapping
+
+        *autocast* *fp8* fp16 bf16 fp32_allreduce fp32_residual_connection fp16_lm_cross_entropy *_dtype fp4 fp4_*
+        first_last_layers_bf16 num_layers_at_*_in_bf16 disable_bf16_reduced_precision_matmul grad_* gradient_*
+        accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
+        te_precision_config_file te_rng_tracker use_te_rng_tracker kitchen_* tp_only_amax_red
+
+        *optimizer* *weight_decay* *loss_scale* distrib_optim_* reuse_grad_buf_* use_layer_wise_* adam_* *muon_* lion_*
+        soap_* sgd_momentum lr lr_* min_lr decoupled_* head_lr_mult warmup apply_wd_to_qk_layernorm clip_grad qk_clip*
+        override_* min_scale hysteresis
+
+        *batch_size* *validation* *init_method* train_* seed exit_* skip_train skipped_* iterations_to_skip eval_*
+        start_eval_* iteration curr_iteration consumed_* do_train do_valid do_test finetune manual_gc*
+        phase_transition_iterations rerun_mode result_rejected_* error_injection_* fault_injector_* inprocess_*
+        *ft_package ft_* calc_ft_timeouts adlr_* run_workload_inspector_server straggler_* disable_straggler_on_startup
+        check_* test_mode eod_mask_loss cross_entropy_* calculate_per_token_loss mask_prob mask_factor mask_type
+        short_seq_prob num_floating_point_operations_so_far freeze_all_layers perform_initialization
+        use_cpu_initialization init_model_with_meta_device lazy_mpu_init
+
+        *ckpt* *checkpoint* save save_* load load_* no_save_* no_load_* async_* non_persistent_* replication
+        replication_* verify_integrity strict_fsdp_* dump_param_to_param_group_map metadata_path
+        object_storage_cache_path
+
+        *tokenizer* data_* *_data_path per_split_data_args_path per_dataset_* num_dataset_builder_threads
+        mid_level_dataset_surplus dataloader_* split seq_length *_seq_length max_seqlen_* reset_position_ids
+        reset_attention_mask create_attention_mask_in_dataloader num_workers mmap_* mock_data sft sft_* fim_* vocab_*
+        pad_vocab_size make_vocab_size_divisible_by merge_file tiktoken_* special_tokens use_pin_memory chat_template
+        trust_remote_code allow_ambiguous_pad_tokens logits_save_* logits_load_* sample_rate
+        offset_sampling_seed_by_dp_rank
+
+        *_fusion *_fusion_impl use_flash_attn flash_* attention_backend transformer_impl use_te_activation_func
+        *cuda_graph* recompute_* *_activations *offload* nvtx_ranges deterministic_mode batch_invariant_mode
+        defer_embedding_wgrad_compute wgrad_deferral_limit persist_layer_norm no_persist_layer_norm
+        memory_efficient_layer_norm fused_residual_rmsnorm fused_single_qkv_rope disable_jit_fuser
+        use_fused_weighted_squared_relu use_transformer_engine_op_fuser clone_scatter_output_in_embedding
+        mlp_chunks_for_* empty_unused_memory_level pin_* use_legacy_models use_mcore_models *deprecated* yaml_cfg
+        enable_experimental model_type mamba_* use_mamba_mem_eff_path enable_msc disable_*_cache
+
+        *profile* log_* *_log_interval logging_level tensorboard_* wandb_* *one_logger* timing_log_* record_*
+        memory_snapshot_path app_tag_* barrier_with_L1_time config_logger_dir flight_recorder_* gpu_sniff_test_*
+        report_topk_accuracies
+
+        inference_* enable_chunked_prefill decode_only_* *_for_prefill num_speculative_tokens refit_method
+        max_tokens_to_oom output_bert_embeddings use_legacy_static_engine symmetric_ar_type rl_* grpo_* langrl_*
+        perform_rl_step
+
+        bert_* ict_* biencoder_* retriever_* indexer_* query_in_block_prob embedding_path use_one_sent_docs vision_*
+        dino_* swin_* img_* patch_dim num_channels num_classes classes_fraction iter_per_epoch retro_* dsa_*
+        linear_num_* linear_key_* linear_value_* linear_conv_* mtp_* mup_* relative_attention_* yarn_* q_lora_rank
+        kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim rotary_scaling_factor rope_type
+        cache_mla_latents mla_* original_max_position_embeddings beta_fast beta_slow
+
+        moe_token_dispatcher_type moe_token_drop_policy moe_flex_* moe_enable_deepep moe_enable_routing_replay
+        moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash* moe_permute_* moe_per_layer_logging
+        moe_routing_trace_* moe_upcycling_* moe_use_upcycling moe_layer_recompute moe_router_dtype moe_router_fusion
+        moe_router_padding_* moe_pad_* moe_single_grouped_* moe_grouped_gemm moe_use_legacy_grouped_gemm
+        moe_router_bias_update_rate
+        """.split()  # noqa: SIM905
+    )
+)

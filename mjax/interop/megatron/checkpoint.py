@@ -19,7 +19,7 @@ from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
 from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
-from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, load_common_state, read_metadata
+from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -250,7 +250,8 @@ def _open_distributed(folder: Path) -> Checkpoint:
     if (folder / "common.pt").is_file():  # megatron-core until 0.18
         common = load(folder / "common.pt")
     elif COMMON_STATE in entries:
-        common = load_common_state(folder, entries[COMMON_STATE])
+        (chunk,) = entries[COMMON_STATE].chunks
+        common = load(folder / chunk.file, chunk)
     else:
         raise UsageError(f"{folder} holds neither common.pt nor {COMMON_STATE}; copy the whole checkpoint")
     arguments = _arguments(common, folder)

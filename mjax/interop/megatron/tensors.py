@@ -7,7 +7,6 @@ DecoderTensors       either of them, of a decoder, with the names of a Llama of 
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -18,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from mjax.config import LlamaConfig
-from mjax.errors import UsageError
+from mjax.errors import UsageError, first_line
 from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, split_dim
 from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
-from mjax.interop.torch_files import Chunk, Stored, as_arrays, first_line, load_tensors
+from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
 from mjax.models.llama.huggingface import LAYER
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
@@ -234,10 +233,7 @@ class DistributedTensors:
             self._last = None
             file = self._folder / chunk.file
             try:
-                with file.open("rb") as stream:
-                    stream.seek(chunk.start)
-                    content = io.BytesIO(stream.read(chunk.length))
-                array = as_arrays(file, {"a part": load_tensors(content)})["a part"]
+                array = as_arrays(file, {"a part": load_tensors(read_chunk(file, chunk))})["a part"]
             except UsageError:
                 raise
             except Exception as error:  # of many kinds, for bytes that are not a tensor

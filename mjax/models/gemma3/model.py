@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from mjax.models.block import Block
 from mjax.models.context import Context
 from mjax.models.gemma3.config import Gemma3Config
 from mjax.models.llama.model import Llama, rotary_of
-from mjax.models.parts.attention import Attention, KeyValues
+from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
@@ -53,7 +53,7 @@ class SandwichBlock(Block):
         y = self.mlp_out_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def decode(self, x: Array, context: Context, cached: KeyValues | None, lengths: Array) -> tuple[Array, KeyValues]:
+    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]:
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + self.attention_out_norm(y)
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)), new
@@ -79,7 +79,7 @@ def _unit_rms_norm(x: Array, scale: Array, epsilon: float) -> Array:
 
 @dataclass(frozen=True)
 class LocalAndGlobal(Positions):
-    """Rotary positions of layers with a window and of those that see everything; and the scale of queries."""
+    """Rotary positions of layers with a window and of those that see everything."""
 
     config: Gemma3Config
 
@@ -87,9 +87,7 @@ class LocalAndGlobal(Positions):
         config = self.config
         local = Rotary(config.rotary_dim, config.local_rope_theta)
         rotary = local if context.kind.window else rotary_of(config)
-        q, k = rotary.turn(q, k, context)
-        scale = math.sqrt(config.head_size / config.query_scalar)  # attention divides by √d
-        return (q if scale == 1 else q * jnp.asarray(scale, q.dtype)), k
+        return rotary.turn(q, k, context)
 
 
 def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
@@ -104,6 +102,7 @@ def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
             LocalAndGlobal(config),
             config.groups,
             bias=False,
+            scale=math.sqrt(config.head_size / config.query_scalar),
             qk_norm=lambda heads: norm(config.head_size, of_heads=True),
         ),
         attention_out_norm=norm(config.hidden),

@@ -11,7 +11,7 @@ every `expert_interval`-th.
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -21,8 +21,8 @@ from mjax.config.pattern import stacks_of
 from mjax.models.block import Block
 from mjax.models.context import Context
 from mjax.models.llama.model import Llama, llama_layer
-from mjax.models.mixture.config import EXPERTS, MixtureConfig
-from mjax.models.parts.attention import KeyValues
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.router import towards_balance
 from mjax.models.stack import Sums
@@ -39,8 +39,8 @@ class MixtureBlock(Block):
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
 
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], KeyValues]:
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
         y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
         x = x + y
         return x + self.mlp(self.mlp_norm(x), context)[0], new

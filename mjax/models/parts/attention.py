@@ -14,11 +14,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.config.axes import CONTEXT
+from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.model import ModelConfig
 from mjax.models.context import Context
 from mjax.models.parts.attention_kernels import attend_across
-from mjax.models.parts.flash import MASKED
+from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import NO_POSITIONS, Positions, distance_penalty
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
@@ -36,6 +36,7 @@ class Attention(nnx.Module):
         kv_heads: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
+        scale: float = 1.0,
         qk_norm: Callable[[int], nnx.Module | None] = lambda heads: None,
     ):
         """Initialise the matrices.
@@ -49,12 +50,13 @@ class Attention(nnx.Module):
             With n queries, keys and values are one matrix [h, 3, n, d], else two, [h, n, d] and [h, 2, k, d].
           bias: whether these have a bias, and the output.
           out_bias: whether the output has a bias; by default as `bias`.
+          scale: as in `AttentionMask`.
           qk_norm: makes the norm of queries or keys [b, s, heads / p, d] from a number of heads; None: no norm.
         """
         qkv, out = jax.random.split(key)
         heads, size = config.heads, config.head_size
-        self.config, self.positions = config, positions
-        self.grouped = kv_heads not in (None, heads)
+        self.config, self.positions, self.scale, self.kv_heads = config, positions, scale, kv_heads or heads
+        self.grouped = self.kv_heads != heads
         linear = partial(ColumnParallelLinear, width=config.hidden, std=config.init_std, dtype=dtype, bias=bias)
         if self.grouped:
             query, key_value = jax.random.split(qkv)
@@ -69,29 +71,35 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
         lora = context.key_of(random.LORA_QKV)
         q, k, v = self._by_head(columns(x, context.tokens, *self._projections(), key=lora), context)
-        config, key = self.config, context.key_of(random.ATTENTION)
-        seen = {"documents": context.documents, "causal": config.causal, "slopes": self.positions.slopes()}
-        seen["window"] = context.kind.window
-        seen |= {"rate": config.attention_dropout, "key": key}
-        attended = attend_across(q, k, v, config.attention, context.tokens, **seen)
+        attended = attend_across(q, k, v, self._mask(context), self.config.attention, context.tokens)
         attended = attended.reshape(context.tokens.count, *attended.shape[2:])
         return self.out(checkpoint_name(attended, "context"), context.tokens, context.key_of(random.LORA_OUT))
 
+    def empty_cache(self, sequences: int, slots: int, dtype) -> KeyValues:
+        """Like `Block.empty_cache`, for attention alone."""
+        heads = max(self.kv_heads // mappings.size(MODEL), 1)
+        empty = jnp.zeros((sequences, heads, slots, self.config.head_size), dtype)
+        return KeyValues(empty, empty)
+
     def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: KeyValues | None, lengths: Int[Array, " b"]
+        self, x: Float[Array, "t h"], context: Context, cached: KeyValues, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], KeyValues]:
         """Like `Block.decode`, for attention alone."""
         wholes = columns(x, context.tokens, *self._projections(), whole=True)  # weights are not cut for every token
         parts = [part for y in wholes for part in (y[None] if y.ndim == 3 else y.swapaxes(0, 1))]
-        q, k, v = self._by_head(parts, context)
-        slopes = self.positions.slopes()
-        window = context.kind.window
-        if cached is None:
-            new = KeyValues(k, v)
-            attended = attend_across(q, k, v, self.config.attention, context.tokens, slopes, window=window)
+        (q, k, v), mask = self._by_head(parts, context), self._mask(context)
+        if context.slots is None:
+            attended = attend_across(q, k, v, mask, self.config.attention, context.tokens)
+            cached = cached.of_prompts(k, v)
         else:
-            attended, new = attend_cached(q, k, v, cached, lengths, context.slots, slopes, window)
-        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), new
+            attended, cached = attend_cached(q, k, v, cached, lengths, context.slots, mask)
+        return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
+
+    def _mask(self, context: Context) -> AttentionMask:
+        config, documents, slopes = self.config, context.documents, self.positions.slopes()
+        key = context.key_of(random.ATTENTION) if config.attention_dropout else None
+        seen = config.causal, context.kind.window, self.scale
+        return AttentionMask(*seen, config.attention_dropout, key, documents, slopes)
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)
@@ -111,23 +119,31 @@ class Attention(nnx.Module):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one layer or of all: of whole prompts [b, s, k, d], of a cache [b, k, S, d]. There the slots
-    of a head are contiguous, as a product reads them."""
+    """The cache of a layer's keys and values, of which attention reads all at each position. The slots of a head are
+    contiguous, as a product reads them; the slot of a position is its number."""
 
-    keys: Float[Array, "*l b _ _ d"]
-    values: Float[Array, "*l b _ _ d"]
+    keys: Float[Array, "b k S d"]
+    values: Float[Array, "b k S e"]
+
+    def of_prompts(self, *new: Float[Array, "b s k _"]) -> KeyValues:
+        """The cache with the keys and values of whole prompts in its first slots.
+
+        Prompts of different lengths are padded on the right: causal attention never sees later positions, and
+        decoding overwrites the padding before it could.
+        """
+        parts = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, self.keys.shape[2] - x.shape[1]), (0, 0)]) for x in new)
+        return KeyValues(*parts)
 
 
 def attend_cached(
     q: Float[Array, "b 1 n d"],
     k: Float[Array, "b 1 k d"],
-    v: Float[Array, "b 1 k d"],
+    v: Float[Array, "b 1 k e"],
     cached: KeyValues,
     lengths: Int[Array, " b"],
     slots: Int[Array, " S"],
-    slopes: Float[Array, " n"] | None = None,
-    window: int | None = None,
-) -> tuple[Float[Array, "b 1 n d"], KeyValues]:
+    mask: AttentionMask,
+) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
     """Write one new position of each sequence to the cache, and attend to it and those before it.
 
     Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
@@ -141,11 +157,10 @@ def attend_cached(
       lengths: positions of each sequence before the new one.
       slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
         ranks of `context`, or split over it.
-      slopes: of ALiBi for these heads.
-      window: how many positions the new one sees, including itself; None: all.
+      mask: window, scale and slopes; a sequence is one document.
 
     Returns:
-      Positions that each position attends to, the same on all ranks of `context`, and the cache with the new ones.
+      What each position attends to, the same on all ranks of `context`, and the cache with the new ones.
     """
     wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
     here = slots == lengths[:, None]  # [b, S]
@@ -157,16 +172,14 @@ def attend_cached(
         return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
 
     cached = KeyValues(*map(written, cached, (k, v)))
-    groups = (q / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
+    groups = (mask.scaled(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
     scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
-    if slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
-        penalty = distance_penalty(slopes, (slots - lengths[:, None])[:, None], wide)
+    if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
+        penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
         scores = scores + penalty.reshape(scores.shape)
-    visible = slots <= lengths[:, None]
-    if window is not None:
-        visible = visible & (slots > lengths[:, None] - window)
+    visible = mask.visible(lengths[:, None], slots)
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
     scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
     scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
     attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
-    return attended.reshape(q.shape), cached
+    return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

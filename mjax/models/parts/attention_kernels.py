@@ -20,20 +20,22 @@ scores; only cuDNN's kernel needs it written out. With a window all mask the key
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
-from mjax.models.parts.flash import MASKED, Aux, How, flash_attention
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
+from mjax.errors import UsageError
+from mjax.models.parts.flash import Aux, flash_attention
+from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
 from mjax.parallel.overlap import tie
-from mjax.parallel.random import DropoutKey, dropout
+from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
 
@@ -44,84 +46,54 @@ without them."""
 
 @jax.named_scope(scopes.ATTENTION)
 def attend(
-    q: Float[Array, "b s n d"],
-    k: Float[Array, "b S k d"],
-    v: Float[Array, "b S k d"],
-    kernel: str,
-    rate: float = 0.0,
-    key: DropoutKey | None = None,
-    documents: Int[Array, "b S"] | None = None,
-    causal: bool = True,
-    slopes: Float[Array, " n"] | None = None,
-    window: int | None = None,
-    first_head: Int[Array, ""] | None = None,
-    position_ids: Int[Array, " s"] | None = None,
-) -> Float[Array, "b s n d"]:
-    """Softmax(q kᵀ / √d) v over the positions that each query sees: all, or with `causal` those up to its own; of these
-    only the last `window`, and only those in its document, if given.
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
+) -> Float[Array, "b s n e"]:
+    """The weighted sums of the values that each query sees.
 
     Args:
       q, k, v: keys and values may have fewer heads, each shared by as many neighbouring query heads, and with
-        `position_ids` more positions.
+        `mask.position_ids` more positions.
+      mask: what a query sees, and how scores are made.
       kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
-      rate, key: dropout of the probabilities; not with `cudnn`.
-      documents: number of a token's document; None: a sample is one document.
-      causal: whether a query sees no later position; False: bidirectional (BERT).
-      slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
-      window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
-      first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
-        parts over `model`.
-      position_ids: positions of the queries among those of the keys, ascending in each half; None: the same.
+
+    Raises:
+      UsageError: the kernel has no such attention.
     """
-    assert slopes is None or causal, "ALiBi says nothing about positions after a query's own"
-    assert window is None or causal, "a window ends at a query's own position"
-    if window is not None and window >= k.shape[1]:
-        window = None  # no effect
-    if slopes is not None:
-        slopes = mappings.vary(slopes, mappings.varying_axes(q))
-    if documents is not None:
-        documents = mappings.vary(documents, mappings.varying_axes(q))
-    seen = _Seen(rate, key, documents, causal, slopes, window, first_head, position_ids)
+    assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
+    assert mask.window is None or mask.causal, "a window ends at a query's own position"
+    _check(kernel, q, v, mask)
+    axes = mappings.varying_axes(q)
+    q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
+    if mask.window is not None and mask.window >= k.shape[1]:
+        mask = replace(mask, window=None)  # no effect
     if kernel in ("cudnn", FLASH_STAND_IN):
-        assert rate == 0.0 or key is None, "cuDNN attention has no dropout in JAX's public interface"
-        assert position_ids is None or kernel == FLASH_STAND_IN, (
-            "cuDNN attention has queries and keys of the same positions"
-        )
-        return _attend_cudnn(q, k, v, kernel, seen)
+        return _attend_cudnn(q, k, v, kernel, mask)
     if kernel in ("flash", FLASH_INTERPRETED):
-        return _attend_flash(q, k, v, kernel, seen)
+        return _attend_flash(q, k, v, kernel, mask)
     k, v = for_every_query(q, k, v)
-    if slopes is not None:
+    if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = tie((slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
-        seen = seen._replace(slopes=slopes)
-    if kernel == "xla" or position_ids is not None:
-        return _attend_block(q, k, v, 0, seen)
-    return _attend_in_blocks(q, k, v, seen)
+        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        mask = replace(mask, slopes=slopes)
+    if kernel == "xla" or mask.position_ids is not None:
+        return _attend_block(q, k, v, 0, mask)
+    return _attend_in_blocks(q, k, v, mask)
 
 
-class _Seen(NamedTuple):
-    """The arguments of `attend` that determine which positions are seen."""
-
-    rate: float
-    key: DropoutKey | None
-    documents: Array | None
-    causal: bool
-    slopes: Array | None
-    window: int | None
-    first_head: Array | None
-    position_ids: Array | None
-
-    def heads(self, count: int) -> Int[Array, " n"]:
-        """The numbers of this rank's heads among those of all ranks."""
-        first = mappings.rank(MODEL) * count if self.first_head is None else self.first_head
-        return first + jnp.arange(count)
+def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
+    """Refuse what a fused kernel cannot do; by the config `config/kernels.py` chooses one that can."""
+    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
+    if kernel == "cudnn":
+        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
+    for feature, needed in lacks.items():
+        if needed and kernel in FUSED:
+            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
 
 
 def for_every_query(
-    q: Float[Array, "b _ n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
-) -> tuple[Float[Array, "b s n d"], Float[Array, "b s n d"]]:
+    q: Float[Array, "b _ n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k e"]
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s n e"]]:
     """Keys and values repeated to one head per query head."""
     if (group := q.shape[2] // k.shape[2]) == 1:
         return k, v
@@ -142,42 +114,38 @@ def _repeat_heads_backward(count: int, _, gradient: Array):
 _repeat_heads.defvjp(lambda x, count: (_repeat_heads(x, count), None), _repeat_heads_backward)
 
 
-def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
-    documents, causal, slopes, window = seen.documents, seen.causal, seen.slopes, seen.window
+def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
     # 2 b s² bytes each, once for all heads and layers.
-    mask = None if documents is None else _same_document(documents, documents)[:, None]  # [b, 1, s, s]
+    same = None if mask.documents is None else _same_document(mask.documents, mask.documents)[:, None]  # [b, 1, s, s]
     # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
     # with documents 2 b n s².
-    bias = None if slopes is None else _written_out(slopes, q.shape[1], q.dtype)
+    bias = None
+    if mask.slopes is not None:
+        query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
+        bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
     if kernel == FLASH_STAND_IN:
-        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, mask) if x is not None))
-    local = None if window is None else (window - 1, 0)  # JAX counts positions without the query's own
+        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
+    local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
     return jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, is_causal=causal, local_window_size=local, implementation="cudnn"
+        q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
     )
 
 
-def _attend_flash(q: Array, k: Array, v: Array, kernel: str, seen: _Seen) -> Array:
-    rate, key, documents, causal, slopes, window, _, position_ids = seen
-    positions, heads = q.shape[1:3]
-    cut = positions if position_ids is None else positions // 2
-    assert not cut % BLOCK, "flash takes whole blocks of queries (position_unit)"
-    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
-    first = second = None
-    if key is not None and rate > 0.0:
-        heads = seen.heads(heads)
-        axes = mappings.varying_axes(q)
-        rows = jnp.arange(positions) if position_ids is None else position_ids
-        first, second = (mappings.vary(words, axes) for words in key.rows(heads, rows))
-    starts = None
-    if position_ids is not None:
-        starts = jnp.stack([position_ids[0], position_ids[positions // 2]]) // BLOCK
-    aux = Aux(first, second, documents, slopes, starts)
-    return flash_attention(q, k, v, aux, How(causal, window, rate, interpret=kernel == FLASH_INTERPRETED))
+def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
+    (positions, heads), rows = q.shape[1:3], mask.position_ids
+    run = positions if rows is None else positions // 2
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    words = None, None
+    if mask.key is not None:
+        words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
+    starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
+    aux = Aux(*words, mask.documents, mask.slopes, starts)
+    static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
+    return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
 
-def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
+def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
     """Attention over four blocks of queries.
 
     On a CPU it pays to copy once into [b, n, s, d], to skip the keys that no query of a block sees, in its future or
@@ -190,10 +158,10 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
     @jax.checkpoint
     def attended(q: Array, k: Array, v: Array) -> Array:
         def block(first: int) -> Array:
-            start = 0 if seen.window is None else max(0, first - seen.window + 1)
-            end = first + width if seen.causal else positions
+            start = 0 if mask.window is None else max(0, first - mask.window + 1)
+            end = first + width if mask.causal else positions
             k_read, v_read = k[:, :, start:end], v[:, :, start:end]
-            return _attend_block(q[:, :, first : first + width], k_read, v_read, first, seen, start, heads_first=True)
+            return _attend_block(q[:, :, first : first + width], k_read, v_read, first, mask, start, heads_first=True)
 
         return jnp.concatenate([block(first) for first in range(0, positions, width)], axis=2)
 
@@ -202,39 +170,37 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, seen: _Seen) -> Array:
 
 
 def _attend_block(
-    q: Array, k: Array, v: Array, first: int, seen: _Seen, first_key: int = 0, heads_first: bool = False
+    q: Array, k: Array, v: Array, first: int, mask: AttentionMask, first_key: int = 0, heads_first: bool = False
 ) -> Array:
     """Attention of the queries from position `first` on, or at `position_ids`, to the keys from `first_key` on.
 
-    Shapes: q [b, q, n, d], k and v [b, k, n, d] → [b, q, n, d]; with `heads_first` all of them are [b, n, …, d].
+    Shapes: q [b, q, n, d], k [b, k, n, d], v [b, k, n, e] → [b, q, n, e]; with `heads_first` all are [b, n, …].
     """
-    rate, key, documents, causal, slopes, window, _, position_ids = seen
+    documents, rows = mask.documents, mask.position_ids
     queries, keys = ("bnqd", "bnkd") if heads_first else ("bqnd", "bknd")
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum(f"{queries},{keys}->bnqk", q / math.sqrt(q.shape[-1]), k, preferred_element_type=wide)
     visible = True
-    if causal:
+    if mask.causal:
         # Computed on the device: a NumPy array would be a residual of every layer that recomputes its scores.
         query, other = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[2:], dim) for dim in (0, 1))
         # Numbered from the first key, like the keys.
-        query = (first + query if position_ids is None else position_ids[:, None]) - first_key
-        visible = other <= query  # [q, k]
-        if window is not None:
-            visible = visible & (other > query - window)
-        if slopes is not None:
-            scores = scores + distance_penalty(slopes, other - query, wide)
+        query = (first + query if rows is None else rows[:, None]) - first_key
+        visible = mask.visible(query, other)  # [q, k]
+        if mask.slopes is not None:
+            scores = scores + distance_penalty(mask.slopes, other - query, wide)
     if documents is not None:
         end, read = first + scores.shape[2], first_key + scores.shape[3]
-        of_queries = documents[:, first:end] if position_ids is None else documents[:, position_ids]
+        of_queries = documents[:, first:end] if rows is None else documents[:, rows]
         same = _same_document(of_queries, documents[:, first_key:read])
         visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if key is not None and rate > 0.0:
-        heads = seen.heads(scores.shape[1])
-        rows = first + jnp.arange(scores.shape[2]) if position_ids is None else position_ids
-        probabilities = dropout(probabilities, rate, key, heads, rows, first_column=first_key)
+    if mask.key is not None:
+        heads = mask.heads(scores.shape[1])
+        rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
+        probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
 
 
@@ -264,12 +230,6 @@ def _never_run(results, *inputs: Array) -> list[Array]:
 
     axes = frozenset().union(*map(mappings.varying_axes, inputs))
     return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
-
-
-def _written_out(slopes: Float[Array, " n"], positions: int, dtype) -> Float[Array, "1 n s s"]:
-    """ALiBi's penalty between all positions of a sample."""
-    query, other = (jax.lax.broadcasted_iota(jnp.int32, (positions, positions), dim) for dim in (0, 1))
-    return distance_penalty(slopes, other - query, dtype)[None]
 
 
 def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:
@@ -303,33 +263,32 @@ HEADS, POSITIONS = 2, 1
 def attend_across(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
-    v: Float[Array, "b s k d"],
+    v: Float[Array, "b s k e"],
+    mask: AttentionMask,
     kernel: str,
     tokens: Tokens,
-    slopes: Float[Array, " n"] | None = None,
-    **seen,
-) -> Float[Array, "b s n d"]:
+) -> Float[Array, "b s n e"]:
     """`attend` for the positions of all ranks of `context`.
 
     Args:
       q, k, v: with this rank's positions, and its heads of `model`; keys and values may have fewer.
+      mask: with the slopes of these heads, and documents of whole sequences.
+      kernel: as for `attend`.
       tokens: which positions they are, and how to attend to those of other ranks.
-      slopes: of ALiBi.
-      seen: as for `attend`; documents are of whole sequences.
     """
     if tokens.across == "heads":
-        local = q.shape[HEADS] // mappings.size(CONTEXT)
+        local, slopes = q.shape[HEADS] // mappings.size(CONTEXT), mask.slopes
         first = mappings.rank(CONTEXT) * local
         if slopes is not None:
             slopes = jax.lax.dynamic_slice_in_dim(slopes, first, local)
         first = mappings.rank(MODEL) * q.shape[HEADS] + first
         q, k, v = (mappings.exchange(x, CONTEXT, HEADS, POSITIONS) for x in (q, *map(_enough, (k, v))))
-        attended = attend(q, k, v, kernel, slopes=slopes, first_head=first, **seen)
+        attended = attend(q, k, v, replace(mask, slopes=slopes, first_head=first), kernel)
         return mappings.exchange(attended, CONTEXT, POSITIONS, HEADS)
     if tokens.across == "gather":
-        seen["position_ids"] = tokens.position_ids()
+        mask = replace(mask, position_ids=tokens.position_ids())
         k, v = tokens.all_positions(k), tokens.all_positions(v)
-    return attend(q, k, v, kernel, slopes=slopes, **seen)
+    return attend(q, k, v, mask, kernel)
 
 
 def _enough(x: Float[Array, "b s k d"]) -> Float[Array, "b s _ d"]:

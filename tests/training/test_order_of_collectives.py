@@ -1,0 +1,63 @@
+"""No collective of a compiled step can start while a loop that has collectives of its own still runs.
+
+XLA for CPUs gives all collectives one channel, and orders a collective after a loop by when the loop *starts*, unless
+the loop's result goes into it (openxla/xla, xla/runtime/execution_graph.cc, kScheduling).
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from mjax.config import MeshConfig
+from mjax.parallel.mesh import make_mesh
+from mjax.step.step import build_program
+from tests.small import small_config
+
+COLLECTIVES = r"all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+LOOPS = ("while", "conditional", "call")
+CALLED = r"(?:body|condition|to_apply|true_computation|false_computation)=%([\w.-]+)|branch_computations=\{([^}]*)\}"
+
+
+def unordered(text):
+    """(loop, collective) of which the second is later in the schedule and does not depend on the first."""
+    computations, steps = {}, []
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%([\w.-]+) \(.*\{$", line):
+            steps = computations[head[1]] = []
+        elif step := re.match(r"\s+(?:ROOT )?%([\w.-]+) = .*?[ )\]}]([a-z][a-z0-9-]*)\((.*)", line):
+            name, operation, rest = step.groups()
+            rest = rest.partition(", metadata=")[0]
+            called = [each for pair in re.findall(CALLED, rest) for each in re.findall(r"[\w.-]+", " ".join(pair))]
+            steps.append((name, operation, set(re.findall(r"%([\w.-]+)", rest)), called))
+
+    def communicates(operation, called):
+        if operation in LOOPS:
+            return any(communicates(op, inner) for body in called for _, op, _, inner in computations[body])
+        return bool(re.fullmatch(COLLECTIVES, operation))
+
+    for steps in computations.values():
+        for index, (loop, operation, _, called) in enumerate(steps):
+            if operation in LOOPS and communicates(operation, called):
+                after = {loop}
+                for name, op, operands, inner in steps[index + 1 :]:
+                    if operands & after:
+                        after.add(name)
+                    elif communicates(op, inner):
+                        yield loop, name
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 4, "zero": 3}, {"data": 2, "model": 2, "zero": 3, "sequence_parallel": True}, {"data": 4}],
+    ids=str,
+)
+def test_collectives_wait_for_loops_before_them(axes):
+    config = replace(small_config(micro_batch=2), mesh=MeshConfig(**axes))
+    config = replace(config, model=replace(config.model, layers=4))
+    program = build_program(config, make_mesh(config.mesh))
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile().as_text()
+    assert re.search(r" while\(", step)
+    assert not list(unordered(step))
+    evaluation = program.eval_step.lower(program.abstract_state.model, program.abstract_batch).compile().as_text()
+    assert not list(unordered(evaluation))
