@@ -13,6 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from mjax.config.pattern import LAYERS
 from mjax.errors import RunError, UsageError
 from mjax.utils.names import leaf_name
 
@@ -117,7 +118,7 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # same order in memory and on disk.
 
 
-STACKED = ".blocks."
+STACKED = f".{LAYERS}."
 """In the name of an array of which dim 0 is the layers."""
 
 

@@ -27,7 +27,7 @@ from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
-from mjax.parallel.weights import EXPERT, IN, LAYER, OUT, PART, POSITION, TOKEN
+from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN
 from mjax.utils.names import leaf_name
 
 ROWS = 4096  # of an embedding to read at once
@@ -135,7 +135,9 @@ def _place(
         if not isinstance(at, int):
             dims.append(dim)
             sizes.append(model.vocabulary if dim == TOKEN else size)
-    alone, ins, outs = ([i for i, dim in enumerate(dims) if dim in names] for names in (ALONE, (IN,), (PART, OUT)))
+    alone, ins, outs = (
+        [i for i, dim in enumerate(dims) if dim in names] for names in (ALONE, INPUTS, (PART, *OUTPUTS))
+    )
     if len(outs) == 3:  # queries, keys and values in one
         outs = [outs["cnd".index(dim)] for dim in family.qkv]
     groups = [group for group in ([[i] for i in alone] + ([outs, ins] if family.transposed else [ins, outs])) if group]

@@ -65,15 +65,14 @@ from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
-from mjax.parallel.weights import joined, metadata_of, split_trained
-from mjax.parallel.zero import gather_weights, is_layer
+from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
+from mjax.parallel.zero import gather_weights
 from mjax.planner.program import STAND_IN, Product, Program, bytes_of, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
-from mjax.utils.names import leaf_name
 from mjax.utils.packages import source_hashes
 
 MAX_TRACES = 2000
@@ -454,7 +453,7 @@ def _head(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Head:
     products = tuple(product for product in every if product.of_weight and product.m == tokens.size)
     logits = products[-1].m * products[-1].n if products else 0
     others = [bytes_of(variable.aval) for variable in kept if variable.aval.size != logits]
-    trained = any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own))
+    trained = not all(are_stacked(own))
     return Head(products, sum(others) + max(others, default=0), sum(product.flops for product in every), trained)
 
 

@@ -48,10 +48,11 @@ from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
-from mjax.models.build import abstract_weights, frozen_weights, matrix_dims
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
-from mjax.parallel.zero import computed_spec, is_layer, storage_of
+from mjax.parallel.weights import LAYER, OUT, TOKEN
+from mjax.parallel.zero import computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.program import Product, Program
@@ -532,13 +533,14 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
             continue
         if kind is not None and stack_of(model, name) != stacks_of(model)[kind]:
             continue
-        storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
+        dims = weight_dims(model)[name]
+        storage, computed_as = storage_of(LAYER in dims, shape, spec, mesh), computed_spec(shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
         total["stored"] += stored
         total["matrices"] += stored if name in matrix_dims(model) else 0
-        if not is_layer(name):
+        if not storage.stacked:
             total["shared"] += computed
-            total["table"] += computed if name == "embedding.table" else 0
+            total["table"] = computed if dims == (TOKEN, OUT) else total["table"]
             continue
         computed //= mesh.pipe
         total["layers"] += computed
@@ -557,7 +559,12 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
 def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
     mesh = _mesh(*sizes)
     return tuple(
-        Matrices(shape, storage_of(name, shape, spec, mesh).spec, *matrix_dims(model)[name], mesh)
+        Matrices(
+            shape,
+            storage_of(LAYER in weight_dims(model)[name], shape, spec, mesh).spec,
+            *matrix_dims(model)[name],
+            mesh,
+        )
         for name, (shape, spec) in abstract_weights(model).items()
         if name in matrix_dims(model)
     )
