@@ -175,9 +175,8 @@ def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in stored:
-            raise UsageError(
-                f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
-            )
+            needed = f"this config needs one of shape {tuple(shape)}"
+            raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
         if stored_shape != shape and not _same_layers(name, stored_shape, shape):
             has, needs = tuple(stored_shape), tuple(shape)

@@ -111,10 +111,9 @@ def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
       UsageError: they are others.
     """
     if digest != base.digest:
-        raise UsageError(
-            f"{run} has adapters of weights with the digest {base.digest}, and checkpoint {base.step} of {folder} has "
-            f"{digest}; restore that run, or write the path of the right one into {run / BASE}"
-        )
+        digests = f"{base.digest}, and checkpoint {base.step} of {folder} has {digest}"
+        remedy = f"restore that run, or write the path of the right one into {run / BASE}"
+        raise UsageError(f"{run} has adapters of weights with the digest {digests}; {remedy}")
 
 
 def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[str], None]) -> tuple[Model, Base]:

@@ -62,15 +62,10 @@ def check_run_folder(folder: Path) -> None:
       UsageError: it is an address that no run can be at, or has one of * ? [ in its path.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
-        raise UsageError(
-            f"{folder} is an address that cannot be used here; s3:// and gs:// go with --runs, --run, --init: give a "
-            "local folder, and copy it"
-        )
+        raise UsageError(f"{folder} is an address, which only --runs, --run and --init take; give a local folder")
     if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
-        raise UsageError(
-            f"{folder.absolute()} has {wrong[0]} in its path, where no checkpoint could be restored; choose a folder "
-            "and a --name without * ? ["
-        )
+        problem = f"has {wrong[0]} in its path, where no checkpoint could be restored"
+        raise UsageError(f"{folder.absolute()} {problem}; choose a folder and a --name without * ? [")
 
 
 @contextlib.contextmanager

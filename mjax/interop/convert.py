@@ -140,14 +140,9 @@ def find_family(values: dict, file: Path) -> Family:
 def family_of(model: ModelConfig) -> Family:
     """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
-        raise UsageError(
-            f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
-            "has one activation for both; convert a model with one"
-        )
+        raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
     if is_own(type(model)):
-        raise UsageError(
-            f"mjax convert has no name table for {model.title}; `mjax.open_run(RUN).weights` has its weights in Python"
-        )
+        raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
     differences = {}
     for family in families():
         difference = unlike(family, model)
@@ -181,10 +176,8 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
         return []
     left_out = tokenizer.leave_out(model.vocabulary)
     if tokenizer.vocabulary > model.vocabulary:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "
-            "give the tokenizer that the model was trained with"
-        )
+        counts = f"{tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows"
+        raise UsageError(f"the tokenizer has {counts}; give the tokenizer that the model was trained with")
     return left_out
 
 
@@ -224,10 +217,8 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     if not hasattr(model, "rope_scaling"):
         raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
     if model.rope_scaling != "none":
-        raise UsageError(
-            f"--rope {given}: {source} already has rotary positions with {model.rope_scaling}:{model.rope_factor:g}, "
-            f"{positions:,} of them; leave --rope out, or convert the model that it was made from"
-        )
+        scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
+        raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")
     kind, factor = _parsed(given)
     longer = positions * factor
     if longer >= LONGEST or longer != int(longer):

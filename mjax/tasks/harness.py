@@ -232,10 +232,8 @@ class HarnessModel(TemplateLM):
                 f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are supported"
             )
         if tokens >= self.max_length:
-            raise UsageError(
-                f"the task asks for {tokens} new tokens and {self.run} has {self.max_length} positions; use "
-                f"--gen_kwargs max_gen_toks={self.max_length // 2}"
-            )
+            given = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
+            raise UsageError(f"the task asks for {given}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
         sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
         check_bounds(sampling)
         return sampling, until
@@ -243,10 +241,8 @@ class HarnessModel(TemplateLM):
     def _window(self, context: list[int], continuation: list[int]) -> Window:
         """The continuation, which counts, after its context."""
         if len(continuation) > self.max_length:
-            raise UsageError(
-                f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
-                "leave out this task, or use a model with more positions"
-            )
+            counts = f"{len(continuation):,} tokens and {self.run} has {self.max_length:,} positions"
+            raise UsageError(f"a continuation has {counts}; leave out this task, or use a longer model")
         return Window.of(context, continuation, self.max_length)
 
 

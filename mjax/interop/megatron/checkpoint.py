@@ -22,6 +22,7 @@ from mjax.interop.tensor_files import Tensors
 from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
+SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; the second from versions that saved moments in a separate file."""
 
@@ -65,10 +66,7 @@ def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
     if (folder / "metadata.json").is_file():
         backend = read_object(folder / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
-            raise UsageError(
-                f"{folder} is in the format {backend!r}, and mjax reads torch_dist and torch; save it again with "
-                "Megatron's --ckpt-convert-format torch_dist"
-            )
+            raise UsageError(f"{folder} is in the format {backend!r}, not torch_dist or torch; {SAVE_AGAIN}")
     return _open_distributed(folder) if (folder / ".metadata").is_file() else _open_ranks(folder)
 
 
@@ -190,11 +188,8 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, expe
         if said.get(name) not in (None, there):
             raise incomplete(f"{folder}: {name} was {said[name]}, and there are {there}")
     if said.get("num_experts") and said.get("expert_tensor_parallel_size") not in (None, ranks):
-        raise UsageError(
-            f"{folder}: expert_tensor_parallel_size was {said['expert_tensor_parallel_size']}, and there are {ranks} "
-            "tensor ranks; in the format torch mjax reads experts that are split like the rest, so save it again with "
-            "Megatron's --ckpt-convert-format torch_dist"
-        )
+        sizes = f"was {said['expert_tensor_parallel_size']}, and there are {ranks} tensor ranks"
+        raise UsageError(f"{folder}: expert_tensor_parallel_size {sizes}; {SAVE_AGAIN}")
 
 
 def _weights(model: Any, file: Path) -> Share:
@@ -212,8 +207,7 @@ def _architecture(
     }
     if len(trunks) > 1:
         raise UsageError(
-            f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; "
-            "convert a GPT, BERT, Llama or mixture of experts"
+            f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; convert a GPT or BERT"
         )
     kind = kind_of(names)
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
@@ -233,9 +227,7 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     if not isinstance(found, StandIn | dict):
-        raise UsageError(
-            f"{folder}: args is {found!r}, which are not the arguments of a run; copy the checkpoint again"
-        )
+        raise incomplete(f"{folder}: args is {found!r}, which are not the arguments of a run")
     return found if isinstance(found, dict) else vars(found)
 
 
