@@ -45,7 +45,7 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
         raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")
     if not is_model:
         raise UsageError(
-            f"--overwrite replaces a folder of a model, and {folder} is not one; give another, or delete it"
+            f"--overwrite replaces models only, and {folder} is not one; give another, or delete it"
         )
 
 
