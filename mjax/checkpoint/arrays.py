@@ -197,7 +197,5 @@ def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any])
     # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
-            raise RunError(
-                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
-                "set jax_enable_x64 for the whole process, not in a context"
-            )
+            types = f"{arrays[name].dtype}, not {leaf.dtype}; set jax_enable_x64 for the whole process"
+            raise RunError(f"{name} of checkpoint {step} came back in {types}, not in a context")

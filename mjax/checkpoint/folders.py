@@ -221,10 +221,9 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     except UsageError as error:
         raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
-        raise Misnamed(
-            f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "
-            f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder.with_name(str(manifest['step']))))}"
-        )
+        renamed = folder.with_name(str(manifest["step"]))
+        command = shlex.join(["mv", str(folder), str(renamed)])
+        raise Misnamed(f"{MANIFEST} says that it is checkpoint {renamed.name}; type: {command}")
     return manifest
 
 

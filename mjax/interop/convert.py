@@ -222,10 +222,8 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     kind, factor = _parsed(given)
     longer = positions * factor
     if longer >= LONGEST or longer != int(longer):
-        raise UsageError(
-            f"--rope {given} makes {longer:,.10g} of the {positions:,} positions of {source}; it must be a "
-            f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
-        )
+        use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
+        raise UsageError(f"--rope {given} makes {longer:,.10g} positions; it must be a whole number below 2^31: {use}")
     original = None if kind == "linear" else positions
     scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
     return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
@@ -239,10 +237,8 @@ def _parsed(given: str) -> tuple[str, float]:
     except ValueError:
         factor = math.nan
     if kind not in SCALINGS or not 1 < factor < math.inf:
-        raise UsageError(
-            f"--rope {given} is not a scaling and a factor above 1; the scalings are {either(SCALINGS)}: use --rope "
-            f"{kind if kind in SCALINGS else 'yarn'}:8 for sequences eight times as long"
-        )
+        use = f"use one of {either(SCALINGS)}, such as {kind if kind in SCALINGS else 'yarn'}:8"
+        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; {use}")
     return kind, factor
 
 

@@ -219,9 +219,7 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     if missing := [
         f"{name}.lora_{matrix.upper()}" for name in modules for matrix in "ab" if (name, matrix) not in named
     ]:
-        raise UsageError(
-            f"{folder} has no {missing[0]}; mjax has adapters in all layers or in none: merge with peft"
-        )
+        raise UsageError(f"{folder} lacks {missing[0]}; mjax has adapters in all layers or in none: merge with peft")
     shapes = abstract_weights(model)
     own = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
     for name, module in modules.items():

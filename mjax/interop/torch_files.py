@@ -208,9 +208,8 @@ def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             what = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"
             raise UsageError(f"{file} wants to call {what}; save its weights and arguments without it") from None
-        raise UsageError(
-            f"{file} is truncated or not a file of torch.save ({first_line(error)}); get it again"
-        ) from None
+        reason = first_line(error)
+        raise UsageError(f"{file} is truncated or not a file of torch.save ({reason}); get it again") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file} holds a {type(content).__name__}, and a checkpoint is a dict; give one of Megatron")
     return content

@@ -110,9 +110,7 @@ class HarnessModel(TemplateLM):
           UsageError: the run has no tokenizer, or its model predicts no next token.
         """
         if not run.config.model.causal:
-            raise UsageError(
-                f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out its lm-eval tasks"
-            )
+            raise UsageError(f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out lm-eval tasks")
         model = cls.__new__(cls)
         TemplateLM.__init__(model)
         model._prepare(run.folder, run.config, run.mesh)
@@ -227,10 +225,8 @@ class HarnessModel(TemplateLM):
         tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
         temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
         if settings:
-            raise UsageError(
-                f"the task sets {', '.join(settings)} for generation, which mjax does not support; change it with "
-                f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are supported"
-            )
+            known = f"do_sample, {', '.join(SAMPLING)}, until and max_gen_toks"
+            raise UsageError(f"the task sets {', '.join(settings)} for generation; use --gen_kwargs with {known}")
         if tokens >= self.max_length:
             given = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
             raise UsageError(f"the task asks for {given}; use --gen_kwargs max_gen_toks={self.max_length // 2}")

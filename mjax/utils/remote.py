@@ -102,10 +102,8 @@ class RemoteFile(PosixPath):
           RunError: the store does not answer.
         """
         if str(self).partition(":")[0] not in stores.PACKAGES:
-            raise UsageError(
-                f"{self} is an address that is only read (s3:// and gs:// are written); give a local name such as "
-                f"{self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
-            )
+            local = f"a local name such as {self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
+            raise UsageError(f"{self} is an address that is only read (s3://, gs:// are written); give {local}")
         if len(self.parts) < 3:
             raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
         self._store.check_writable(f"{self}.tmp")

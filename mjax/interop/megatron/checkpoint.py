@@ -206,9 +206,7 @@ def _architecture(
         found[1] for name in names if (found := re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name))
     }
     if len(trunks) > 1:
-        raise UsageError(
-            f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; convert a GPT or BERT"
-        )
+        raise UsageError(f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; use others")
     kind = kind_of(names)
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
 
