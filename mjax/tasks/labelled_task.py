@@ -277,13 +277,8 @@ def as_rows(
         ids = [*[tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1], tokenizer.sep]
         tokens[row, : len(ids)], text[row, : len(ids)] = ids, True
         token_types[row, len(a) + 2 : len(ids)] = 1
-    shape = (-1, choices, positions)
-    return Examples(
-        tokens.reshape(shape),
-        token_types.reshape(shape),
-        text.reshape(shape),
-        {name: np.array(values, np.int32) for name, values in labels.items()},
-    )
+    arrays = (array.reshape(-1, choices, positions) for array in (tokens, token_types, text))
+    return Examples(*arrays, labels={name: np.array(values, np.int32) for name, values in labels.items()})
 
 
 def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:

@@ -188,11 +188,7 @@ REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
     (re.escape(" ? "), "? "),
     (" , ", ", "),
     # No space inside brackets and quotes: its r"\(\s*([^\)]*?)\s*\)" takes hours if many are never closed
-    ("()", None),
-    ("[]", None),
-    ("{}", None),
-    ('""', None),
-    ("''", None),
+    *((pair, None) for pair in ("()", "[]", "{}", '""', "''")),
     # Headings, degrees, line ends
     ("= = = =", "===="),
     ("= = =", "==="),

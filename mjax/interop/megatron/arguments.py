@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
 """Values of missing arguments that no shape determines."""
 NUMBERS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
 """Our field → Megatron's argument, of every model."""
+OF_SHAPES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "padded_vocab_size"}
 OF_ROPE = {"rope_theta": "rotary_base", "rope_share": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
@@ -223,13 +224,11 @@ def model_config(
     if layernorm == "post" and kind != "bert":
         said.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
     return (BERTConfig if kind == "bert" else GPTConfig)(
-        layers=shapes["num_layers"],
-        hidden=hidden,
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
         max_position_embeddings=shapes["max_position_embeddings"],
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         **({"layernorm": layernorm} if kind == "bert" else {}),
         **({"activation": activation or ACTIVATIONS[kind]} if arguments is None else _activations(kind, said)),
         **said.numbers({**NUMBERS, "layernorm_epsilon": said.epsilon}),
@@ -305,14 +304,12 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
         problem = f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not {expected}"
         said.reject(problem, "set it and num_query_groups in args and save the checkpoint again")
     return (MixtureConfig if experts else LlamaConfig)(
-        layers=shapes["num_layers"],
-        hidden=shapes["hidden_size"],
         heads=heads,
         kv_heads=said.count("num_query_groups", least=1) if said["group_query_attention"] else heads,
         head_dim=head_dim,
         sequence=sequence,
         max_position_embeddings=sequence,
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         qk_norm="head" if said["qk_layernorm"] else "none",
         qkv_bias=f"{layer}.{QKV}.bias" in tensors.kinds,
         tied=not said["untie_embeddings_and_output_weights"],
