@@ -144,11 +144,9 @@ class Ranges:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        if len(runs) > 1:
+        if runs:
             with ThreadPoolExecutor(TOGETHER) as pool:
                 list(pool.map(self._fetch, runs))
-        else:
-            list(map(self._fetch, runs))
 
     def _fetch(self, run: list[int]) -> None:
         begin, end = run[0] * RANGE, min((run[-1] + 1) * RANGE, self._size)
