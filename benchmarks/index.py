@@ -34,10 +34,9 @@ from benchmarks.command import check_counts, in_one_sentence
 from mjax.config.batch_size import BatchSizes
 from mjax.config.datasets import normalize
 from mjax.data.batches import Batches
-from mjax.data.blend import build_blend_index, number_within
 from mjax.data.cache import IndexCache
 from mjax.data.indexed import HEADER, MAGIC, IndexedDataset, index_file, token_file
-from mjax.data.samples import GPTDataset
+from mjax.data.samples import GPTDataset, build_blend_index, number_within
 from mjax.errors import UsageError
 
 BILLION = 10**9

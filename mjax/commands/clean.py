@@ -3,37 +3,68 @@
 The steps are the papers' filters, applied to every document in this order:
 
     repair          broken Unicode is repaired with ftfy: "donâ€™t" → "don't"        as Megatron's cleanup_dataset.py
-    decontaminate   text of evaluation sets is cut out (decontaminate.py)           as Megatron's filter_ngrams.py
+    decontaminate   text of evaluation sets is cut out                              as Megatron's filter_ngrams.py
     short           documents of fewer than 128 tokens are removed                  arXiv 1909.08053, section 4
     keep            the user's own functions decide what stays: language, quality
 
 In this order every document of the output is long enough and was accepted in its final form. The corpus is read once;
 to cut out evaluation text it is first read once more, to count which runs of words are common phrases. Documents are
 streamed; each worker holds the evaluation sets' runs of words in memory, 8 bytes a word.
+
+**Decontamination.** By the rules of Megatron's tools/openwebtext/filter_ngrams.py.
+
+A test set that was trained on measures memory. Its texts become runs of 13 words (GRAM), in lower case and without
+punctuation; a text of 8 to 12 words is one run, a shorter one none. Where a document contains such a run, the run is
+removed with 200 characters on either side, up to the end of the sentence there:
+
+    … the sentence before. │ Some words. (200 characters) RUN (200 characters) words. │ The sentence after …
+    ───────── piece ─────── cut ─────────────────────────────────────────────────── ── searched on ──────────
+
+Pieces of 200 characters or fewer are removed too, and a document that falls into more than ten pieces is removed
+altogether. Runs that occur in the training text ten times or more are common phrases, such as a license, and stay;
+so remove duplicates first, or ten copies of a test set look like a common phrase.
+
+Two rules follow the original exactly: a text of fewer than 13 words is not searched, and runs of 8 to 12 words are
+searched wherever 13 words are left, and last among the last 13. One does not: the original counts a run only if it does
+not overlap the one before, so that most runs of a long common phrase look rare; here all count.
+
+Runs are compared by 64-bit hashes (near_duplicates.py): of 2,000 corpora of 10¹⁰ words, searched for a million runs,
+one would lose a sentence by chance.
 """
 
 import importlib
 import importlib.util
 import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ftfy
 import numpy as np
 
 from mjax.commands.arguments import CleanArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, decontaminate, find_files, outputs, parse, tasks
-from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.decontaminate import GRAM, MOST_PIECES, SHORTEST_GRAM, Grams
+from mjax.data.corpus import Document, MalformedLines, TextFiles, find_files, outputs, parse, tasks
+from mjax.data.corpus.near_duplicates import window_hashes, word_hashes
 from mjax.data.corpus.outputs import FilterJob, Tally, check_outputs
 from mjax.data.tokenizers import files_of, load_tokenizer
 from mjax.errors import RunError, UsageError
 from mjax.utils.remote import located
 
+GRAM, SHORTEST_GRAM = 13, 8  # words
+MARGIN = 200  # characters removed on either side
+SHORTEST_PIECE = 200  # characters; a piece must have more
+MOST_PIECES = 10
+SENTENCE_ENDS = ".!?"
+
+Grams = dict[int, np.ndarray]
+"""Evaluation text: sorted hashes of its runs, uint64, by their number of words."""
+
+Matches = dict[int, list[tuple[int, int]]]
+"""Runs of it in a document: first word and hash of each, in order, by their number of words."""
 REPAIRED, CUT, MORE_PIECES = "repaired", "cut at evaluation text", "more pieces by that"
 NOTHING_LEFT, TOO_MANY_PIECES = "nothing left beside evaluation text", f"cut into more than {MOST_PIECES} pieces"
 AHEAD = 16  # characters a token, at most, in text whose beginning shows that it is long enough
@@ -53,7 +84,7 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     check_outputs(arguments, [*corpus.files, *evaluation])
     most = arguments.max_document_bytes
     texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
-    grams = decontaminate.evaluation_grams(document.text for document in texts) if evaluation else None
+    grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
         raise UsageError(
             f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; "
@@ -83,7 +114,7 @@ class CleanJob(FilterJob):
         counts: Counter[int] = Counter()
         for block in self.blocks(rank):
             for document in parse(block, self.corpus.key)[0]:
-                counts.update(decontaminate.count_matches(document.text, self.grams))
+                counts.update(count_matches(document.text, self.grams))
         with self.writing(rank, "runs", "counts") as (runs, numbers):
             np.fromiter(counts, np.uint64, len(counts)).tofile(runs)
             np.fromiter(counts.values(), np.int64, len(counts)).tofile(numbers)
@@ -94,7 +125,7 @@ class CleanJob(FilterJob):
         for task in range(self.tasks):
             runs, numbers = self.mapped("runs", task, np.uint64), self.mapped("counts", task, np.int64)
             counts.update(dict(zip(runs.tolist(), numbers.tolist(), strict=True)))
-        grams = decontaminate.without_common(self.grams, counts, self.arguments.common)
+        grams = without_common(self.grams, counts, self.arguments.common)
         runs, left = (sum(map(len, table.values())) for table in (self.grams, grams))
         with self.writing(rank, "grams") as (stream,):
             np.savez(stream, **{str(length): hashes for length, hashes in grams.items()})
@@ -110,21 +141,23 @@ class CleanJob(FilterJob):
 
     def clean(self, rank: int) -> tuple[dict[str, Tally], MalformedLines]:
         """Clean a share."""
-        tallies, malformed = {name: Tally(name) for name in ("read", "kept")}, self.malformed()
-        with self.writing(rank, "kept", "removed") as (kept, removed):
+        malformed = self.malformed()
+        with self.writing(rank, "kept", "removed") as streams:
+            share = CleanShare(*streams, {name: Tally(name) for name in ("read", "kept")})
             for block in self.blocks(rank):
-                part = self._cleaner.clean_block(block)
-                malformed.add(part.malformed)
-                kept.write(part.kept)
-                removed.write(part.removed)
-                _merge(tallies, part.tallies)
-        return tallies, malformed
+                documents, lines = parse(block, self.arguments.key)
+                malformed.add(lines)
+                for document in documents:
+                    share.count("read", document.text)
+                    self._cleaner.clean(document, share)
+        return share.tallies, malformed
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report and give the files their names."""
         how, tallies = self.arguments, {}
         for part, _ in self.results("clean"):
-            _merge(tallies, {name: Tally(**tally) for name, tally in part.items()})
+            for name, tally in part.items():
+                tallies.setdefault(name, Tally(name)).merge(Tally(**tally))
         report = {"command": "clean", "inputs": self.corpus.names}
         report |= {"minimum_tokens": how.minimum_tokens, "tokenizer": how.tokenizer or "words"}
         if self.grams is not None:
@@ -143,11 +176,6 @@ class CleanJob(FilterJob):
             yield "Lengths are in words between white space; --tokenizer counts tokens."
 
 
-def _merge(tallies: dict[str, Tally], later: dict[str, Tally]) -> None:
-    for name, tally in later.items():
-        tallies.setdefault(name, Tally(name)).merge(tally)
-
-
 def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
     """The tallies as in the report: every requested step, in order, even if it removed nothing."""
     cutting = bool(how.decontaminate)
@@ -163,20 +191,18 @@ def _in_order(tallies: dict[str, Tally], how: CleanArguments) -> dict[str, Any]:
 
 
 @dataclass
-class CleanPart:
-    """Result of one block.
+class CleanShare:
+    """Result of one task.
 
     Attributes:
-      kept: lines of the documents kept.
-      removed: lines of the record of those removed.
-      malformed: malformed lines.
+      kept: file for lines of the documents kept.
+      removed: file for lines of the record of those removed.
       tallies: documents read, changed, removed and kept, by the names above.
     """
 
-    kept: bytearray = field(default_factory=bytearray)
-    removed: bytearray = field(default_factory=bytearray)
-    malformed: list[str] = field(default_factory=list)
-    tallies: dict[str, Tally] = field(default_factory=dict)
+    kept: BinaryIO
+    removed: BinaryIO
+    tallies: dict[str, Tally]
 
     def count(self, name: str, text: str, /, **example: Any) -> None:
         """Add a document to the tally `name`."""
@@ -184,7 +210,7 @@ class CleanPart:
 
     def remove(self, reason: str, text: str, source: str, /, **details: Any) -> None:
         """Record that a document was removed."""
-        self.removed += outputs.json_line({"source": source, "reason": reason, **details})
+        self.removed.write(outputs.json_line({"source": source, "reason": reason, **details}))
         self.count(reason, text, source=source, text=outputs.excerpt(text), **details)
 
 
@@ -201,48 +227,40 @@ class Cleaner:
         self._encode = load_tokenizer(how.tokenizer).encode if how.tokenizer else str.split
         self._keep = [(spec, load_function(spec)) for spec in how.keep]
 
-    def clean_block(self, block: Block) -> CleanPart:
-        """Clean all documents of a block."""
-        documents, malformed = parse(block, self.how.key)
-        part = CleanPart(malformed=malformed)
-        for document in documents:
-            part.count("read", document.text)
-            self._clean(document, part)
-        return part
-
-    def _clean(self, document: Document, part: CleanPart) -> None:
+    def clean(self, document: Document, share: CleanShare) -> None:
+        """Apply all steps to a document."""
         text, source = document.text, document.source
         if self.how.repair:
             repaired = ftfy.fix_text(text)
             if repaired != text:
                 before, after = outputs.where_they_differ(text, repaired)
-                part.count(REPAIRED, text, source=source, before=before, after=after)
+                share.count(REPAIRED, text, source=source, before=before, after=after)
             text = repaired
-        pieces, runs = decontaminate.cut(text, self.grams) if self.grams else ([text], [])
+        pieces, runs = cut(text, self.grams) if self.grams else ([text], [])
         if not pieces:
-            part.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
+            share.remove(NOTHING_LEFT, text, source, evaluation_text=runs[0])
         elif len(pieces) > MOST_PIECES:
-            part.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
+            share.remove(TOO_MANY_PIECES, text, source, pieces=len(pieces), evaluation_text=runs[0])
         elif runs:
-            part.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
+            share.count(CUT, text, source=source, pieces=len(pieces), evaluation_text=runs[0])
             for number, piece in enumerate(pieces):
                 if number:
-                    part.count(MORE_PIECES, piece)
-                self._judge(document._replace(text=piece), part, {"split_id": f"{source}-{number:04}"})
+                    share.count(MORE_PIECES, piece)
+                self._judge(document._replace(text=piece), share, {"split_id": f"{source}-{number:04}"})
         else:
-            self._judge(document._replace(text=text), part, {})
+            self._judge(document._replace(text=text), share, {})
 
-    def _judge(self, document: Document, part: CleanPart, split: dict[str, str]) -> None:
+    def _judge(self, document: Document, share: CleanShare, split: dict[str, str]) -> None:
         """Keep or remove a document; `split` names it where it is a piece of one."""
         reason = self.how.short if self._is_short(document.text) else None
         for spec, function in self._keep:
             if reason is None and not _verdict(spec, function, document):
                 reason = f"--keep {spec}"
         if reason is not None:
-            part.remove(reason, document.text, document.source, **split)
+            share.remove(reason, document.text, document.source, **split)
             return
-        part.kept += outputs.document_line(document, self.how.key, **split)
-        part.count("kept", document.text)
+        share.kept.write(outputs.document_line(document, self.how.key, **split))
+        share.count("kept", document.text)
 
     def _is_short(self, text: str) -> bool:
         minimum = self.how.minimum_tokens
@@ -286,3 +304,106 @@ def _verdict(spec: str, function: Callable[[str], bool], document: Document) -> 
     if not isinstance(verdict, bool | np.bool_):
         raise UsageError(f"--keep {spec} returned {verdict!r} for {document.source}; return True or False")
     return bool(verdict)
+
+
+# --- Decontamination --------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A text as hashed words with their positions."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.hashes, self.starts, self.ends = word_hashes(_folded(text))
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def runs(self, words: int) -> np.ndarray:
+        """Hash of each run of `words` words, uint64 [runs]; empty if the text is shorter."""
+        if len(self) < words:
+            return np.empty(0, np.uint64)
+        return window_hashes(self.hashes, np.array([len(self)]), words)[0]
+
+    def find(self, grams: Grams) -> Matches:
+        """All runs of this text that are evaluation text."""
+        matches = {}
+        for length, wanted in grams.items():
+            runs = self.runs(length)
+            nearest = np.minimum(np.searchsorted(wanted, runs), len(wanted) - 1)
+            hits = np.flatnonzero(wanted[nearest] == runs) if len(wanted) else np.empty(0, np.int64)
+            matches[length] = list(zip(hits.tolist(), runs[hits].tolist(), strict=True))
+        return matches
+
+
+def evaluation_grams(texts: Iterable[str]) -> Grams:
+    """The runs of words of evaluation texts."""
+    grams: dict[int, list[np.ndarray]] = {}
+    for text in texts:
+        words = Words(text)
+        length = min(len(words), GRAM)
+        if length >= SHORTEST_GRAM:
+            grams.setdefault(length, []).append(words.runs(length))
+    return {length: np.unique(np.concatenate(parts)) for length, parts in grams.items()}
+
+
+def count_matches(text: str, grams: Grams) -> Counter[int]:
+    """Count how often each run occurs in `text`, by hash."""
+    return Counter(gram for matches in Words(text).find(grams).values() for _, gram in matches)
+
+
+def without_common(grams: Grams, counts: Counter[int], common: int) -> Grams:
+    """The runs that occur fewer than `common` times."""
+    often = np.array([gram for gram, count in counts.items() if count >= common], np.uint64)
+    return {length: hashes[~np.isin(hashes, often)] for length, hashes in grams.items()}
+
+
+def cut(text: str, grams: Grams) -> tuple[list[str], list[str]]:
+    """Cut `text`: returns the remaining pieces and the runs it was cut at; without runs, the text is the only piece."""
+    words = Words(text)
+    matches = words.find(grams)
+    pieces, runs, begin = [], [], 0
+    while match := _first_match(matches, bisect_left(words.starts, begin), len(words)):
+        starts, ends = words.starts[match], words.ends[match]
+        runs.append(text[starts[0] : ends[-1]])
+        start = int(starts[0])
+        # For the original, a run is as long as its words with single spaces between them.
+        end = start + int((ends - starts).sum()) + len(starts) - 1
+        before = max(text.rfind(mark, begin, max(start - MARGIN + 1, 0)) for mark in SENTENCE_ENDS)
+        if before + 1 - begin > SHORTEST_PIECE:
+            pieces.append(text[begin : before + 1])
+        after = [end_mark for mark in SENTENCE_ENDS if (end_mark := text.find(mark, end + MARGIN)) >= 0]
+        begin = min(after) + 1 if after else len(text)
+    if not runs or len(text) - begin > SHORTEST_PIECE:
+        pieces.append(text[begin:])
+    return pieces, runs
+
+
+def _first_match(matches: Matches, begin: int, count: int) -> slice | None:
+    """The words of the match that the original finds first in a text of `count` words, from word `begin` on.
+
+    At each word it tries 13 words, then 8 to 12. Only at the end, where no 13 are left, the lengths come first.
+    """
+
+    def first_from(length: int, begin: int) -> int:
+        """The word at which the first match of `length` words begins; beyond all words if there is none."""
+        index = bisect_left(matches[length], (begin,))
+        return matches[length][index][0] if index < len(matches[length]) else sys.maxsize
+
+    last = count - GRAM  # the last word that 13 words begin with
+    word, _, length = min(
+        ((first_from(words, begin), words != GRAM, words) for words in matches), default=(count, True, 0)
+    )
+    if word <= last:
+        return slice(word, word + length)
+    for length in sorted(matches) if begin < last else ():
+        word = first_from(length, last)
+        if word < count:
+            return slice(word, word + length)
+    return None
+
+
+def _folded(text: str) -> str:
+    """`text` in lower case without moving characters: the few whose lower case is longer stay."""
+    lower = text.lower()
+    return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)

@@ -1,10 +1,9 @@
 """`mjax dedup`: keep only the first of documents that are the same, or nearly the same.
 
 Exact duplicates have the same text, byte for byte. Near-duplicates have a Jaccard similarity of their shingles at or
-above a threshold (0.7 in arXiv 1909.08053, section 4): shingles.py defines it, and near_duplicates.py
-finds candidates and compares them. Similar pairs are joined into clusters, and the first document of each cluster is
-kept. So a removed document is at least as similar as the threshold to some other document of its cluster, which need
-not be the one that was kept.
+above a threshold (0.7 in arXiv 1909.08053, section 4): near_duplicates.py defines it, finds candidates and compares
+them. Similar pairs are joined into clusters, and the first document of each cluster is kept. So a removed document is
+at least as similar as the threshold to some other document of its cluster, which need not be the one that was kept.
 
 The corpus is read three times, by tasks that share it (tasks.py). Between the readings tasks share the digests and the
 bands by ranges of their values, sorted in the first reading, so that equal ones meet in one task:
@@ -22,7 +21,7 @@ Values of all documents are files that are mapped into memory. A task holds its 
 
 import hashlib
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partialmethod
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -30,9 +29,8 @@ import numpy as np
 
 from mjax.commands.arguments import DedupArguments
 from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes, shingle_set
 from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
-from mjax.data.corpus.shingles import shingle_hashes, shingle_set
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -50,15 +48,6 @@ def dedup(arguments: DedupArguments) -> dict[str, Any] | None:
     corpus, bands = arguments.open(), near_duplicates.choose_bands(arguments.threshold)
     check_outputs(arguments, corpus.files)
     return tasks.run(DedupJob(arguments, corpus, bands))
-
-
-class Choice(NamedTuple):
-    """Counts of the near-duplicates, and the documents that the report shows."""
-
-    examples: dict[str, list[int]]
-    clusters: int
-    largest: int
-    by_jaccard: list[int]
 
 
 class DedupJob(FilterJob):
@@ -233,9 +222,7 @@ class DedupJob(FilterJob):
                 compared += pairs
         return compared
 
-    def compare_others(self, rank: int) -> int:
-        """Compare in the bands that are left."""
-        return self.compare(rank, 1)
+    compare_others = partialmethod(compare, turn=1)
 
     def join(self, rank: int, turn: int = 0) -> None:
         """Join the similar pairs of a round to clusters; after the last, find the most similar to each document."""
@@ -250,9 +237,7 @@ class DedupJob(FilterJob):
         if turn:
             self._find_most_similar()
 
-    def join_others(self, rank: int) -> None:
-        """Join the pairs of the other bands."""
-        self.join(rank, 1)
+    join_others = partialmethod(join, turn=1)
 
     def _edges(self, turn: int) -> Iterator[np.ndarray]:
         for rank in range(self.tasks):
@@ -290,8 +275,8 @@ class DedupJob(FilterJob):
         similar = np.where(near, self.values("similar")[part], same)
         return Fate(numbers, instead, similar, np.where(near, found, 1.0), exact, near)
 
-    def choose(self, rank: int) -> Choice:
-        """Decide what is needed of each document."""
+    def choose(self, rank: int) -> dict[str, Any]:
+        """Decide what is needed of each document; returns counts of near-duplicates, and the documents to show."""
         total, edges = int(self.firsts[-1]), np.linspace(self.arguments.threshold, 1, 7)
         needed, sizes = self.new_values("needed", np.uint8, total), self.new_values("sizes", np.uint32, total)
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
@@ -316,7 +301,7 @@ class DedupJob(FilterJob):
         for part in self._all_documents():
             clusters += int((sizes[part] > 1).sum())
             largest = max(largest, int(sizes[part].max()))
-        return Choice(examples, clusters, largest, by_jaccard.tolist())
+        return {"examples": examples, "clusters": clusters, "largest": largest, "by_jaccard": by_jaccard.tolist()}
 
     def write(self, rank: int) -> tuple[dict[str, Tally], dict[int, str]]:
         """Write the documents of a share that are kept, and the sources of those that are named.
@@ -378,14 +363,14 @@ class DedupJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""
-        choice, texts = Choice(*self.results("choose")[0]), {}
+        choice, texts = self.results("choose")[0], {}
         tallies = {name: Tally(name) for name in (EXACT, NEAR, "read", "kept")}
         for counts, shown in self.results("write"):
             texts |= {int(number): text for number, text in shown.items()}
             for name, tally in tallies.items():
                 tally.merge(Tally(**counts[name]))
         for name, tally in tallies.items():
-            for number in choice.examples.get(name, ()):
+            for number in choice["examples"].get(name, ()):
                 fate = self.fate(slice(number, number + 1))
                 text, other = where_they_differ(texts[number], texts[int(fate.similar[0])])
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
@@ -396,7 +381,7 @@ class DedupJob(FilterJob):
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
 
-    def _near_report(self, choice: Choice) -> dict[str, Any]:
+    def _near_report(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The report's section about near-duplicates: how they were found, and how many."""
         how, bands = self.arguments, self.bands
         edges = np.linspace(how.threshold, 1, 7)
@@ -412,9 +397,9 @@ class DedupJob(FilterJob):
             "candidates": sum(self.results("shingle")),
             "pairs_compared": sum(compared for turn in turns for compared in self.results(turn)),
             "pairs_confirmed": sum(len(edges) for turn in range(len(turns)) for edges in self._edges(turn)),
-            "clusters": choice.clusters,
-            "largest_cluster": choice.largest,
-            "removed_by_jaccard": dict(zip(ranges, choice.by_jaccard, strict=True)),
+            "clusters": choice["clusters"],
+            "largest_cluster": choice["largest"],
+            "removed_by_jaccard": dict(zip(ranges, choice["by_jaccard"], strict=True)),
         }
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:

@@ -364,12 +364,10 @@ class History:
         self.skipped += bool(record.get("skipped"))
         if (speed := record.get("tokens_per_second")) is not None:
             self.speeds.append(speed)
-        if (loss := record.get("loss")) is not None:
+        if record.get("loss") is not None:
             self.steps.append(record["step"])
-        for value, values, curve in zip(
-            (loss, record.get("val_loss")), (self.losses, self.validation), self.curves, strict=True
-        ):
-            if value is not None:
+        for name, values, curve in zip(("loss", "val_loss"), (self.losses, self.validation), self.curves, strict=True):
+            if (value := record.get(name)) is not None:
                 values.append(value)
                 if at is not None:
                     curve.add(at, value)

@@ -99,7 +99,7 @@ def train(
     from mjax.planner.command import check_gpu_at_hand
     from mjax.profiling.recorder import Recorder
     from mjax.run import loop
-    from mjax.run.options import Options
+    from mjax.run.loop import Options
 
     config = arguments.settings
     keep_programs(arguments.distributed.several)
@@ -224,48 +224,40 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        _check_step(arguments, folder)
+        if arguments.resume is None:
+            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+        if arguments.step not in (steps := checkpoint_steps(folder)):
+            raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
-    arguments = replace(arguments, settings=after_steps_taken(arguments.settings, folder, step))
+    settings, typed = after_steps_taken(arguments.settings, folder, step), typed_flags(argv)
     if arguments.resume is None:
         weights = folder if arguments.init is None or checkpoint_steps(folder) else arguments.init
-        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), label, weights)
+        settings, taken = resolve(settings, chosen.settings, typed, label, weights)
     else:
-        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+        settings, taken = resolve_steps(settings, typed)
     settings = with_positions(settings, folder, arguments.init)
-    arguments = replace(arguments, settings=settings)
     validate(settings, label)
     if settings.log.sample_prompts is not None:
         read_prompts(settings.log.sample_prompts)
     if arguments.profile is not None:
         profiled_steps(arguments.profile, settings.train.steps)
-    origin = choose_origin(folder, arguments.settings, arguments.init, arguments.step)
+    origin = choose_origin(folder, settings, arguments.init, arguments.step)
     if settings.model.lora_rank and origin is None and not checkpoint_steps(folder) and not settings.data.mock:
         raise UsageError(
             f"--lora.rank {settings.model.lora_rank} trains adapters of a model that is there; add --init RUN, such as "
             "one of `mjax convert from-hf MODEL RUN`"
         )
-    changes = changes_since(folder, arguments.settings, arguments.allow_change, arguments.resume is not None, step)
+    changes = changes_since(folder, settings, arguments.allow_change, arguments.resume is not None, step)
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     if arguments.deterministic:
         be_repeatable()
     from mjax.run.metrics import check_trackers
 
-    check_trackers(arguments.settings.log)
-    return replace(arguments, resume=folder), label, origin, [*taken, *changes]
-
-
-def _check_step(arguments: TrainArguments, folder: Path) -> None:
-    """Refuse a --step without a checkpoint in the run that is resumed."""
-    from mjax.checkpoint.folders import checkpoint_steps
-
-    if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
-    if arguments.step not in (steps := checkpoint_steps(folder)):
-        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
+    check_trackers(settings.log)
+    return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
 
 
 def _tell_the_others(argv: Sequence[str], error: UsageError | RunError) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from operator import attrgetter
 
 from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
 from mjax.config.bounds import check_bounds, fields_of
 from mjax.config.datasets import parse_blend, split_sequences
-from mjax.config.kernels import ways_across
 from mjax.config.marks import Only
+from mjax.config.pattern import check_stages
 from mjax.config.run import Config, as_flag
 from mjax.errors import UsageError, either
 
@@ -127,8 +127,7 @@ def _check_context(config: Config) -> None:
     if model.sequence % parts:
         raise UsageError(
             f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
-            f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
-            f"{_listed([n for n in _divisors(model.sequence) if n > 1 and _cuts(config, n)] or [1])}"
+            f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
         )
     heads = model.heads // mesh.model
     if config.across == "heads" and heads % mesh.context:
@@ -142,12 +141,6 @@ def _check_context(config: Config) -> None:
             "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
             "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
         )
-
-
-def _cuts(config: Config, context: int) -> bool:
-    """Whether so many ranks of `context` can have equal parts of a sequence."""
-    there = replace(config, mesh=replace(config.mesh, context=context))
-    return there.across in ways_across(there)
 
 
 def check_offload(config: Config) -> None:
@@ -267,51 +260,33 @@ def check_batch_sizes(config: Config) -> None:
         return
     if train.batch_rampup is not None and train.batch_schedule is not None:
         raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
-    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
+    unit, of, end = (
+        mesh.data * train.micro_batch,
+        f"data {mesh.data} × micro-batch {train.micro_batch}",
+        train.global_batch,
+    )
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     if train.batch_rampup is not None:
         flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
         start, increment, _ = train.batch_rampup
-        fitting = _fitting_rampup(config, unit)
-        if min(train.batch_rampup) < 1 or start >= train.global_batch or (train.global_batch - start) % increment:
+        if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
             raise UsageError(
-                f"{flag} does not reach --train.global-batch {train.global_batch} from below in whole increments; "
-                f"{fitting}"
+                f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
+                "INCREMENT that divides the difference"
             )
     else:
         flag = f"--train.batch-schedule {train.batch_schedule!r}"
-        last = parse_schedule(train.batch_schedule)[-1][1]
-        if last != train.global_batch:
+        if (last := parse_schedule(train.batch_schedule)[-1][1]) != end:
             raise UsageError(
-                f"{flag} ends with {last} and --train.global-batch is {train.global_batch}; "
-                f"use --train.global-batch {last}"
+                f"{flag} ends with {last} and --train.global-batch is {end}; use --train.global-batch {last}"
             )
-        starts = [(entry.partition(":")[0], int(entry.partition(":")[2])) for entry in train.batch_schedule.split()]
-        fitting = "type --train.batch-schedule " + repr(
-            " ".join(f"{start}:{_nearest_multiple(size, unit)}" for start, size in starts)
-        )
-        if train.global_batch % unit:
-            fitting += f" --train.global-batch {_nearest_multiple(train.global_batch, unit)}"
     for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({of}); {fitting}"
+                f"({of}); use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
             )
-
-
-def _fitting_rampup(config: Config, unit: int) -> str:
-    """The flags of the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
-    (start, increment, samples), end = config.train.batch_rampup, config.train.global_batch
-    changed = "" if end % unit == 0 else f" --train.global-batch {_nearest_multiple(end, unit)}"
-    end = _nearest_multiple(end, unit)
-    if end == unit:
-        return f"leave it out, or type --train.global-batch {2 * unit} or more"
-    start = min(_nearest_multiple(start, unit), end - unit)
-    increments = [unit * count for count in _divisors((end - start) // unit)]
-    increment = min(increments, key=lambda size: abs(size - increment))
-    return f"type --train.batch-rampup {start} {increment} {max(samples, 1)}{changed}"
 
 
 def check_devices(config: Config, found: int, name: str = "this config") -> None:
@@ -350,6 +325,7 @@ def _check_pipeline(config: Config) -> None:
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
             f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
         )
+    check_stages(config.model, mesh)
     for size in BatchSizes.of(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 

@@ -32,6 +32,13 @@ class Only:
 
 
 @dataclass(frozen=True)
+class By:
+    """None stands for the value of this property, which the field has by default."""
+
+    property: str
+
+
+@dataclass(frozen=True)
 class Elsewhere:
     """Names that a field has in Megatron-LM, nanoGPT or Hugging Face: `fp16=fp16` is a switch for one value of it, and
     the value of `epochs~` means something else."""
@@ -57,10 +64,19 @@ NEW_RUN = Mark("new run")
 """Of a model: may differ where a new run starts from weights of another (--init), if these have the same shapes."""
 PER_PROCESS = Mark("per process")
 """Processes of a run need not agree on it."""
+ANY_FAMILY = Mark("any family")
+"""Of a model: it changes nothing that the model computes, or a Hugging Face family has its own rule for it."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
 """No plan depends on it: it is no flag of `mjax plan`; and the exceptions in such a section."""
 FILE_ONLY = tyro.conf.Fixed
 """Set in a config file or in Python: it is no flag of any command."""
+
+
+def in_use(settings: Any, name: str) -> Any:
+    """The value of a field, or of the property that it follows by default (`By`)."""
+    value = getattr(settings, name)
+    sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
+    return getattr(settings, sources[0]) if value is None and sources else value
 
 
 def marks_of(config: Any, name: str) -> frozenset[Mark]:

@@ -22,11 +22,10 @@ from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metad
 from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
 from mjax.data.bert import BertDataset, WordPieces
-from mjax.data.blend import BlendedDataset, samples_of_parts
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.conversations import ConversationDataset, PaddedDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
-from mjax.data.samples import GPTDataset, MockDataset, labelled
+from mjax.data.samples import BlendedDataset, GPTDataset, MockDataset, labelled, samples_of_parts
 from mjax.data.tokenizers import BertTokenizer, tokenizer_from_folder
 from mjax.errors import UsageError
 

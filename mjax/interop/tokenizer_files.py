@@ -47,7 +47,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 
 
 SPACE = "▁"  # U+2581, sentencepiece's
-
+WEIGHTS_ALONE = "export the weights alone with --tokenizer none"
 AWKWARD = (
     "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n",
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
@@ -84,9 +84,9 @@ def find_tokenizer(folder: Path, given: str | None) -> Tokenizer | None:
             continue
         name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
         if kind == "gpt2" and name.removesuffix("Fast") != "GPT2Tokenizer":
+            fix = "add its tokenizer.json, which save_pretrained of transformers writes"
             raise UsageError(
-                f"{folder} has vocab.json and merges.txt of a {name}, which cuts text into words otherwise than GPT-2 "
-                "does; add its tokenizer.json, which save_pretrained of transformers writes"
+                f"{folder} has vocab.json and merges.txt of a {name}, which cuts other words than GPT-2; {fix}"
             )
         tokenizer = parse_tokenizer(kind, [file.read_bytes() for file in files], [*map(str, files)])
         if settings.get("add_bos_token") is True:  # if no tokenizer.json has it
@@ -110,10 +110,9 @@ def _find_fast(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     for number, token in tokens:
         (library.add_special_tokens if token.special else library.add_tokens)([token])
         if library.token_to_id(token.content) != number:
+            there = f"where {file} has {library.token_to_id(token.content)} for the next one"
             raise UsageError(
-                f"{source} gives {token.content} the id {number}, where {file} has "
-                f"{library.token_to_id(token.content)} for the next one; save the tokenizer again with save_pretrained "
-                "of transformers"
+                f"{source} gives {token.content} the id {number}, {there}; save it again with transformers"
             )
     end = settings.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
@@ -198,10 +197,9 @@ def _check_same(tokenizer: Tokenizer, library: Library) -> None:
         if ids == other and tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=False):
             continue
         same = next((i for i, (one, two) in enumerate(zip(ids, other, strict=False)) if one != two), 0)
+        problem = f"{tokenizer.decode(ids[same:])[:40]!r} has other ids or another text there"
         raise UsageError(
-            f"the tokenizer of kind {tokenizer.scheme} has no equivalent in transformers: "
-            f"{tokenizer.decode(ids[same:])[:40]!r} has other ids or another text there; export the weights alone with "
-            "--tokenizer none"
+            f"the {tokenizer.scheme} tokenizer has no equivalent in transformers: {problem}; {WEIGHTS_ALONE}"
         )
 
 
@@ -228,10 +226,8 @@ def _convert_sentencepiece(model: Any) -> Library:
     pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
     changes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
     if trainer.model_type != BPE or changes or not normalizer.escape_whitespaces:
-        raise UsageError(
-            "transformers has an exact equivalent only of sentencepiece models of byte pairs without normalization; "
-            "export the weights alone with --tokenizer none"
-        )
+        problem = "transformers has an equivalent only of sentencepiece models of byte pairs without normalization"
+        raise UsageError(f"{problem}; {WEIGHTS_ALONE}")
     unknown = next(piece.piece for piece in pieces if piece.type == UNKNOWN)
     prefix = normalizer.add_dummy_prefix
     library = Library(_byte_pairs(pieces, unknown, trainer.byte_fallback))

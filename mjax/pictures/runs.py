@@ -8,10 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
 from mjax.config.model import Metric
 from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
@@ -191,7 +187,7 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     """
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     layers, experts = shares.shape
     balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
@@ -226,7 +222,7 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
       x: name of the x axis, step or tokens.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     ((first, (reference, _)), *others) = runs.items()
     distances = {name: _difference(training, reference) for name, (training, _) in others}
@@ -311,6 +307,10 @@ def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, train
       about: what was evaluated on what, and how much text it is, in lines.
       trained: positions before they were scaled, to be marked.
     """
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
     first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
     error = np.array([row["standard_error"] or 0.0 for row in bins])
     middle = np.sqrt(first * last)

@@ -32,14 +32,13 @@ from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
-from mjax.run.options import Result
 from mjax.step.step import TrainProgram
 from mjax.utils.figures import duration
 from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
-    from mjax.run.loop import Run
+    from mjax.run.loop import Result, Run
 
 SECONDS_BETWEEN_LINES = 10.0
 DAY = 86_400.0

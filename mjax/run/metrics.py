@@ -400,6 +400,7 @@ class MetricsLog(Callback):
         """Finish all files and pictures."""
         if self._ends:
             self.draw()
+            self._ends = False
         self._painter.shutdown()
         with self._announced("metrics.jsonl"):
             self._file.close()

@@ -19,7 +19,7 @@ from mjax.errors import UsageError, in_python
 from mjax.run import loop
 from mjax.run.callbacks import Callback
 from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
-from mjax.run.options import Options, Result
+from mjax.run.loop import Options, Result
 from mjax.step.schedule import decay_end
 from mjax.utils.files import without_parents
 

@@ -23,7 +23,7 @@ from mjax.commands.data import MergeArguments, merge
 from mjax.commands.dedup import DedupArguments, dedup
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data import cache
-from mjax.data.corpus.shingles import word_hashes
+from mjax.data.corpus.near_duplicates import word_hashes
 from mjax.data.indexed import IndexedDataset
 from mjax.data.samples import GPTDataset
 from mjax.errors import UsageError

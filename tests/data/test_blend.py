@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mjax.config.datasets import normalize
-from mjax.data import blend
-from mjax.data.blend import BlendedDataset, build_blend_index, samples_of_parts
+from mjax.data import samples as blend
+from mjax.data.samples import BlendedDataset, build_blend_index, samples_of_parts
 
 
 def walked(shares, samples, sizes=None):

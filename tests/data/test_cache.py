@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from mjax.data import cache
-from mjax.data.blend import BlendedDataset
 from mjax.data.cache import IndexCache
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.samples import GPTDataset
+from mjax.data.samples import BlendedDataset, GPTDataset
 from mjax.utils.files import take_lock
 from tests.data.test_atomic import failing
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from mjax.data.corpus.decontaminate import cut, evaluation_grams
+from mjax.commands.clean import cut, evaluation_grams
 
 QUESTION = "which of these fifteen words in a row belongs to no language that anybody living speaks"
 SENTENCE = "Rain fell on the roofs and nobody in the long street came to a window. "  # 71 characters

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 
 from mjax.commands.dedup import DedupArguments, dedup
-from mjax.data.corpus import shingles
+from mjax.data.corpus import near_duplicates as shingles
 from mjax.data.corpus.near_duplicates import (
     HASHES,
     Buckets,
     Shingles,
     bucketed,
     choose_bands,
+    jaccard,
+    shingle_hashes,
+    shingle_set,
     similar_pairs,
     sketch,
+    word_hashes,
 )
-from mjax.data.corpus.shingles import jaccard, shingle_hashes, shingle_set, word_hashes
 
 # --- Shingles ---------------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ def test_hf_unigram_end_is_spelled_in_two(tmp_path, splits):
 def test_sentencepiece_end_is_a_control_piece():
     with_end = foreign_model(eos_id=-1, control_symbols=["<|endoftext|>"])
     assert SentencePieceTokenizer(with_end, "x.model").eod == 2
-    with pytest.raises(UsageError, match=r"ends documents with <\|endoftext\|>, which is not a control piece"):
+    with pytest.raises(UsageError, match=r"x.model has no control piece that ends sentences or is <\|endoftext\|>"):
         SentencePieceTokenizer(foreign_model(eos_id=-1, user_defined_symbols=["<|endoftext|>"]), "x.model")
 
 

@@ -11,7 +11,7 @@ from tokenizers import normalizers, pre_tokenizers, trainers
 
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.tokenizers import load_tokenizer
-from mjax.data.tokenizers.fast import SWITCH, WORTH, EncodersDiffer, FastEncoder, fast_encoder
+from mjax.data.tokenizers.kinds import SWITCH, WORTH, EncodersDiffer, FastEncoder, fast_encoder
 from mjax.errors import UsageError
 from tests.data.vocabularies import NASTY, TEXTS, hf_byte_pairs
 

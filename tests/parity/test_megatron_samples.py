@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from mjax.config.datasets import normalize, split_sequences
-from mjax.data.blend import BlendedDataset, build_blend_index, number_within, samples_of_parts
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
-from mjax.data.samples import GPTDataset, labelled
+from mjax.data.samples import BlendedDataset, GPTDataset, build_blend_index, labelled, number_within, samples_of_parts
 from tests.products import diagonal
 
 pytestmark = pytest.mark.parity

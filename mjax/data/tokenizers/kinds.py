@@ -13,15 +13,29 @@ A saved tokenizer is a folder with the files it was made from, byte for byte, an
 
 Loading it parses these files and nothing else: there is nothing to execute or unpickle. A file that has changed since
 is refused, because other merges would silently give other tokens.
+
+**gigatoken.** Byte pairs at the speed of memory, for texts that `tokenizers` encodes equally.
+
+gigatoken is optional: `pip install 'mjax[fast]'`. Its word rules are older than those of `tokenizers` by a version of
+Unicode, so a text goes to `tokenizers` if it holds
+
+- a code point that Unicode 16 lacks: gigatoken takes a new letter for one, and finds the contraction in `X's`;
+- a token that `tokenizers` finds in text, such as Qwen's `<think>`;
+- where the tokenizer normalizes to NFC, a combining mark, or anything that NFC changes.
+
+A tokenizer that gigatoken does not know, or misreads (`_is_read`), or that normalizes in another way, goes to
+`tokenizers` altogether. Both encode the beginning of the first 1,000 texts of every file, and are compared.
+MJAX_GIGATOKEN=0 switches gigatoken off.
 """
 
 import hashlib
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,10 +46,13 @@ import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from mjax.data.tokenizer_trial import check_expansion, try_tokenizer
-from mjax.data.tokenizers.fast import WORTH, FastEncoder, fast_encoder
 from mjax.errors import UsageError
 from mjax.utils.files import write_whole
 
+COMPARED, BEGINNING = 1000, 1024
+"""Texts of a file that are compared, and their first characters: `tokenizers` takes half a second for these."""
+WORTH = 2**16  # characters in a call; less is encoded before gigatoken is ready
+SWITCH = "MJAX_GIGATOKEN"
 # One thread each: workers are processes. The library reads this when it encodes, and a user's own setting wins.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -96,6 +113,16 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, faster where the library allows; in one thread."""
+        for text in texts:
+            utf8(text)
+        with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
+            batch = self._encode(list(texts))
+        for text, ids in zip(texts, batch, strict=True):
+            check_expansion(text, len(ids), self.scheme)
+        return batch
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, which is valid; special tokens written out in it are text like any other."""
         raise NotImplementedError
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -155,9 +182,8 @@ class ByteTokenizer(Tokenizer):
 
     scheme, vocabulary, eod = "bytes", 257, 256
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Bytes of each text in UTF-8."""
-        return [list(utf8(text)) for text in texts]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
 
     def _text(self, ids: list[int]) -> str:
         return bytes(ids).decode("utf-8", errors="replace")
@@ -183,25 +209,15 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod < 0 and EOD_PIECE in pieces:
             self.eod = pieces.index(EOD_PIECE)
         if self.eod < 0 or not self._processor.is_control(self.eod):  # text encodes to any other piece
-            problem = "has neither an end-of-sentence piece nor a piece" if self.eod < 0 else "ends documents with"
-            raise UsageError(
-                f"{source} {problem} {EOD_PIECE if self.eod < 0 else pieces[self.eod]}, which is not a control piece, "
-                "so text can hold it; use a model trained with it among --control_symbols, or leave --tokenizer out to "
-                "train one"
-            )
+            fix = "use a model trained with one (--control_symbols), or leave --tokenizer out to train one"
+            raise UsageError(f"{source} has no control piece that ends sentences or is {EOD_PIECE}; {fix}")
 
     def bos_of_files(self) -> int | None:
         """The piece that begins a sentence, if the model has one."""
         return None if (number := self._processor.bos_id()) < 0 else number
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the pieces of each text; a `<|endoftext|>` in it is encoded as text and ends no document."""
-        for text in texts:
-            utf8(text)
-        ids = self._processor.encode(list(texts), num_threads=1)
-        for text, tokens in zip(texts, ids, strict=True):
-            check_expansion(text, len(tokens), self.scheme)
-        return ids
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self._processor.encode(texts, num_threads=1)
 
     def _text(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
@@ -251,26 +267,25 @@ class HuggingFaceTokenizer(Tokenizer):
         with library_errors(f"{name} is not a tokenizer.json of Hugging Face", "give one that save_pretrained wrote"):
             self.vocabulary = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocabulary > (size := len(contents[0])):  # a model would have a row for each id
-            raise UsageError(
-                f"{name} has the id {self.vocabulary - 1:,} in {size:,} bytes; get the file again, it is damaged"
-            )
+            raise UsageError(f"{name} has the id {self.vocabulary - 1:,} in {size:,} bytes; {WHOLE_FILES}")
         token = self._find_eod(eod)
         self.eod = library.token_to_id(token)
         self._keep_out_of_text(token)
 
     # --- Encoding and decoding ----------------------------------------------------------------------------------------
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the tokens of each text; special tokens written out in it are text like any other."""
-        if self._is_worth(texts):
-            ids, lengths = self._fast.encode(texts)
-            return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
-        return self._encode_slowly(texts)
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        if not self._is_worth(texts):
+            return self._encode_slowly(texts)
+        ids, lengths = self._fast.encode(texts)
+        return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode all texts as any tokenizer does, and without lists where gigatoken can."""
         if not self._is_worth(texts):
             return super().encode_flat(texts)
+        for text in texts:
+            utf8(text)
         self.encoder = "gigatoken"
         return self._fast.encode(texts)
 
@@ -280,33 +295,23 @@ class HuggingFaceTokenizer(Tokenizer):
             self._fast.compare()
 
     @cached_property
-    def _fast(self) -> FastEncoder | None:
+    def _fast(self) -> "FastEncoder | None":
         return fast_encoder(self.library, self._encode_slowly)
 
     def _is_worth(self, texts: Sequence[str]) -> bool:
-        """True if gigatoken encodes these texts; they are checked to be valid."""
-        if sum(map(len, texts)) < WORTH or self._fast is None:
-            return False
-        for text in texts:
-            utf8(text)
-        return True
+        return sum(map(len, texts)) >= WORTH and self._fast is not None
 
     def _encode_slowly(self, texts: Sequence[str]) -> list[list[int]]:
         # The fast method keeps no track of which token came from which characters.
-        return [encoding.ids for encoding in self._encode(texts, self.library.encode_batch_fast)]
+        return [encoding.ids for encoding in self.library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_characters(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of the tokens of each text, and the characters text[begin:end] that each token was made of."""
-        return [(encoding.ids, encoding.offsets) for encoding in self._encode(texts, self.library.encode_batch)]
-
-    def _encode(self, texts: Sequence[str], encode: Callable[..., Any]) -> list[tokenizers.Encoding]:
         for text in texts:
             utf8(text)
         with library_errors(f"the {self.scheme} tokenizer cannot encode a text", WHOLE_FILES):
-            encodings = encode(list(texts), add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            check_expansion(text, len(encoding), self.scheme)
-        return encodings
+            encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def _text(self, ids: list[int]) -> str:
         with library_errors(f"the {self.scheme} tokenizer cannot decode these ids", WHOLE_FILES):
@@ -325,9 +330,9 @@ class HuggingFaceTokenizer(Tokenizer):
         before = with_it[: next((i for i in starts if with_it[i : i + len(alone)] == alone), 0)]
         if len(before) > 1:
             tokens = " ".join(self.library.id_to_token(number) for number in before)
+            fix = f"leave one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
             raise UsageError(
-                f"{self.name} puts {len(before)} tokens before every text ({tokens}), and mjax puts at most one; leave "
-                f"one in its post_processor, or take it without any: --tokenizer hf:{self.name}"
+                f"{self.name} puts {len(before)} tokens before every text ({tokens}), mjax at most one; {fix}"
             )
         return before[0] if before else None
 
@@ -350,11 +355,9 @@ class HuggingFaceTokenizer(Tokenizer):
         special = self._special()
         if token is None and (usual := [one for one in ENDS if one in special]):
             return usual[0]
-        wanted = f"none of {' '.join(ENDS)} is" if token is None else f"{token} is not"
-        raise UsageError(
-            f"{wanted} among the special tokens of {self.name} ({' '.join(special[:10]) or 'it has none'}); name the "
-            f"one that ends documents: --tokenizer hf:{self.name},eod=TOKEN"
-        )
+        wanted, fix = token or " ".join(ENDS), f"name the one that ends documents: --tokenizer hf:{self.name},eod=TOKEN"
+        there = " ".join(special[:10]) or "it has none"
+        raise UsageError(f"{wanted} is not among the special tokens of {self.name} ({there}); {fix}")
 
     def _keep_out_of_text(self, token: str) -> None:
         """Make sure that text which spells `token`, an added one, does not encode to it."""
@@ -367,10 +370,8 @@ class HuggingFaceTokenizer(Tokenizer):
             before = self.library.pre_tokenizer
             self.library.pre_tokenizer = cuts if before is None else pre_tokenizers.Sequence([before, cuts])
         if self._is_in_text(token):
-            raise UsageError(
-                f"{self.name} reads {token} in any text, so it cannot end documents; name another token: "
-                f"--tokenizer hf:{self.name},eod=TOKEN"
-            )
+            fix = f"name another token: --tokenizer hf:{self.name},eod=TOKEN"
+            raise UsageError(f"{self.name} reads {token} in any text, so it cannot end documents; {fix}")
 
     def _is_in_text(self, token: str) -> bool:
         return any(self.eod in ids for ids in self.encode_batch([token, f"a {token} b", f"a{token}b"]))
@@ -423,3 +424,114 @@ def utf8(text: str) -> bytes:
         raise UsageError(
             f"character {error.start} of the text is {half}, half of a surrogate pair; replace or drop it"
         ) from None
+
+
+# --- gigatoken --------------------------------------------------------------------------------------------------------
+
+
+class EncodersDiffer(UsageError):
+    """gigatoken and `tokenizers` encode a text differently; the message says which."""
+
+
+class FastEncoder:
+    """Encodes with gigatoken the texts that both encode equally, and all others by `slow`.
+
+    Raises:
+      Exception: gigatoken is not there, or does not know this tokenizer.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]):
+        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json  # optional
+
+        values = json.loads(library.to_str())
+        self._slow, self._normalizes = slow, values["normalizer"] is not None
+        self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
+        if self._normalizes and values["normalizer"] != {"type": "NFC"}:
+            raise ValueError("only NFC is known not to change a text")
+        if not _is_read(values["model"], values["pre_tokenizer"]):
+            raise ValueError("gigatoken misreads this kind of byte pairs")
+        # Special tokens are text here, which to gigatoken no added token is.
+        self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
+        if not isinstance(self._library, BPETokenizer):
+            raise ValueError("sentencepiece's byte pairs are not compared")
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare the first of the texts that follow."""
+        self._left = COMPARED
+
+    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of all texts, one after the other, uint32 [tokens], and the tokens of each text, int64 [texts].
+
+        Raises:
+          EncodersDiffer: a text that is compared has two encodings.
+        """
+        is_fast = [self._is_fast(text) for text in texts]
+        if self._left:
+            self._compare([text[:BEGINNING] for text, fast in zip(texts, is_fast, strict=True) if fast][: self._left])
+            self._left = max(self._left - len(texts), 0)
+        slow = iter(self._slow([text for text, fast in zip(texts, is_fast, strict=True) if not fast]))
+        rows = [
+            self._library.encode(text) if fast else np.array(next(slow), np.uint32)
+            for text, fast in zip(texts, is_fast, strict=True)
+        ]
+        return np.concatenate(rows), np.fromiter(map(len, rows), np.int64, len(rows))
+
+    def _is_fast(self, text: str) -> bool:
+        if any(token in text for token in self._added):
+            return False
+        if text.isascii():
+            return True
+        if self._normalizes and not unicodedata.is_normalized("NFC", text):
+            return False
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        found = _classes(COMMON if codes.max() < COMMON else 0x110000)[codes].max()
+        return found < (MARK if self._normalizes else UNKNOWN)
+
+    def _compare(self, texts: list[str]) -> None:
+        for text, ids in zip(texts, self._slow(texts), strict=True):
+            if self._library.encode(text).tolist() != ids:
+                raise EncodersDiffer(
+                    f"gigatoken and tokenizers encode {text[:60]!r} differently; to use tokenizers alone set {SWITCH}=0"
+                )
+
+
+def _is_read(model: dict[str, Any], pre_tokenizer: dict[str, Any] | None) -> bool:
+    """True if gigatoken reads every field of a tokenizer.json as `tokenizers` does.
+
+    Of a ByteLevel it ignores `use_regex`; of a Split it ignores `behavior`; of a model it ignores affixes of subwords
+    and `dropout`. It refuses patterns that it does not know, and vocabularies without some byte.
+    """
+    read = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
+    if model["type"] != "BPE" or any(value for name, value in model.items() if name not in read):
+        return False
+    *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    of_bytes = tuple(map(last.get, ("type", "add_prefix_space", "use_regex")))
+    return of_bytes == ("ByteLevel", False, not splits) and all(
+        split["type"] == "Split" and (split["behavior"], split["invert"]) in (("Isolated", False), ("Removed", True))
+        for split in splits
+    )
+
+
+MARK, UNKNOWN = 1, 2
+COMMON = 0x20000  # code points; more take a second, and are in few texts
+
+
+@cache
+def _classes(end: int) -> np.ndarray:
+    """For each code point before `end` UNKNOWN if Unicode lacks it, MARK if it combines with the one before, else 0."""
+    classes = {"Cn": UNKNOWN, "Mn": MARK, "Mc": MARK, "Me": MARK}
+    categories = map(unicodedata.category, map(chr, range(end)))
+    return np.fromiter((classes.get(category, 0) for category in categories), np.uint8, end)
+
+
+def fast_encoder(library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]) -> FastEncoder | None:
+    """A FastEncoder, or None if gigatoken is missing, switched off, or does not know the tokenizer."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        return FastEncoder(library, slow)
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic of Rust is not an Exception
+        return None

@@ -112,10 +112,8 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     description = folder / DESCRIPTION
     if not description.is_file():
-        raise UsageError(
-            f"{folder} has no {DESCRIPTION}, so it is not a tokenizer that `mjax prepare` saved; "
-            "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
-        )
+        fix = "give the tokenizer's own files with --tokenizer KIND:FILES, such as gpt2:vocab.json,merges.txt"
+        raise UsageError(f"{folder} has no {DESCRIPTION}, so no tokenizer of mjax is there; {fix}")
     values = _read_description(folder)
     kind, stated = values["kind"], (values["vocabulary"], values["eod"])
     if kind not in SCHEMES:
@@ -133,10 +131,9 @@ def tokenizer_from_folder(folder: str | Path) -> Tokenizer:
     tokenizer.bos = values.get("bos")
     bos = None if tokenizer.bos is None else tokenizer.bos_of_files()
     if (tokenizer.vocabulary, tokenizer.eod, tokenizer.bos) != (*stated, bos):
-        raise UsageError(
-            f"{description} states vocabulary, end of document and beginning of texts {*stated, tokenizer.bos}, but "
-            f"the files beside it give {tokenizer.vocabulary, tokenizer.eod, bos}; {fix}"
-        )
+        there = f"vocabulary, end and beginning of texts {*stated, tokenizer.bos}"
+        found = (tokenizer.vocabulary, tokenizer.eod, bos)
+        raise UsageError(f"{description} states {there}, but the files beside it give {found}; {fix}")
     return tokenizer
 
 

@@ -28,12 +28,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
 from mjax.errors import UsageError
 from mjax.models.parts.flash import Aux, flash_attention
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -45,11 +46,7 @@ without them."""
 
 @jax.named_scope(scopes.ATTENTION)
 def attend(
-    q: Float[Array, "b s n d"],
-    k: Float[Array, "b S k d"],
-    v: Float[Array, "b S k e"],
-    mask: AttentionMask,
-    kernel: str,
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
     """The weighted sums of the values that each query sees.
 
@@ -62,8 +59,11 @@ def attend(
     Raises:
       UsageError: the kernel has no such attention.
     """
+    assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
+    assert mask.window is None or mask.causal, "a window ends at a query's own position"
     _check(kernel, q, v, mask)
-    q, mask = mask.scaled(q), mask.like(q)
+    axes = mappings.varying_axes(q)
+    q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if kernel in ("cudnn", FLASH_STAND_IN):
@@ -74,28 +74,20 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
     return _attend_in_blocks(q, k, v, mask)
 
 
-LACKS = {
-    "cudnn": ("dropout", "queries of some positions", "values of another width"),
-    "flash": ("values of another width",),
-}
-"""What fused kernels cannot do. By the config `config/kernels.py` chooses one that can."""
-
-
 def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
-    needed = {
-        "dropout": mask.drops,
-        "queries of some positions": mask.position_ids is not None,
-        "values of another width": v.shape[-1] != q.shape[-1],
-    }
-    for feature in LACKS.get(kernel, ()):
-        if needed[feature]:
+    """Refuse what a fused kernel cannot do; by the config `config/kernels.py` chooses one that can."""
+    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
+    if kernel == "cudnn":
+        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
+    for feature, needed in lacks.items():
+        if needed and kernel in FUSED:
             raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
 
 
@@ -142,15 +134,13 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
-    assert not (positions if rows is None else positions // 2) % BLOCK, "flash takes whole blocks of queries"
-    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
-    first = second = None
-    if mask.drops:
-        axes = mappings.varying_axes(q)
+    run = positions if rows is None else positions // 2
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    words = None, None
+    if mask.key is not None:
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
-        first, second = (mappings.vary(each, axes) for each in words)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
-    aux = Aux(first, second, mask.documents, mask.slopes, starts)
+    aux = Aux(*words, mask.documents, mask.slopes, starts)
     static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
     return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
@@ -207,7 +197,7 @@ def _attend_block(
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if mask.drops:
+    if mask.key is not None:
         heads = mask.heads(scores.shape[1])
         rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
         probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
