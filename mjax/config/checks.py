@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from operator import attrgetter
 
 from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
-from mjax.config.bounds import check_bounds, fields_of
+from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
-from mjax.config.marks import Only
-from mjax.config.run import Config, as_flag
+from mjax.config.marks import Only, marks_of
+from mjax.config.run import Config, as_flag, differences
 from mjax.errors import UsageError, either
 
 LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -209,20 +208,16 @@ def _check_schedules(config: Config) -> None:
 
 def _check_conditions(config: Config) -> None:
     """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
-    for section in fields(config):
-        settings = getattr(config, section.name)
-        for field, (name, _, _, marks) in zip(fields(settings), fields_of(type(settings)), strict=True):
-            value = getattr(settings, name)
-            for mark in marks if value != field.default else ():
-                if isinstance(mark, Only) and (actual := attrgetter(mark.field)(config)) not in (
-                    *mark.values.split(),
-                    "examples",
-                ):
-                    other = "samples of" if mark.field == "samples" else f"--{mark.field}"
-                    raise UsageError(
-                        f"{as_flag(f'{section.name}.{name}', value)} is for {other} {either(mark.values.split())}, and "
-                        f"this run has {actual}; leave it out"
-                    )
+    for name, (value, _) in differences(config, Config(model=config.model)).items():
+        for mark in marks_of(config, name):
+            actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
+            if actual is None or actual in (*mark.values.split(), "examples"):
+                continue
+            other = "samples of" if mark.field == "samples" else f"--{mark.field}"
+            raise UsageError(
+                f"{as_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
+                "leave it out"
+            )
 
 
 def _check_data(config: Config, name: str) -> None:

@@ -79,11 +79,11 @@ def in_use(settings: Any, name: str) -> Any:
     return getattr(settings, sources[0]) if value is None and sources else value
 
 
-def marks_of(config: Any, name: str) -> frozenset[Mark]:
+def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
     """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
-    return frozenset(mark for mark in marks if isinstance(mark, Mark))
+    return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:
