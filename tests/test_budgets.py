@@ -71,6 +71,15 @@ def test_the_house_does_not_grow():
     assert len(files) <= 236
 
 
+def test_what_orders_xla_is_in_one_file():
+    """And few backward passes are written out, each for a reason that autodiff cannot have."""
+    texts = {file.relative_to(ROOT / "mjax").as_posix(): file.read_text() for file in (ROOT / "mjax").rglob("*.py")}
+    assert [name for name, text in texts.items() if "lax.optimization_barrier" in text] == ["parallel/overlap.py"]
+    written = {name: count for name, text in texts.items() if (count := text.count("jax.custom_vjp"))}
+    assert sum(written.values()) <= 9, written
+    assert len(written) <= 5, written
+
+
 def test_readme_counts_the_lines_of_the_core():
     """Lines of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the
     files that the step of a GPT runs through while it is traced, with `models/gpt/model.py`."""

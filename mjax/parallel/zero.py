@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +36,7 @@ from mjax.config.axes import EXPERT, MODEL, PIPE
 from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
+from mjax.parallel.overlap import linear_map
 from mjax.parallel.weights import metadata_of
 from mjax.utils.names import leaf_name
 
@@ -254,21 +254,24 @@ def layer_gather(plan, dtype, inference: bool = False, in_float8: bool = False) 
             return shard
         if inference:
             return as_used(shard, storage, dtype, gather=mappings.gather_whole)
-        return _gather_layer(shard, storage, dtype, in_float8, mappings.varying_axes(shard))
+        return _gather_layer(shard, storage, dtype, in_float8)
 
     return lambda layer: jax.tree.map(one, plan, layer)
 
 
 # Written out for the dtype of the backward pass: the transpose of a bf16 gather would sum the gradients in bf16.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-@jax.named_scope(scopes.WEIGHTS)
-def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool, stored: frozenset[str]) -> Array:
-    """A layer's weight, varying over all replicas; `stored` are the axes over which its shard varies."""
-    return mappings.vary(as_used(shard, storage, dtype, in_float8), frozenset(REPLICAS))
+def _gather_layer(shard: Array, storage: Storage, dtype, in_float8: bool) -> Array:
+    """A layer's weight, varying over all replicas."""
+    stored = mappings.varying_axes(shard)
 
+    @jax.named_scope(scopes.WEIGHTS)
+    def gather(shard, _):
+        return mappings.vary(as_used(shard, storage, dtype, in_float8), frozenset(REPLICAS))
 
-def _gather_layer_backward(storage: Storage, dtype, in_float8: bool, stored: frozenset[str], _, gradient: Array):
-    return (_sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored),)
+    def transpose(gradient, _):
+        return _sum_layer(gradient.astype(jnp.promote_types(dtype, jnp.float32)), storage.gathers, stored)
+
+    return linear_map(gather, transpose, shard)
 
 
 @jax.named_scope(scopes.GRADIENT)
@@ -278,9 +281,6 @@ def _sum_layer(gradient: Array, gathers: Gathers, stored: frozenset[str]) -> Arr
     for names, dim in gathers:  # at most one: layers are gathered over `data`, never over `pipe`
         gradient = mappings.scatter_sum(gradient, names, dim)
     return mappings.sum_over(gradient, mappings.varying_axes(gradient) - stored)
-
-
-_gather_layer.defvjp(lambda shard, *how: (_gather_layer(shard, *how), None), _gather_layer_backward)
 
 
 def all_but_gathered_weights(primitive, *_, **parameters) -> bool:

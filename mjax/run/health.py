@@ -263,7 +263,7 @@ class Guard(Callback):
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if the state is to be saved or checked."""
         every = self.config.health.replica_interval
-        return self.saves(step) or self._nonfinite or bool(every and step % every == 0)
+        return run.saves or self.saves(step) or self._nonfinite or bool(every and step % every == 0)
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Check the state and save it, or end the run.
@@ -273,7 +273,8 @@ class Guard(Callback):
           RunError: two saves in a row failed.
         """
         waits = run.step == step
-        saves, run.saves = waits and (run.ends or run.saves or self.saves(step)), False
+        saves = waits and (run.ends or run.saves or self.saves(step))
+        run.saves = run.saves and not waits
         if saves:
             run.at(step, "saving")
         if waits and (saves or self.needs_state(run, step)):

@@ -213,7 +213,7 @@ class Run:
     step: int = 0
     state: TrainState | None = None
     ends: bool = False
-    saves: bool = False  # a callback asked for a checkpoint after this step
+    saves: bool = False  # a callback asked for a checkpoint
     validation: tuple[float | None, dict[str, float]] = (None, {})  # the last loss and other metrics
     blocked: float | None = None  # seconds that the save before the next record took of the loop
     steps_before: int = 0  # of other runs in this process: processes agree to stop by a number that must only grow
@@ -240,7 +240,7 @@ class Run:
         self.signal.name = self.signal.name or reason
 
     def save(self) -> None:
-        """Save a checkpoint after this step, unless the run is unhealthy; in `on_step` of a step that waits."""
+        """Save a checkpoint after this step if it waits, else after the next, unless the run is unhealthy."""
         self.saves = True
 
     def at(self, step: int, activity: str = STEP) -> None:

@@ -45,7 +45,8 @@ from mjax.models.parts.mlp import GatedMLP, gated
 from mjax.models.parts.router import Choice, Router, Sums
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
-from mjax.parallel.layers import normal, recomputed
+from mjax.parallel.layers import normal
+from mjax.parallel.overlap import linear_map, recomputed, tie
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.weights import parameter
@@ -160,7 +161,7 @@ def in_turn(collected: Array, others, waits: bool) -> tuple:
     """The result of a collective, if it `waits`, and the operands of the next one, which then begins after it, and in
     the backward pass before it. Simulated devices may begin two that do not depend on each other in different orders,
     each of them waiting for the other one; a GPU runs them in the order of the program."""
-    return jax.lax.optimization_barrier((collected, others)) if waits else (collected, others)
+    return tie((collected, others)) if waits else (collected, others)
 
 
 def _entered(
@@ -207,28 +208,33 @@ def _sources(row_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
     return none.at[row_of].set(jnp.arange(row_of.size, dtype=row_of.dtype), mode="drop", unique_indices=True)
 
 
-@jax.custom_vjp
 def dispatched(x: Float[Array, "t h"], sent: Sent) -> Float[Array, "r h"]:
     """The rows of the assignments, zeros in rows that fill tiles."""
+    return linear_map(_rows_of_tokens, _sum_of_rows, x, sent)
+
+
+def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
+    """The sum of each token's rows, in float32 or wider."""
+    return linear_map(_sum_of_rows, _rows_of_tokens, rows, sent)
+
+
+def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
+    """The weight of each row, 0 for rows that fill tiles."""
+    return linear_map(
+        lambda weights, sent: _looked_up(weights.reshape(-1), sent.sources),
+        lambda gradient, sent: _looked_up(gradient, sent.rows),
+        weights,
+        sent,
+    )
+
+
+def _rows_of_tokens(x: Array, sent: Sent) -> Array:
     return _looked_up(x, sent.tokens)
 
 
-@jax.custom_vjp
-def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
-    """The sum of each token's rows, in float32 or wider."""
+def _sum_of_rows(rows: Array, sent: Sent) -> Array:
     wide = wide_type(rows.dtype)
     return sum(_looked_up(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
-
-
-@jax.custom_vjp
-def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
-    """The weight of each row, 0 for rows that fill tiles."""
-    return _looked_up(weights.reshape(-1), sent.sources)
-
-
-dispatched.defvjp(lambda x, sent: (dispatched(x, sent), sent), lambda sent, g: (combined(g, sent), None))
-combined.defvjp(lambda rows, sent: (combined(rows, sent), sent), lambda sent, g: (dispatched(g, sent), None))
-of_rows.defvjp(lambda weights, sent: (of_rows(weights, sent), sent), lambda sent, g: (_looked_up(g, sent.rows), None))
 
 
 def _looked_up(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:

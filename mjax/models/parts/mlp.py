@@ -17,7 +17,8 @@ from mjax.models.context import Context
 from mjax.models.gpt.config import TransformerConfig
 from mjax.models.llama.config import LlamaConfig
 from mjax.parallel import random
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, recomputed
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type
 
 

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import local_columns, recomputed
-from mjax.parallel.sums import in_two_stages, wide_type
+from mjax.parallel.layers import local_columns
+from mjax.parallel.overlap import in_two_stages, recomputed, tie, with_backward
+from mjax.parallel.sums import wide_type
 
 
 class LayerNorm(nnx.Module):
@@ -98,17 +99,20 @@ def _norm(
 # traffic of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of
 # XLA computes both. From one program it would write the normed rows in float32 for the second kernel. Behind a barrier
 # the second reads x and the statistics of each row.
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
-    statistics = _statistics(x, epsilon, bias is not None)
-    if bias is None:
-        return _scaled(x, *statistics, scale)
-    return (_normed(x, statistics) * scale + bias).astype(x.dtype)
+    def forward(_, saved):
+        x, scale, bias = saved
+        statistics = _statistics(x, epsilon, bias is not None)
+        if bias is None:
+            return _scaled(x, *statistics, scale)
+        return (_normed(x, statistics) * scale + bias).astype(x.dtype)
+
+    return with_backward(forward, partial(_one_dim_backward, epsilon), (), (x, scale, bias))
 
 
-def _one_dim_backward(epsilon: float, residuals, gradient: Array):
-    x, scale, bias = residuals
-    x, gradient = jax.lax.optimization_barrier((x, gradient))
+def _one_dim_backward(epsilon: float, saved, gradient: Array):
+    x, scale, bias = saved
+    x, gradient = tie((x, gradient))
     statistics = _in_one_pass(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
     rows = _normed(x, statistics)
     g = gradient.astype(rows.dtype)
@@ -118,18 +122,13 @@ def _one_dim_backward(epsilon: float, residuals, gradient: Array):
         to_x = to_x - along.mean(-1, keepdims=True)
     to_x = (to_x * statistics[-1]).astype(x.dtype)
 
-    rows = _normed(x, jax.lax.optimization_barrier(statistics))
+    rows = _normed(x, tie(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
     def to_weight(terms, weight):
         return in_two_stages(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
 
-    return to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias)
-
-
-_one_dim.defvjp(
-    lambda x, scale, bias, epsilon: (_one_dim(x, scale, bias, epsilon), (x, scale, bias)), _one_dim_backward
-)
+    return None, (to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias))
 
 
 def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tuple[Float[Array, "*rows 1"], ...]:
