@@ -231,7 +231,7 @@ def row_of(folder: Path) -> Row:
     state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
     if checkpoints == [0] and not end.last:
         state = "imported"
-    state = "running" if _in_use(folder) else state
+    state = "running" if _is_running(folder) else state
     if end.skipped:
         state += f", {end.skipped} of the last {end.steps} steps skipped"
     parameters = attempt(_parameters, folder, config, default=None)
@@ -251,7 +251,7 @@ def row_of(folder: Path) -> Row:
     )
 
 
-class _Start(TypedDict, total=False):
+class _StartRecord(TypedDict, total=False):
     parameters: int
 
 
@@ -261,7 +261,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
     file = folder / "environment.json"
-    starts = read(list[_Start], file, "remove it, and the next start writes another") if file.exists() else []
+    starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
@@ -274,7 +274,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
     return count_parameters(config.model)
 
 
-def _in_use(folder: Path) -> bool:
+def _is_running(folder: Path) -> bool:
     """True if a process trains the run; nothing is written to find out."""
     return mirror.is_locked(folder) or mirror.is_running_elsewhere(folder)
 
@@ -314,8 +314,8 @@ def compare_runs(arguments: CompareArguments) -> int:
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
         return 0
-    rows = [(result, *(_shown(results[name][result]) for name in names)) for result in results[names[0]]]
-    rows += [(setting, *(_shown(values[name]) for name in names)) for setting, values in settings.items()]
+    rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
+    rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
     print("\n".join([*table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}"]))
     return 0
 
@@ -400,7 +400,7 @@ def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]
     return settings
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -465,7 +465,7 @@ def _check_removable(folder: Path) -> None:
         foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
     if foreign:
         raise UsageError(f"{folder} contains {foreign[0]}, which no run writes; move it away, or use rm")
-    if _in_use(folder):
+    if _is_running(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 

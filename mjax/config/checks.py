@@ -14,7 +14,7 @@ from mjax.config.pattern import check_stages
 from mjax.config.run import Config, as_flag, differences
 from mjax.errors import UsageError, either
 
-LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
+MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -39,7 +39,7 @@ def validate(config: Config, name: str = "this config") -> None:
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
-        raise UsageError(f"{flag} {number} does not divide {what}; use {_listed(allowed or _divisors(size))}")
+        raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
 
 
 def _check_shapes(config: Config) -> None:
@@ -57,7 +57,7 @@ def _check_shapes(config: Config) -> None:
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
-        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
+        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
         if not (experts := model.parted_experts()):
             raise UsageError(
@@ -130,7 +130,7 @@ def _check_context(config: Config) -> None:
         )
     heads = model.heads // mesh.model
     if config.across == "heads" and heads % mesh.context:
-        possible = _listed(_divisors(heads)[1:] or [1])
+        possible = _join_numbers(_divisors(heads)[1:] or [1])
         raise UsageError(
             f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
             f"use --mesh.context {possible}, or --mesh.context-attention gather"
@@ -284,21 +284,21 @@ def check_batch_sizes(config: Config) -> None:
             )
 
 
-def check_devices(config: Config, found: int, name: str = "this config") -> None:
+def check_devices(config: Config, available: int, name: str = "this config") -> None:
     """Refuse a mesh that does not use exactly the available devices.
 
     Raises:
-      UsageError: the mesh needs more or fewer devices than were found.
+      UsageError: the mesh needs more or fewer devices than are available.
     """
     mesh = config.mesh
-    if mesh.devices != found:
+    if mesh.devices != available:
         usual = (axes.DATA, axes.MODEL)
         shown = [name for name in axes.NAMES if name in usual or (name not in axes.LAID and getattr(mesh, name) > 1)]
         *first, last = (f"--mesh.{name}" for name in shown)
         flags = f"{', '.join(first)} and {last}"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
-            f"({axes.in_words(mesh)}); {found} found: "
+            f"({axes.in_words(mesh)}); {available} found: "
             f"set {flags}, or --simulate {mesh.devices}"
         )
 
@@ -318,7 +318,7 @@ def _check_pipeline(config: Config) -> None:
         simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
         raise UsageError(
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
+            f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
     check_stages(config.model, mesh)
     for size in BatchSizes.of(config).sizes():
@@ -326,10 +326,10 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, min(n, LARGEST_SUGGESTED) + 1) if n % k == 0]
+    return [k for k in range(1, min(n, MAX_DIVISOR) + 1) if n % k == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return either(numbers) if len(numbers) <= 12 else ", ".join(map(str, numbers[:12])) + ", …"
 
 
