@@ -85,7 +85,7 @@ def test_names_elsewhere_are_not_ours_and_values_are(cls):
 
 def test_plan_has_no_flags_that_it_ignores():
     assert len(list(flags_of(TrainArguments, TrainArguments()))) <= 101
-    assert len(list(flags_of(PlanArguments, PlanArguments()))) <= 72
+    assert len(list(flags_of(PlanArguments, PlanArguments()))) <= 60
 
 
 def test_flags_are_read_as_tyro_writes_them():

@@ -41,7 +41,7 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_ELSEWHERE] = None
+    run: Annotated[Path | None, RUN_ELSEWHERE] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -132,7 +132,7 @@ def plan(argv: Sequence[str]) -> int:
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
     """The command line; for a budget with the config whose sizes are tried by default."""
     typed = flag_names(argv)
-    given = typed & {"config", "run", "resume"}
+    given = typed & {"config", "run"}
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
