@@ -26,7 +26,7 @@ from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_o
 from mjax.config.bounds import Bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Elsewhere
-from mjax.config.run import as_flag, differences
+from mjax.config.run import BLENDS, as_flag, differences
 from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
@@ -39,7 +39,6 @@ DEFAULTS = Config(
 """Of a run that trains all weights; its steps and validations follow from the data."""
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
-PATHS = ("path", "train_path", "valid_path")
 EVALUATIONS = 5
 """Validations of a run."""
 
@@ -116,7 +115,7 @@ def sft(argv: Sequence[str]) -> int:
         if path.endswith(OF_ROWS):
             prefix = prefixes[path] = _prepare_file(given, path, longest)
             argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
-    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in PATHS}
+    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
     given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
     chosen = _chosen(given, defaults, first)
     changed = differences(chosen.settings, Config())

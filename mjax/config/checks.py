@@ -11,7 +11,7 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Only, marks_of
 from mjax.config.pattern import check_stages
-from mjax.config.run import Config, as_flag, differences
+from mjax.config.run import BLENDS, Config, as_flag, differences
 from mjax.errors import UsageError, either
 
 MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
@@ -238,7 +238,7 @@ def _check_data(config: Config, name: str) -> None:
         )
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
-    for field in ("path", "train_path", "valid_path"):
+    for field in BLENDS:
         if getattr(data, field):
             parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
     split_sequences(data.split, 0)
