@@ -138,7 +138,7 @@ class _Files:
         if metadata is not None and metadata.vocabulary > model.vocabulary:
             raise UsageError(
                 f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
-                f"{metadata.vocabulary}, or to continue a run prepare the data with --tokenizer run:RUN"
+                f"--model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
