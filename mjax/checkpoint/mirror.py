@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
-from mjax.checkpoint.store_lock import LOCK, StoreLock, watch
+from mjax.checkpoint.store_lock import LOCK, StoreLock, parse, watch
 from mjax.errors import RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
@@ -341,11 +341,9 @@ def _files_of(folder: Path) -> Iterator[str]:
 
 def _index(folder: Path) -> dict[str, Any]:
     """The record of what the store has of a folder, or had."""
-    try:
-        index = json.loads((folder / INDEX).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return index if isinstance(index, dict) else {}
+    with contextlib.suppress(OSError):
+        return parse((folder / INDEX).read_bytes())
+    return {}
 
 
 def _read_known(folder: Path) -> dict[str, list]:

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import shlex
 import shutil
 import sys
@@ -68,12 +67,8 @@ def from_hf(arguments: FromHfArguments) -> int:
     check_run_folder(output)
     model_folder.check_output(output)
     if not source.is_dir():
-        download = f"hf download {source} --local-dir {source.name}"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not source.parent.exists():
-            raise UsageError(
-                f"there is no folder {source}; for a model of Hugging Face type {download}, and convert {source.name}"
-            )
-        raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
+        hub = f"for a model of Hugging Face type hf download {source} --local-dir {source.name}, and convert that"
+        raise UsageError(f"{source} is not a folder with config.json and model.safetensors; give one, or {hub}")
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
@@ -450,18 +445,14 @@ def _line(run: Path, step: int) -> str:
     records = (record for _, record in read_lines(run / "metrics.jsonl", []))
     tokens = next((record.get("tokens") for record in records if record["step"] == step), None)
     origin = origin_of(run)
-    return (
-        f"{name}: trained for {step:,} steps"
-        + (f" and {tokens:,} tokens" if tokens else "")
-        + (f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else "")
-    )
+    after = f" and {tokens:,} tokens" if tokens else ""
+    began = f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else ""
+    return f"{name}: trained for {step:,} steps{after}{began}"
 
 
 def _tokenizer_of(run: Path, flag: str | None) -> Tokenizer | None:
     """The tokenizer of an export: that of the run, the given one, or none."""
+    if flag is not None:
+        return None if flag == "none" else load_tokenizer(flag)
     stored = run / "tokenizer"
-    if flag == "none":
-        return None
-    if flag is None:
-        return tokenizer_from_folder(stored) if stored.is_dir() else None
-    return load_tokenizer(flag)
+    return tokenizer_from_folder(stored) if stored.is_dir() else None

@@ -50,15 +50,6 @@ def dedup(arguments: DedupArguments) -> dict[str, Any] | None:
     return tasks.run(DedupJob(arguments, corpus, bands))
 
 
-class Choice(NamedTuple):
-    """Counts of the near-duplicates, and the documents that the report shows."""
-
-    examples: dict[str, list[int]]
-    clusters: int
-    largest: int
-    by_jaccard: list[int]
-
-
 class DedupJob(FilterJob):
     """The stages of `mjax dedup`. Values of all documents, by number:
 
@@ -284,8 +275,8 @@ class DedupJob(FilterJob):
         similar = np.where(near, self.values("similar")[part], same)
         return Fate(numbers, instead, similar, np.where(near, found, 1.0), exact, near)
 
-    def choose(self, rank: int) -> Choice:
-        """Decide what is needed of each document."""
+    def choose(self, rank: int) -> dict[str, Any]:
+        """Decide what is needed of each document; returns counts of near-duplicates, and the documents to show."""
         total, edges = int(self.firsts[-1]), np.linspace(self.arguments.threshold, 1, 7)
         needed, sizes = self.new_values("needed", np.uint8, total), self.new_values("sizes", np.uint32, total)
         shown, by_jaccard = {EXACT: [], NEAR: []}, np.zeros(6, np.int64)
@@ -310,7 +301,7 @@ class DedupJob(FilterJob):
         for part in self._all_documents():
             clusters += int((sizes[part] > 1).sum())
             largest = max(largest, int(sizes[part].max()))
-        return Choice(examples, clusters, largest, by_jaccard.tolist())
+        return {"examples": examples, "clusters": clusters, "largest": largest, "by_jaccard": by_jaccard.tolist()}
 
     def write(self, rank: int) -> tuple[dict[str, Tally], dict[int, str]]:
         """Write the documents of a share that are kept, and the sources of those that are named.
@@ -372,14 +363,14 @@ class DedupJob(FilterJob):
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""
-        choice, texts = Choice(*self.results("choose")[0]), {}
+        choice, texts = self.results("choose")[0], {}
         tallies = {name: Tally(name) for name in (EXACT, NEAR, "read", "kept")}
         for counts, shown in self.results("write"):
             texts |= {int(number): text for number, text in shown.items()}
             for name, tally in tallies.items():
                 tally.merge(Tally(**counts[name]))
         for name, tally in tallies.items():
-            for number in choice.examples.get(name, ()):
+            for number in choice["examples"].get(name, ()):
                 fate = self.fate(slice(number, number + 1))
                 text, other = where_they_differ(texts[number], texts[int(fate.similar[0])])
                 tally.examples.append({**self.story(fate, 0), "text": text, "similar_text": other})
@@ -390,7 +381,7 @@ class DedupJob(FilterJob):
             report["near_duplicates"] = self._near_report(choice)
         return self.put_files(report, self.malformed([malformed for _, malformed in self.results("read")]))
 
-    def _near_report(self, choice: Choice) -> dict[str, Any]:
+    def _near_report(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The report's section about near-duplicates: how they were found, and how many."""
         how, bands = self.arguments, self.bands
         edges = np.linspace(how.threshold, 1, 7)
@@ -406,9 +397,9 @@ class DedupJob(FilterJob):
             "candidates": sum(self.results("shingle")),
             "pairs_compared": sum(compared for turn in turns for compared in self.results(turn)),
             "pairs_confirmed": sum(len(edges) for turn in range(len(turns)) for edges in self._edges(turn)),
-            "clusters": choice.clusters,
-            "largest_cluster": choice.largest,
-            "removed_by_jaccard": dict(zip(ranges, choice.by_jaccard, strict=True)),
+            "clusters": choice["clusters"],
+            "largest_cluster": choice["largest"],
+            "removed_by_jaccard": dict(zip(ranges, choice["by_jaccard"], strict=True)),
         }
 
     def remarks(self, report: dict[str, Any]) -> Iterator[str]:

@@ -174,7 +174,7 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
     ours = ours or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
     if ours := [(flag, value) for flag, value in ours if flag.name.startswith(f"{section}.")] or ours:
         return "; type " + either([_typed(flag, value, len(ours) > 1) for flag, value in ours])
-    for flag in fields.values():
+    for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
         if last == flag.name.rpartition(".")[2] or _elsewhere(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
     for field, kinds in _fields_of_models(last).items():

@@ -149,11 +149,10 @@ class PrepareJob(tasks.Job):
         share, draw = TRAINING_CHARACTERS / max(self.corpus.size, 1), random.Random(0)
 
         def chunks() -> Iterator[str]:
-            for document in self.corpus:
+            for document in self.corpus.documents(self.advance):
                 for first in range(0, len(document.text), CHUNK):
                     if draw.random() < share:
                         yield document.text[first : first + CHUNK]
-                self.advance(document.size)
             self.advance(self.corpus.size)  # of blank lines too
 
         if how.tokenizer is None:

@@ -11,6 +11,7 @@ from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
 from mjax.config.bounds import check_bounds, fields_of
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Only
+from mjax.config.pattern import check_stages
 from mjax.config.run import Config, as_flag
 from mjax.errors import UsageError, either
 
@@ -324,6 +325,7 @@ def _check_pipeline(config: Config) -> None:
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
             f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
         )
+    check_stages(config.model, mesh)
     for size in BatchSizes.of(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 

@@ -24,7 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, By, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -115,14 +116,14 @@ class ModelConfig:
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha")] = None
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
     """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora")] = False
+    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
     """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
-    lora_dropout: Annotated[Rate, lora_flag("dropout")] = 0.0
+    lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
@@ -215,13 +216,9 @@ class ModelConfig:
         return self.heads
 
     @property
-    def period(self) -> int:
-        """Layers until what differs between them repeats; a stage of a pipeline has whole periods."""
-        return 1
-
-    def window_at(self, layer_in_group: int) -> int | None:
-        """The window of a layer by its number in the group that the model repeats, from 0."""
-        return self.window
+    def pattern(self) -> Pattern:
+        """The kinds of the layers."""
+        return Pattern((LayerKind(self.window),))
 
     def columns(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide, by name."""
@@ -260,10 +257,6 @@ class ModelConfig:
         Raises:
           UsageError: one sentence with the flag, its value and what to type.
         """
-
-    def one_layer(self) -> Self:
-        """The same model with one layer, from which that of all is predicted."""
-        return dataclasses.replace(self, layers=1)
 
     def without_lora(self) -> Self:
         """The same model without adapters: the base of them."""

@@ -114,7 +114,7 @@ class DataConfig:
     """Restart positions at 0 after each end of document."""
     reset_attention: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-attention-mask")] = False
     """Let a token attend only to tokens of its own document."""
-    mask_eod_loss: Annotated[bool, PLANNED, TEXT, Elsewhere("eod-mask-loss")] = False
+    mask_eod_loss: Annotated[bool, TEXT, Elsewhere("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
     conversations: Annotated[bool, PLANNED, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.utils.files import cache_home, make_folder, put, take_lock
+from mjax.errors import UsageError
+from mjax.utils.files import cache_home, make_folder, open_no_link, put, take_lock
 
 VERSION = 1  # of the way indices are built; a new one makes every old cache unused
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read
@@ -147,17 +148,10 @@ def _sweep(folder: Path) -> None:
         if not TEMPORARY.fullmatch(file.name):
             continue
         problems: list[str] = []
-        with (
-            contextlib.suppress(OSError),
-            open(file, "r+b", opener=_no_link) as stream,
-        ):  # else gone, a link or another user's
+        with contextlib.suppress(OSError, UsageError), open_no_link(file, "r+b") as stream:  # else gone, or not ours
             old = time.time() - os.fstat(stream.fileno()).st_mtime > STALE
             if old and take_lock(stream, problems.append) and not problems:
                 file.unlink()
-
-
-def _no_link(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NOFOLLOW)
 
 
 def _checksum(file: Path) -> list[int]:

@@ -6,7 +6,7 @@ layer is cut out once (docs/results/log/2026-11-28-generation.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
 from mjax.config.axes import CONTEXT, MODEL, PIPE
-from mjax.models.block import groups_with_weights, map_layers, period_of
 from mjax.models.causal import CausalModel, Layers
 from mjax.models.context import Context
+from mjax.models.stack import map_stacks, runs_with_weights
 from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode
 from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
@@ -42,12 +42,11 @@ def weight_specs(config: Config, layout: Layout):
     """PartitionSpecs of `inference_weights`."""
 
     def used(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(leaf.sharding.mesh, spec_for_inference(storage))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, spec_for_inference(storage)))
 
     def of_layer(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
-        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+        return leaf.update(shape=leaf.shape[1:], sharding=sharding)
 
     weights = jax.tree.map(used, layout.abstract_model, layout.plan)
     if config.mesh.pipe == 1:
@@ -58,9 +57,9 @@ def weight_specs(config: Config, layout: Layout):
 def layers_of(config: Config, layout: Layout, weights: CausalModel) -> Layers:
     """Inside `shard_map`: the layers of `inference_weights`, with the interface of one."""
     dtype = COMPUTE_TYPES[config.precision.compute]
-    gathered = map_layers(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
+    gathered = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
     if config.mesh.pipe == 1:
-        return LayerList.of(weights.blocks, layout.abstract_model.blocks, gathered, cache_axes(config))
+        return LayerList(weights.blocks, _places(layout.abstract_model.blocks, gathered), cache_axes(config))
     return PipelineLayers(config, weights.blocks, gathered)
 
 
@@ -78,12 +77,19 @@ def spec_for_inference(storage: Storage) -> P:
 
 def unstacked(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
     """Each layer of `blocks` by itself, in order; `take` gives a weight of one of the repetitions."""
-    layers = []
-    for group, _, count in groups_with_weights(blocks, None):
+    return [jax.tree.map(lambda weight: take(weight, i), stack) for stack, i, *_ in _places(blocks)]  # noqa: B023
+
+
+def _places(blocks, gathered: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
+    """For each layer of `blocks`, in order, its stack, its repetition, what gathers its weights (`weights_of` of
+    `run_blocks`), and its kind."""
+    places = []
+    for stacks, gathers, count in runs_with_weights(blocks, gathered):
         for number in range(count):
-            repetition, which = divmod(number, len(group))
-            layers.append(jax.tree.map(lambda weight: take(weight, repetition), group[which]))  # noqa: B023
-    return layers
+            repetition, i = divmod(number, len(stacks))
+            kinds = stacks[i].kinds
+            places.append((stacks[i], repetition, gathers[i], kinds[repetition % len(kinds)]))
+    return places
 
 
 class LayerList(NamedTuple):
@@ -91,38 +97,33 @@ class LayerList(NamedTuple):
     cache, for every token.
 
     Attributes:
-      layers: each with what gathers its weights, or None, and its number in the group.
+      layers: each by itself.
+      places: of these layers.
       axes: as `cache_axes`.
     """
 
-    layers: list[tuple[Any, Callable | None, int]]
-    axes: frozenset[str]
-
-    @classmethod
-    def of(cls, layers: Sequence, blocks, gathered, axes: Iterable[str]) -> LayerList:
-        """The `unstacked` layers of `blocks`; `gathered` is the `weights_of` of `run_blocks`."""
-        places = [
-            (gathers[number % len(group)], number % period_of(group))
-            for group, gathers, count in groups_with_weights(blocks, gathered)
-            for number in range(count)
-        ]
-        return cls([(layer, *place) for layer, place in zip(layers, places, strict=True)], frozenset(axes))
+    layers: Sequence
+    places: list[tuple]
+    axes: tuple[str, ...]
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
         """That of each layer."""
-        empty = [layer.empty_cache(sequences, slots, dtype) for layer, _, _ in self.layers]
-        return jax.tree.map(lambda leaf: mappings.vary(leaf, self.axes), empty)
+        return self._of_rank([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
 
     def decode(
         self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
     ) -> tuple[Float[Array, "t h"], list]:
         """As `Block.decode`, with the cache of each layer."""
         new = []
-        for (layer, gather, number), of_layer in zip(self.layers, cached, strict=True):
+        for layer, (_, _, gather, kind), of_layer in zip(self.layers, self.places, cached, strict=True):
             block = layer if gather is None else gather(layer)
-            x, of_layer = block.decode(x, replace(context, layer_in_group=number), of_layer, lengths)
+            x, of_layer = block.decode(x, replace(context, kind=kind), of_layer, lengths)
             new.append(of_layer)
-        return x, jax.tree.map(lambda leaf: mappings.vary(leaf, self.axes), new)
+        return x, self._of_rank(new)
+
+    def _of_rank(self, cache: list) -> list:
+        """The cache, typed to vary over `axes`, so that the types stay the same in loops."""
+        return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset(self.axes)), cache)
 
 
 class PipelineLayers(NamedTuple):
@@ -133,7 +134,7 @@ class PipelineLayers(NamedTuple):
     gathered: list
 
     def _of(self, chunk) -> LayerList:
-        return LayerList.of(unstacked(chunk), chunk, self.gathered, cache_axes(self.config))
+        return LayerList(unstacked(chunk), _places(chunk, self.gathered), cache_axes(self.config))
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> list:
         """That of each chunk of this stage."""

@@ -21,13 +21,14 @@ import jax
 import numpy as np
 
 from mjax.config.model import ModelConfig
+from mjax.config.pattern import stack_of
 from mjax.errors import UsageError, and_more
 from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
-from mjax.parallel.weights import EXPERT, IN, LAYER, OUT, PART, POSITION, TOKEN, Dims
-from mjax.utils.names import leaf_name, name_in_layer, numbers_of_layers
+from mjax.parallel.weights import EXPERT, IN, LAYER, OUT, PART, POSITION, TOKEN
+from mjax.utils.names import leaf_name
 
 ROWS = 4096  # of an embedding to read at once
 ALONE = (EXPERT, TOKEN, POSITION)
@@ -70,7 +71,7 @@ class Place:
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes, dims = _shapes(model), weight_dims(model)
-    stored, table = _stored(shapes, dims), {}
+    stored, table = _stored(shapes, model), {}
     for in_layers, rows in groupby(family.names.items(), key=lambda row: bool(re.search(r"\{[01]\}", "".join(row[1])))):
         rows = list(rows)
         for layer in range(model.layers if in_layers else 1):
@@ -94,13 +95,15 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     return table
 
 
-def _stored(shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, Dims]) -> dict[tuple[str, int], tuple[str, int]]:
+def _stored(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
     """Map a weight's name in a model of equal layers, and a layer from 0, to the stacked weight that has it and the
     index in it. Weights outside layers have layer 0."""
-    layers = numbers_of_layers({name: shape[0] for name, shape in shapes.items() if LAYER in dims[name]})
-    stored = {(name, 0): (name, 0) for name in shapes.keys() - layers.keys()}
-    for name, numbers in layers.items():
-        stored |= {(name_in_layer(name), layer - 1): (name, index) for index, layer in enumerate(numbers)}
+    stored = {}
+    for name in weights:
+        if (stack := stack_of(model, name)) is None:
+            stored[name, 0] = name, 0
+        else:
+            stored |= {(stack.name_in_layer(name), n - 1): (name, index) for index, n in enumerate(stack.numbers)}
     return stored
 
 

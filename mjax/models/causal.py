@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.errors import UsageError
-from mjax.models.block import run_blocks
 from mjax.models.context import Context
 from mjax.models.parts.output import Output
 from mjax.models.protocol import LanguageModel
+from mjax.models.stack import run_blocks
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey

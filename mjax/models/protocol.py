@@ -34,7 +34,7 @@ class Model(Protocol):
     Attributes:
       config: the config it was built from.
       loss_weights: by name the weight of a mean in the loss; other names are metrics without a gradient.
-      blocks: the layers, stacked (`block.stack`); if they differ, an `nnx.List` of stacks, or a `block.Group`.
+      blocks: the layers, as `stack.stack` gives them.
 
     """
 

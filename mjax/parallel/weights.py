@@ -13,7 +13,7 @@ see, and whether weight decay applies to it. So nothing outside an architecture 
     learned positions               [s, h]          position  out
     a bias, or the scale of a norm  [h]             out
 
-A stack of layers puts `layer` in front (`models/block.py`).
+A stack of layers puts `layer` in front (`models/stack.py`).
 """
 
 from __future__ import annotations

@@ -130,9 +130,6 @@ def smoothed(values: Sequence[float], window: int | None = None) -> Sequence[flo
 # --- Pictures of runs -------------------------------------------------------------------------------------------------
 
 
-LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
-
-
 OF_EXPERTS = ("expert_load", "router_entropy")
 
 
@@ -188,7 +185,6 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
       file: the picture.
       title: name of the run.
     """
-    import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -212,12 +208,8 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     heat.set(xlabel="expert", ylabel="layer with experts", title=f"share of a layer's assignments at step {step:,}")
     for axis in (heat.xaxis, heat.yaxis):
         axis.set_major_locator(MaxNLocator(32, integer=True))
-    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)
+    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 2), pad=0.01)
     bar.set_label(f"balanced: {balanced:.2%}")
-    if experts <= LEGIBLE and layers <= LEGIBLE:
-        for (layer, expert), share in np.ndenumerate(shares):
-            color = "white" if abs(norm(share) - 0.5) > 0.3 else "0.2"
-            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color=color)
     save(figure, file)
 
 

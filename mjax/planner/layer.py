@@ -58,9 +58,9 @@ from mjax.cluster.hardware import gpu_of
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.kernels import FUSED
 from mjax.config.model import ModelConfig
-from mjax.models.block import group_of, run_blocks, stacks_of
-from mjax.models.build import layers_differ, layers_of_kinds
+from mjax.config.pattern import stacks_of
 from mjax.models.parts.attention_kernels import FLASH_STAND_IN
+from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
@@ -76,7 +76,6 @@ from mjax.utils.files import make_private, write_whole
 from mjax.utils.names import leaf_name
 from mjax.utils.packages import source_hashes
 
-Kind = tuple[int, int]
 MAX_TRACES = 2000
 """Traces in a file, of about 1 KB each."""
 
@@ -188,8 +187,7 @@ class Traced:
       expert: ranks of `expert`.
       context: ranks of `context`.
       across: as `Config.across`.
-      kind: of layers that differ: the stack and its turn (`models/block.py`) of which a layer is traced; None: of the
-        only stack.
+      kind: number of the stack (`config/pattern.py`) of which a layer is traced; None: of the only one.
     """
 
     model: ModelConfig
@@ -200,7 +198,7 @@ class Traced:
     expert: int = 1
     context: int = 1
     across: Across | None = None
-    kind: Kind | None = None
+    kind: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Traced:
@@ -251,15 +249,15 @@ def _arrays_of(data: DataConfig) -> DataConfig:
 @lru_cache(maxsize=64)
 def _undisturbed(model: ModelConfig) -> ModelConfig:
     model = replace(model.without_dropout().with_grouped(GROUPED_STAND_IN), attention="xla")
-    return model if layers_differ(model) else model.one_layer()
+    return model if len(stacks_of(model)) > 1 else replace(model, layers=1)
 
 
 def kinds_of(config: Config) -> list[tuple[int, Traced]]:
-    """For each kind of layers how many the model has, in order, and what a layer of it depends on."""
-    of, model = Traced.of(config), config.model
-    if not layers_differ(model):
-        return [(model.layers, of)]
-    return [(layers, replace(of, kind=kind)) for kind, layers in layers_of_kinds(model).items()]
+    """For each stack how many layers it has, in order, and what a layer of it depends on."""
+    of, stacks = Traced.of(config), stacks_of(config.model)
+    if len(stacks) == 1:
+        return [(config.model.layers, of)]
+    return [(len(stack.numbers), replace(of, kind=number)) for number, stack in enumerate(stacks)]
 
 
 def layer_forward(of: Traced) -> Layer:
@@ -341,9 +339,8 @@ def _trace(of: Traced, config: Config, part: Callable) -> Any:
         micro_batch = jax.tree.map(lambda rows: rows[0], micro_batches_of(config, batch))
         x = forward.embed(weights, micro_batch)
         if of.kind is not None:
-            number, turn = of.kind
-            weights.blocks = group_of(stacks_of(weights.blocks)[number])[turn]
-            weights.blocks.period = 1  # a window's pattern changes no size
+            weights.blocks = [stack for stacks in runs_in(weights.blocks) for stack in stacks][of.kind]
+            weights.blocks.kinds = weights.blocks.kinds[:1]  # a window changes no size
         results.append(part(of, forward, weights, micro_batch, x))
         return jnp.zeros(())
 

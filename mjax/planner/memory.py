@@ -47,6 +47,7 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
+from mjax.config.pattern import stack_of, stacks_of
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
@@ -56,7 +57,6 @@ from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.program import Product, Program
 from mjax.step.muon import ITERATE_IN, newton_schulz
 from mjax.step.unrolling import is_unrolled
-from mjax.utils.names import stack_and_turn
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05
@@ -231,17 +231,12 @@ class _Kind(NamedTuple):
     """Layers of one kind (`trace.kinds_of`) on a device: how many in each of its chunks, the weights of all, those of
     them that are trained, and sizes of one layer."""
 
-    kind: trace.Kind | None
+    kind: int | None
     layers: int
     chunks: int
     weights: DeviceWeights
     trained: DeviceWeights
     sample: _Sample
-
-    @property
-    def stack(self) -> int:
-        """Its number."""
-        return self.kind[0] if self.kind else 0
 
     @property
     def of_device(self) -> int:
@@ -296,7 +291,7 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
 def _of_micro_batch(
     model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
     kernel: str, recompute: str, samples: int,
-) -> tuple[list[tuple[int, trace.Kind | None, _Sample]], int, bool]:  # fmt: skip
+) -> tuple[list[tuple[int, int | None, _Sample]], int, bool]:  # fmt: skip
     """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
     sample in a batch; and whether all samples share the bias of attention."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
@@ -386,8 +381,8 @@ def _weights_in_hand(sizes: _Sizes) -> float:
         return (narrow * (weights.layers + weights.gathered) + wide * (own.gathered + own.transposed)) / kind.of_device
 
     of_loops = Counter()
-    for kind in sizes.layers:  # those that take turns are in one loop
-        of_loops[kind.stack] += of_layer(kind)
+    for kind, stack in zip(sizes.layers, stacks_of(sizes.config.model), strict=True):
+        of_loops[stack.run] += of_layer(kind)
     return max(of_loops.values()) + (sizes.width * sizes.weights.layers / chunks if chunks > 1 else 0.0)
 
 
@@ -481,7 +476,7 @@ class DeviceWeights:
 
 
 def weights_of_device(
-    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None, trained: bool = False
+    model: ModelConfig, mesh: MeshConfig, kind: int | None = None, trained: bool = False
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
@@ -489,7 +484,7 @@ def weights_of_device(
 
 
 def all_and_trained(
-    model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None = None
+    model: ModelConfig, mesh: MeshConfig, kind: int | None = None
 ) -> tuple[DeviceWeights, DeviceWeights]:
     """`weights_of_device` of all weights, and of those that are trained."""
     return _device_weights(model, _sizes(mesh), kind)
@@ -523,19 +518,19 @@ def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int
 
 @lru_cache(maxsize=4096)
 def _device_weights(
-    model: ModelConfig, sizes: tuple[int, ...], kind: tuple[int, int] | None
+    model: ModelConfig, sizes: tuple[int, ...], kind: int | None
 ) -> tuple[DeviceWeights, DeviceWeights]:
     """Return the elements of all weights, and of those that are trained."""
     every = _elements(model, _mesh(*sizes), kind, trained=False)
     return every, _elements(model, _mesh(*sizes), kind, trained=True) if frozen_weights(model) else every
 
 
-def _elements(model: ModelConfig, mesh: MeshConfig, kind: tuple[int, int] | None, trained: bool) -> DeviceWeights:
+def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: bool) -> DeviceWeights:
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         if trained and name in frozen_weights(model):
             continue
-        if kind is not None and not (is_layer(name) and stack_and_turn(name) == kind):
+        if kind is not None and stack_of(model, name) != stacks_of(model)[kind]:
             continue
         storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)

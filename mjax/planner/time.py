@@ -54,12 +54,12 @@ from mjax.config.kernels import FUSED, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.parallel.grouped import ROWS
+from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Calibration, Rates, default_calibration
 from mjax.planner.layer import hardware_flops, model_flops
 from mjax.planner.memory import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.planner.program import Product
-from mjax.planner.section import Section, good_to
 from mjax.step.precision import in_float8
 from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import named_rows, table

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.protocol import Model
+from mjax.models.stack import Sums, map_stacks, run_blocks
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.random import DropoutKey
@@ -74,7 +74,7 @@ class Forward:
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
         gathers = partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8)
-        gathered = map_layers(gathers, self.plan.blocks)
+        gathered = map_stacks(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)

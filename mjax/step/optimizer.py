@@ -12,6 +12,8 @@ from jax import Array
 
 from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.config.axes import PIPE
+from mjax.config.model import ModelConfig
+from mjax.config.pattern import stack_of
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
@@ -20,7 +22,7 @@ from mjax.parallel.zero import is_layer, layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.utils.names import leaf_name, numbers_of_layers
+from mjax.utils.names import leaf_name
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 
@@ -184,13 +186,12 @@ def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
     return jnp.where(own, squares, 0).reshape(-1)
 
 
-def gradient_names(model, mesh: MeshConfig) -> list[str]:
+def gradient_names(model, config: ModelConfig) -> list[str]:
     """The names of the entries of `squared_norms`: 'embedding.table', …, 'blocks.mlp.up.kernel of layer 3', …"""
-    shapes = {leaf_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
-    stacked = {name: math.prod(shape[: layer_dims(mesh)]) for name, shape in shapes.items() if is_layer(name)}
-    numbers, names = numbers_of_layers(stacked), []
-    for name in shapes:
-        names += [f"{name} of layer {number}" for number in numbers[name]] if is_layer(name) else [name]
+    names = []
+    for name in (leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)):
+        stack = stack_of(config, name)
+        names += [name] if stack is None else [f"{name} of layer {number}" for number in stack.numbers]
     return names
 
 

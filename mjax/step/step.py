@@ -144,7 +144,7 @@ def build_program(
     def specs_of(arrays) -> dict[str, P]:
         return {name: batch_shardings[name].spec for name in arrays}
 
-    names = gradient_names(trained(shapes.model), config.mesh)
+    names = gradient_names(trained(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
     order = np.array(backward_order(names))
 

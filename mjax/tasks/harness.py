@@ -76,10 +76,6 @@ class HarnessModel(TemplateLM):
         self,
         run: str | None = None,
         step: int | None = None,
-        pipe: int = 1,
-        data: int = 1,
-        context: int = 1,
-        model: int = 1,
         compute: str | None = None,
         attention: str = "auto",
         batch_size: int | str = "auto",
@@ -89,6 +85,7 @@ class HarnessModel(TemplateLM):
         tokenizer: str | None = None,
         config: str | None = None,
         seed: int = 0,
+        **mesh: int,
     ):
         super().__init__()
         if (folder := run or checkpoint) is None:
@@ -101,9 +98,8 @@ class HarnessModel(TemplateLM):
         if compute not in (None, "bf16", "fp16", "fp32"):
             raise UsageError(f"compute={compute} in --model_args is not a supported dtype; use bf16, fp16 or fp32")
         micro_batch = None if batch_size == "auto" else int(batch_size)
-        shape = MeshConfig(pipe=pipe, data=data, context=context, model=model)
-        config = with_kernel(inference_config(saved, shape, attention, micro_batch, compute), tqdm.write)
-        self._prepare(run, config, make_mesh(config.mesh), tokenizer, seed)
+        shape = inference_config(saved, MeshConfig(**mesh), attention, micro_batch, compute)
+        self._prepare(run, with_kernel(shape, tqdm.write), make_mesh(shape.mesh), tokenizer, seed)
         self.step, self.weights = restore_weights(run, self.scorer.abstract_model, step, tqdm.write)
 
     @classmethod

@@ -193,10 +193,8 @@ class Store:
 
     def about(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.info(address, refresh=True))
-        except FileNotFoundError:
-            return None
 
     def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
         """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""
@@ -223,9 +221,10 @@ class Store:
             raise
         self.remove([address])
 
-    def read(self, address: str) -> bytes:
-        """The bytes of an object."""
-        return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
+    def read(self, address: str) -> bytes | None:
+        """The bytes of an object; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
 
     def read_range(self, address: str, wanted: str, start: int, end: int) -> bytes:
         """The bytes from `start` up to `end` of one version of an object, which is asked for with the request.

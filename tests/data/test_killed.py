@@ -92,7 +92,9 @@ def test_workers_die_with_an_interrupted_parent(tmp_path, number):
     if number != signal.SIGKILL:
         assert parent.returncode == 75
         assert error.splitlines()[-1] == f"mjax: stopping; the same command continues from {tmp_path}/d.tmp"
-        assert all(line.startswith(("mjax: stopping", "encode (2 of 4): ")) for line in error.splitlines())
+        assert all(
+            line.startswith(("mjax: stopping", "lines (1 of 4): ", "encode (2 of 4): ")) for line in error.splitlines()
+        ), error
     deadline = time.monotonic() + 60
     while any(fields_of(worker)[0] != "Z" for worker in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mjax.models.block import stack
+from mjax.config.model import ModelConfig
+from mjax.models.stack import stack
 from mjax.parallel.weights import decays, dims_of, matrix_of, muon_matrices, parameter
 
 
@@ -47,7 +48,7 @@ def test_weight_without_card_is_known_by_its_rank():
             self.up = weight((3, 4), "in", "out")
             self.router = weight((3, 4), "in", "out", muon=False)
 
-    stacked = stack(jax.random.key(0), 2, Layer)
+    stacked = stack(jax.random.key(0), ModelConfig(layers=2), Layer)
     names = ["kernel", "router", "scale", "up"]
     assert dict(zip(names, map(decays, dims_of(stacked)), strict=True)) == {
         "kernel": True, "router": True, "scale": False, "up": True,

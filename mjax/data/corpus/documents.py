@@ -50,13 +50,11 @@ class Document(NamedTuple):
 
     Attributes:
       text: the text.
-      size: bytes of the input file it took; of a compressed file, its share of the compressed.
       source: FILE:LINE, or FILE if the file is the document; for a part of a split file, its first line.
       fields: the JSON object or the Parquet row; None for a .txt file.
     """
 
     text: str
-    size: int
     source: str
     fields: dict[str, Any] | None
 
@@ -84,10 +82,6 @@ class MalformedLines:
         """Add those of the lines that follow."""
         self.count += later.count
         self.examples += later.examples[: EXAMPLES - len(self.examples)]
-
-    def clear(self) -> None:
-        """Start counting from zero, as each reading of a corpus does."""
-        self.count, self.examples = 0, []
 
 
 class Corpus:
@@ -119,12 +113,17 @@ class Corpus:
         """The input as raw pieces, which `parse` turns into documents."""
         return self.share(0, 1, [])
 
-    def __iter__(self) -> Iterator[Document]:
-        self.malformed.clear()
+    def documents(self, advance: Callable[[int], None] = lambda size: None) -> Iterator[Document]:
+        """All documents; `advance` takes the bytes of input of each block when it was read."""
+        self.malformed = MalformedLines(self.malformed.policy)
         for block in self.blocks():
             documents, malformed = parse(block, self.key)
             self.malformed.add(malformed)
             yield from documents
+            advance(block.size)
+
+    def __iter__(self) -> Iterator[Document]:
+        return self.documents()
 
 
 class TextFiles(Corpus):
@@ -249,15 +248,14 @@ def parse(block: Block, key: str) -> tuple[list[Document], list[str]]:
     An empty `key` gives rows: all fields that are not null, and no text.
     """
     documents, malformed = [], []
-    for source, size, content in _pieces(block):
+    for source, content in _pieces(block):
         try:
-            documents.append(_document(content, key, source, size, block))
+            documents.append(_document(content, key, source, block))
         except _Malformed as error:
             malformed.append(f"{source}: {error}")
     if block.split is not None and block.first == 0 and documents:
         parts = split_documents(documents[0].text, block.split)
-        size = block.size // max(len(parts), 1)
-        documents = [Document(text, size, f"{block.file}:{line}", None) for line, text in parts]
+        documents = [Document(text, f"{block.file}:{line}", None) for line, text in parts]
     return documents, malformed
 
 
@@ -268,24 +266,19 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _pieces(block: Block) -> Iterator[tuple[str, int, bytes | dict | None]]:
-    """Source, bytes of the input file and raw content of each document; None if that was too large to keep."""
+def _pieces(block: Block) -> Iterator[tuple[str, bytes | dict | None]]:
+    """Source and raw content of each document; None if that was too large to keep."""
     if block.first == 0 or block.content is None:
-        source = f"{block.file}:{block.first}" if block.first else block.file
-        yield source, block.size, block.content
-    elif isinstance(block.content, list):
-        share = block.size / max(len(block.content), 1)
-        for number, row in enumerate(block.content, start=block.first):
-            yield f"{block.file}:{number}", round(share), row
-    else:
-        share = block.size / len(block.content)  # 1 but for compressed files
-        # Only "\n" ends a line: JSON may hold other line separators.
-        for number, line in enumerate(io.BytesIO(block.content), start=block.first):
-            if line.strip():
-                yield f"{block.file}:{number}", round(len(line) * share), line
+        yield f"{block.file}:{block.first}" if block.first else block.file, block.content
+        return
+    # Only "\n" ends a line: JSON may hold other line separators.
+    contents = block.content if isinstance(block.content, list) else io.BytesIO(block.content)
+    for number, content in enumerate(contents, start=block.first):
+        if not isinstance(content, bytes) or content.strip():
+            yield f"{block.file}:{number}", content
 
 
-def _document(content: bytes | dict | None, key: str, source: str, size: int, block: Block) -> Document:
+def _document(content: bytes | dict | None, key: str, source: str, block: Block) -> Document:
     if content is None or (block.first and isinstance(content, bytes) and len(content) > block.most):
         raise _too_large(block)
     if block.first == 0:
@@ -293,10 +286,10 @@ def _document(content: bytes | dict | None, key: str, source: str, size: int, bl
             text = content.decode("utf-8-sig")  # old Gutenberg files begin with a byte order mark
         except UnicodeDecodeError as error:
             raise _Malformed(f"it is not UTF-8 (byte {error.start}); convert it, for example with iconv") from None
-        return Document(text.replace("\r\n", "\n").replace("\r", "\n"), size, source, None)
+        return Document(text.replace("\r\n", "\n").replace("\r", "\n"), source, None)
     fields = _parse_line(content, key or "messages") if isinstance(content, bytes) else content
     if not key:
-        return Document("", size, source, fields if isinstance(content, bytes) else _without_nulls(fields))
+        return Document("", source, fields if isinstance(content, bytes) else _without_nulls(fields))
     if key not in fields:
         there = ", ".join(map(repr, fields)) or "none"
         raise _Malformed(f"there is no key {key!r}, only {there}; name the one that holds the text with --key")
@@ -309,7 +302,7 @@ def _document(content: bytes | dict | None, key: str, source: str, size: int, bl
         raise _Malformed(f"character {error.start} is half of a surrogate pair; replace or drop it") from None
     if len(text) > block.most:
         raise _too_large(block)
-    return Document(text, size, source, fields)
+    return Document(text, source, fields)
 
 
 def _parse_line(line: bytes, key: str) -> dict[str, Any]:

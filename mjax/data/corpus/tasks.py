@@ -47,9 +47,9 @@ from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines
 from mjax.data.corpus.blocks import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
-from mjax.utils.files import make_private, remove, take_lock, to_disk, write_whole
+from mjax.utils.files import make_private, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
-from mjax.utils.remote import beside, put
+from mjax.utils.remote import beside, put, remove
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
 WAITING = 2  # batches per worker: one in work, one ready
@@ -98,10 +98,10 @@ class Job:
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{beside(output)}.tmp")
         # By the bytes of input alone, so that another machine continues the work.
-        useful = max(1, min(corpus.size // WORTH_A_WORKER, MANY), corpus.size // LARGE)
-        self.tasks = arguments.tasks or useful
+        self.tasks = arguments.tasks or max(1, min(corpus.size // WORTH_A_WORKER, MANY), corpus.size // LARGE)
         self.pace, self.began = Pace(), float(os.environ.get(BEGAN, time.time()))
         self.stages = [*["lines"] * (self.tasks > 1), *stages]
+        self._results: dict[str, list[Any]] = {}
 
     def begin(self) -> None:
         """Do what comes before all tasks, here; repeated when a killed run continues."""
@@ -211,7 +211,10 @@ class Job:
 
     def results(self, stage: str) -> list[Any]:
         """Return values of the tasks of an earlier stage, by rank."""
-        return _results(self.folder, stage, self.tasks_of(stage))
+        if stage not in self._results:
+            markers = (self.marker(stage, rank) for rank in range(self.tasks_of(stage)))
+            self._results[stage] = [json.loads(marker.read_bytes()) for marker in markers]
+        return self._results[stage]
 
     # --- Running ------------------------------------------------------------------------------------------------------
 
@@ -227,18 +230,20 @@ class Job:
 
     def left(self, stage: str) -> list[int]:
         """Ranks of the tasks of a stage that have not finished."""
-        done = set(os.listdir(self.folder)) if self.folder.is_dir() else set()
-        return [rank for rank in range(self.tasks_of(stage)) if f"{stage}.{rank:05}.done" not in done]
+        return [rank for rank in range(self.tasks_of(stage)) if not self.marker(stage, rank).exists()]
+
+    def marker(self, stage: str, rank: int) -> Path:
+        """The file that says that a task is done, with what it returned."""
+        return self.folder / f"{stage}.{rank:05}.done"
 
     def run_task(self, stage: str, rank: int) -> None:
         """Do a task that has not been done, and mark it."""
-        marker = _marker(self.folder, stage, rank)
-        if marker.exists():
+        if self.marker(stage, rank).exists():
             return
         with self.counting(stage, rank):
             value = getattr(self, stage)(rank)
             self.advance(stage not in self.readers)
-        write_whole(marker, json.dumps(value, default=asdict))
+        write_whole(self.marker(stage, rank), json.dumps(value, default=asdict))
 
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
@@ -270,15 +275,6 @@ def _mapped(file: Path, dtype: Any, mode: Literal["r", "r+"] = "r") -> np.ndarra
     return np.memmap(file, dtype, mode).view(np.ndarray) if file.stat().st_size else np.empty(0, dtype)
 
 
-@functools.lru_cache(maxsize=16)
-def _results(folder: Path, stage: str, count: int) -> list[Any]:
-    return [json.loads(_marker(folder, stage, rank).read_bytes()) for rank in range(count)]
-
-
-def _marker(folder: Path, stage: str, rank: int) -> Path:
-    return folder / f"{stage}.{rank:05}.done"
-
-
 def run(job: Job) -> Any:
     """Run all stages, print a summary and return the result; None if Slurm runs them.
 
@@ -290,7 +286,10 @@ def run(job: Job) -> Any:
     """
     if stage := os.environ.get(STAGE):
         job.run_task(stage, int(os.environ["SLURM_ARRAY_TASK_ID"]))
-        return _end(job) if stage == job.stages[-1] else None
+        if stage == job.stages[-1]:
+            job.show(job.result())
+            job.close()
+        return None
     with INTERRUPTS, _working_folder(job):
         job.begin()
         if job.arguments.sbatch:
@@ -303,12 +302,8 @@ def run(job: Job) -> Any:
                 with _watched(job, stage), contextlib.closing(results):
                     for _ in results:
                         pass
-        return _end(job)
-
-
-def _end(job: Job) -> Any:
-    result = job.result()
-    job.close()
+        result = job.result()
+        job.close()
     job.show(result)
     return result
 
@@ -328,25 +323,16 @@ def _task(stage: str, job: Job, rank: int) -> None:
 @contextmanager
 def _working_folder(job: Job) -> Iterator[None]:
     """The folder of `job`, with what the same command left in it; what another left is removed."""
-    plan, file = job.plan(), job.folder / "plan.json"
-    _results.cache_clear()
     try:
-        _check_private(job)
-        if file.is_file():
-            with file.open() as older:
-                _lock(job, older)
-                reason = None if older.read() == plan else "has the work of another command or another --tasks"
-                if reason := reason or _damage(job):
-                    print(f"{job.folder} {reason}; starting over", file=sys.stderr)
-                    job.close()
-        if not file.is_file():  # what is there was half removed
-            job.close()
-            _check_private(job)
-            write_whole(file, plan)
+        if problem := make_private(job.folder):
+            raise UsageError(f"{problem}, or choose another --output than {job.output}")
+        stream = (job.folder / "plan.json").open("a+")
+        if not take_lock(stream, print):
+            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        _start_over(job, stream)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
-    with file.open() as stream:
-        _lock(job, stream)
+    with stream:
         try:
             yield
         except UsageError:
@@ -361,24 +347,31 @@ def _working_folder(job: Job) -> Iterator[None]:
             raise error
 
 
-def _lock(job: Job, plan: TextIO) -> None:
-    if not take_lock(plan, print):
-        raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+def _start_over(job: Job, stream: TextIO) -> None:
+    """Empty the folder of a job, unless the same command has left its work there."""
+    stream.seek(0)
+    plan, older = job.plan(), stream.read()
+    reason = "has the work of another command or another --tasks"
+    if older == plan:
+        damaged = [marker.name for marker in sorted(job.folder.glob("*.done")) if not _is_json(marker)]
+        if not damaged:
+            return
+        reason = f"has a damaged {damaged[0]}"
+    if older:  # else what is there was half removed
+        print(f"{job.folder} {reason}; starting over", file=sys.stderr)
+    stream.truncate(0)
+    for file in job.folder.iterdir():
+        if file.name != "plan.json":
+            remove(file)
+    stream.write(plan)
+    stream.flush()
 
 
-def _check_private(job: Job) -> None:
-    """Make the folder of a job, or make sure that nobody else has written what is in it."""
-    if problem := make_private(job.folder):
-        raise UsageError(f"{problem}, or choose another --output than {job.output}")
-
-
-def _damage(job: Job) -> str | None:
-    for marker in sorted(job.folder.glob("*.done")):
-        try:
-            json.loads(marker.read_bytes())
-        except ValueError:
-            return f"has a damaged {marker.name}"
-    return None
+def _is_json(file: Path) -> bool:
+    try:
+        return bool(json.loads(file.read_bytes()) or True)
+    except ValueError:
+        return False
 
 
 def _submit(job: Job) -> None:

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.models.bert.config import BERTConfig, EncoderConfig
-from mjax.models.block import Block, PostNormBlock, run_blocks, stack
+from mjax.models.block import Block, PostNormBlock
 from mjax.models.context import Context
 from mjax.models.gpt.model import transformer_layer
 from mjax.models.parts.mlp import activate
@@ -41,6 +41,7 @@ from mjax.models.parts.norms import LayerNorm
 from mjax.models.parts.output import Output
 from mjax.models.parts.positions import positions_of
 from mjax.models.protocol import LanguageModel
+from mjax.models.stack import run_blocks, stack
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import (
     VocabParallelEmbedding,
@@ -95,7 +96,7 @@ class Encoder(LanguageModel):
         self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock
-        self.blocks = stack(blocks, config.layers, partial(transformer_layer, config=config, dtype=dtype, block=block))
+        self.blocks = stack(blocks, config, partial(transformer_layer, config=config, dtype=dtype, block=block))
         norm = LayerNorm(hidden, config.layernorm_epsilon, dtype)
         if config.layernorm == "pre":
             self.final_norm = norm

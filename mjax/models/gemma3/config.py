@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Literal
 from mjax.config.bounds import Count, Positive
 from mjax.config.marks import NEW_RUN, TUNING, By
 from mjax.config.model import Tuned, register
-from mjax.errors import UsageError
 from mjax.models.llama.config import LlamaConfig
 
 
@@ -44,26 +43,3 @@ class Gemma3Config(LlamaConfig):
     qkv_bias: ClassVar[bool] = False
     tied: ClassVar[bool] = True
     rope_share: ClassVar[float] = 1.0
-
-    @property
-    def rest(self) -> int:
-        """Layers after the last whole group; all have a window."""
-        return self.layers % super().period
-
-    @property
-    def period(self) -> int:
-        """All layers if some follow the last group, because a pipeline cannot split them."""
-        if self.rest == self.layers:
-            return 1
-        return self.layers if self.rest else super().period
-
-    def _check_pattern(self, mesh) -> None:
-        every = self.full_attention_every
-        if mesh.pipe > 1 and self.rest:
-            raise UsageError(
-                f"--mesh.pipe {mesh.pipe} cannot split --model.layers {self.layers}, which is {self.layers // every} "
-                f"groups of {every} and {self.rest} more; use --mesh.pipe 1 with --mesh.zero 3, or --model.layers "
-                f"{self.layers + every - self.rest}"
-            )
-        if mesh.pipe > 1 or self.window is None:
-            super()._check_pattern(mesh)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, TUNING, By, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.model import Gelu, ModelConfig, Rate, Tuned, register
 from mjax.errors import UsageError
 
@@ -19,9 +19,9 @@ class TransformerConfig(ModelConfig):
         Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
     ] = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
+    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
-    hidden_dropout: Annotated[Rate, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""

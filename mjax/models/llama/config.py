@@ -5,12 +5,13 @@ As in `model_config.py`, no JAX is imported here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds, Count, Positive
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
 from mjax.config.model import ModelConfig, Rate, Tuned, register
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
@@ -32,7 +33,9 @@ class LlamaConfig(ModelConfig):
     arXiv 2305.13245); as many as heads when not given."""
     head_dim: Annotated[Count | None, By("head_size")] = None
     """Width of an attention head, d; hidden / heads when not given."""
-    activation: Annotated[Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, Elsewhere("activation-function")] = "silu"
+    activation: Annotated[
+        Literal["silu", "gelu_tanh", "gelu_erf"], TUNING, UNPLANNED, Elsewhere("activation-function")
+    ] = "silu"
     """Activation of the MLP's gate: silu makes it SwiGLU, GELU GeGLU (arXiv 2002.05202)."""
     norms: Literal["pre", "post"] = "pre"
     """RMSNorm before attention and MLP, or after each and before it is added to the stream, as in OLMo 2."""
@@ -61,7 +64,7 @@ class LlamaConfig(ModelConfig):
     full_attention_every: Annotated[Count | None, TUNING] = None
     """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
     given."""
-    hidden_dropout: Annotated[Rate, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
+    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
@@ -90,15 +93,10 @@ class LlamaConfig(ModelConfig):
         return int(self.head_size * self.rope_share)
 
     @property
-    def period(self) -> int:
-        return 1 if self.full_attention_every is None else self.full_attention_every
-
-    def window_at(self, layer_in_group: int) -> int | None:
-        every = self.full_attention_every
-        return None if every is not None and (layer_in_group + 1) % every == 0 else self.window
-
-    def one_layer(self) -> Self:
-        return replace(super().one_layer(), full_attention_every=None)
+    def pattern(self) -> Pattern:
+        if self.full_attention_every is None:
+            return super().pattern
+        return Pattern((LayerKind(self.window),) * (self.full_attention_every - 1) + (LayerKind(),))
 
     def columns(self) -> dict[str, int]:
         return {**super().columns(), "feed-forward width": self.mlp_width}
@@ -107,8 +105,11 @@ class LlamaConfig(ModelConfig):
         return {"key-value heads": self.groups}
 
     def check(self, config) -> None:
-        if self.full_attention_every is not None:
-            self._check_pattern(config.mesh)
+        if self.full_attention_every is not None and self.window is None:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
+                "add --model.window, such as 4096"
+            )
         if self.heads % self.groups:
             raise UsageError(
                 f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
@@ -129,17 +130,4 @@ class LlamaConfig(ModelConfig):
             raise UsageError(
                 f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
                 "--model.rope-original, such as 8192"
-            )
-
-    def _check_pattern(self, mesh) -> None:
-        if self.window is None:
-            raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
-                "add --model.window, such as 4096"
-            )
-        together = self.layers // (mesh.pipe * mesh.chunks)
-        if together % self.full_attention_every:
-            raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does not divide the {together} layers that "
-                "a pipeline stage runs in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so that it does"
             )

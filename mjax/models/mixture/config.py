@@ -12,8 +12,12 @@ from typing import Annotated, ClassVar, Literal, Self
 from mjax.config.bounds import Count, CountOrZero, Positive
 from mjax.config.marks import TUNING, By, Elsewhere
 from mjax.config.model import Tuned, register
+from mjax.config.pattern import Pattern
 from mjax.errors import UsageError
 from mjax.models.llama.config import LlamaConfig
+
+EXPERTS = "experts"
+"""The name of weights of layers with experts; the others have one MLP."""
 
 
 @register
@@ -93,11 +97,12 @@ class MixtureConfig(LlamaConfig):
         return (self.layers - self.dense_layers) // self.expert_interval
 
     @property
-    def period(self) -> int:
-        return math.lcm(super().period, self.expert_interval)
-
-    def one_layer(self) -> Self:
-        return replace(super().one_layer(), dense_layers=0, expert_interval=1)
+    def pattern(self) -> Pattern:
+        windows, interval, dense = super().pattern.group, self.expert_interval, self.dense_layers
+        kinds = [windows[i % len(windows)] for i in range(dense + math.lcm(len(windows), interval))]
+        for i in range(dense + interval - 1, len(kinds), interval):
+            kinds[i] = kinds[i]._replace(weights=EXPERTS)
+        return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
 
     def columns(self) -> dict[str, int]:
         found = {**super().columns(), "expert width": self.width_of_expert}
@@ -114,44 +119,17 @@ class MixtureConfig(LlamaConfig):
     def check(self, config) -> None:
         super().check(config)
         self._check_router()
-        self._check_dense(config.mesh)
+        if self.expert_layers < 1:
+            raise UsageError(
+                f"--model.dense-layers {self.dense_layers} and --model.expert-interval {self.expert_interval} leave no "
+                f"layer of --model.layers {self.layers} with experts; lower them, or use --model.kind llama"
+            )
         if self.norms == "post":
             raise UsageError("--model.norms post is not there for a mixture of experts; leave it out")
         if config.precision.compute == "fp8":
             raise UsageError(
                 "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
                 "use --precision.compute bf16"
-            )
-
-    def _check_dense(self, mesh) -> None:
-        interval, together = self.expert_interval, self.layers // (mesh.pipe * mesh.chunks)
-        if self.dense_layers >= self.layers:
-            raise UsageError(
-                f"--model.dense-layers {self.dense_layers} leaves no layer of --model.layers {self.layers} with "
-                "experts; lower it, or use --model.kind llama"
-            )
-        if self.dense_layers and interval > 1:
-            raise UsageError(
-                f"--model.dense-layers {self.dense_layers} and --model.expert-interval {interval} are two patterns of "
-                "layers with experts, and mjax has one or the other; leave one out"
-            )
-        if self.dense_layers and mesh.pipe > 1:
-            raise UsageError(
-                f"--mesh.pipe {mesh.pipe} cannot split layers of which the first --model.dense-layers "
-                f"{self.dense_layers} are others; use --mesh.pipe 1, or --model.expert-interval, which a pipeline can "
-                "split"
-            )
-        if self.dense_layers % super().period:
-            raise UsageError(
-                f"--model.full-attention-every {self.full_attention_every} does not divide --model.dense-layers "
-                f"{self.dense_layers}; choose both so that it does"
-            )
-        if interval > 1 and together % self.period:
-            windows = f" and --model.full-attention-every {self.full_attention_every}" if super().period > 1 else ""
-            raise UsageError(
-                f"--model.expert-interval {interval}{windows} repeat every {self.period} layers, which does not divide "
-                f"the {together} layers that run in a row; choose --model.layers, --mesh.pipe and --mesh.chunks so "
-                "that it does"
             )
 
     def _check_router(self) -> None:

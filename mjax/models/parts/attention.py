@@ -96,9 +96,10 @@ class Attention(nnx.Module):
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
 
     def _mask(self, context: Context) -> AttentionMask:
-        config, rate = self.config, self.config.attention_dropout
-        key, window = context.key_of(random.ATTENTION) if rate else None, config.window_at(context.layer_in_group)
-        return AttentionMask(config.causal, window, self.scale, rate, key, context.documents, self.positions.slopes())
+        config, documents, slopes = self.config, context.documents, self.positions.slopes()
+        key = context.key_of(random.ATTENTION) if config.attention_dropout else None
+        seen = config.causal, context.kind.window, self.scale
+        return AttentionMask(*seen, config.attention_dropout, key, documents, slopes)
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)

@@ -46,11 +46,7 @@ without them."""
 
 @jax.named_scope(scopes.ATTENTION)
 def attend(
-    q: Float[Array, "b s n d"],
-    k: Float[Array, "b S k d"],
-    v: Float[Array, "b S k e"],
-    mask: AttentionMask,
-    kernel: str,
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
     """The weighted sums of the values that each query sees.
 
@@ -138,15 +134,13 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
-    assert not (positions if rows is None else positions // 2) % BLOCK, "flash takes whole blocks of queries"
-    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
-    first = second = None
+    run = positions if rows is None else positions // 2
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    words = None, None
     if mask.key is not None:
-        axes = mappings.varying_axes(q)
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
-        first, second = (mappings.vary(each, axes) for each in words)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
-    aux = Aux(first, second, mask.documents, mask.slopes, starts)
+    aux = Aux(*words, mask.documents, mask.slopes, starts)
     static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
     return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
