@@ -272,7 +272,7 @@ class Checkpoints:
             return False
         if not from_first(error is not None):
             try:
-                with self._orbax(), self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
+                with self._orbax(), self._saving:
                     response = ocp.save_checkpointables_async(self._unfinished(save.step), arrays.by_field(leaves))
             except Exception as problem:
                 error = problem

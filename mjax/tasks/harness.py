@@ -72,6 +72,8 @@ class HarnessModel(TemplateLM):
       RunError: the checkpoint is damaged.
     """
 
+    quiet = False
+
     def __init__(
         self,
         run: str | None = None,
@@ -113,6 +115,7 @@ class HarnessModel(TemplateLM):
             raise UsageError(f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out lm-eval tasks")
         model = cls.__new__(cls)
         TemplateLM.__init__(model)
+        model.quiet = True  # the run has a progress line of its own
         model._prepare(run.folder, run.config, run.mesh)
         return model
 
@@ -172,7 +175,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         windows = [self._window(context, continuation) for _, context, continuation in requests]
-        with tqdm(total=len(windows), disable=disable_tqdm, desc="loglikelihood", unit="window") as bar:
+        with tqdm(total=len(windows), disable=disable_tqdm or self.quiet, desc="loglikelihood", unit="window") as bar:
             scores = self.scorer.score_each(self.weights, windows, bar.update)
         answers = [(-score.loss, score.right == 1) for score in scores]
         for (key, _, _), answer in zip(requests, answers, strict=True):
@@ -203,7 +206,7 @@ class HarnessModel(TemplateLM):
         arguments = [(*request.args, stream) for request, stream in zip(requests, streams, strict=True)]
         collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
         texts, size, weights = [], self.config.train.global_batch, self.generator.prepare(self.weights)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc="generate_until", unit="prompt") as bar:
             for batch in collator.get_batched(n=size):
                 sampling, until = self._settings(batch[0][1])
                 room = self.max_length - sampling.tokens

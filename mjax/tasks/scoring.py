@@ -274,8 +274,7 @@ def specs_of(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
 
 def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
     """The arrays of a batch that every process has as a whole; each gives its own devices their parts."""
-    with jax.transfer_guard("allow"):  # the intended transfer
-        return {
-            name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
-            for name, spec in specs_of(batch, width).items()
-        }
+    return {
+        name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
+        for name, spec in specs_of(batch, width).items()
+    }
