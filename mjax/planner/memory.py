@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -577,22 +577,6 @@ def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
 # --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
 
 
-class MuonCollective(NamedTuple):
-    """A collective of the update of one weight.
-
-    Attributes:
-      operation: all-to-all, all-gather or all-reduce.
-      axis: of the mesh.
-      elements: in the whole tensor of an all-gather or all-reduce, in a device's operand of an all-to-all.
-      times: in a step.
-    """
-
-    operation: str
-    axis: str
-    elements: int
-    times: int
-
-
 def muon_width(config: Config) -> int:
     """Bytes of an element in the iteration."""
     return WIDTHS[ITERATE_IN[config.precision.compute]]
@@ -621,35 +605,21 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
 
 
 def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices become whole and results go back, by mesh axis."""
+    """Seconds in which matrices become whole and results go back, by mesh axis: an all-to-all there and back over an
+    axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
+    not."""
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
-    for sent in muon_collectives(config):
-        inner = axes.NAMES[axes.NAMES.index(sent.axis) + 1 :]
-        stride = math.prod(sizes[axis] for axis in inner)
-        # An all-to-all sends as much as a gather.
-        collective = rates.sum if sent.operation == "all-reduce" else rates.gather
-        seconds[sent.axis] += sent.times * collective(sizes[sent.axis], stride, sent.elements * muon_width(config))
-    return seconds
-
-
-def muon_collectives(config: Config) -> Iterator[MuonCollective]:
-    """The collectives of a device's update, weight by weight."""
-    sizes = axes.sizes(config.mesh)
     for matrices in matrices_of(config.model, config.mesh):
         count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
+        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
         for axis, dim in matrices.moves:
-            part //= 1 if dim is None else sizes[axis]
-        for axis, dim in matrices.moves:
-            ranks = sizes[axis]
+            ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
             share = -(-count // ranks)
-            if dim is not None:
-                yield MuonCollective("all-to-all", axis, share * ranks * part, times=2)
-                part *= ranks
-            elif ranks <= count:
-                yield MuonCollective("all-gather", axis, share * ranks * part, times=1)
-            else:
-                yield MuonCollective("all-reduce", axis, count * part, times=1)
-            count = share
+            moved = 2 * count if dim is None and ranks > count else share * ranks
+            times = 1 if dim is None else 2
+            seconds[axis] += times * rates.gather(ranks, stride, moved * part * muon_width(config))
+            count, part = share, part * (1 if dim is None else ranks)
+    return seconds
 
 
 @lru_cache(maxsize=4096)
