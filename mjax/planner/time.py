@@ -325,22 +325,22 @@ class LayerTime:
     def _over_experts(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
-        mesh, seconds = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
-        for axis, name, whole in self.layer.collectives:
-            if axis == EXPERT:
-                seconds[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
-        return seconds["all_gather"], seconds["reduce_scatter"]
+        mesh = self.config.mesh
+        sent = self._sent(EXPERT, mesh.expert, mesh.model * mesh.context)
+        gathers, scatters = (sum(s for name, s in sent if name == kind) for kind in ("all_gather", "reduce_scatter"))
+        return gathers, scatters
 
     @cached_property
     def _over_context(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
-        mesh, seconds, exchanged = self.config.mesh, [0.0, 0.0], 0
-        for axis, name, whole in self.layer.collectives:
-            if axis == CONTEXT:
-                seconds[exchanged == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
-                exchanged += name == "all_to_all"  # of queries, keys and values, then of the result
-        return tuple(seconds)
+        seconds = [time for _, time in self._sent(CONTEXT, self.config.mesh.context, self.config.mesh.model)]
+        return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
+
+    def _sent(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
+        """The name and the seconds of a layer's collectives over this axis alone."""
+        collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
+        return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five products backward for two forward, because it
@@ -500,11 +500,27 @@ class TimePredictor:
         return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
 
     def _step(self, config: Config) -> _Step:
-        train, compute = config.train, config.precision.compute
-        unroll = "on" if is_unrolled(config, on_gpu=True) else "off"
-        portion = train.micro_batch, train.recompute, unroll, train.loss_chunks
-        shared = self._shared(config.mesh, in_float8(config.precision))
-        return _Step(config, self._work(config.model, config.data, compute, shared, *portion))
+        """The step, with the work of a micro-batch: that of the part of the config on which it depends."""
+        mesh, train, fsdp = config.mesh, config.train, config.mesh.zero == 3
+        portion = TrainConfig(
+            global_batch=mesh.data * train.micro_batch,
+            micro_batch=train.micro_batch,
+            recompute=train.recompute,
+            unroll="on" if is_unrolled(config, on_gpu=True) else "off",
+            loss_chunks=train.loss_chunks,
+        )
+        shared = MeshConfig(
+            pipe=mesh.pipe,
+            data=mesh.data if fsdp else mesh.expert,
+            model=mesh.model,
+            expert=mesh.expert,
+            context=mesh.context,
+            context_attention=mesh.context_attention,
+            sequence_parallel=mesh.sequence_parallel,
+            zero=3 if fsdp else 0,
+            replica=mesh.replica if fsdp else 1,
+        )
+        return _Step(config, self._work(config.model, config.data, config.precision.compute, shared, portion))
 
     def __call__(self, config: Config) -> StepTime:
         """The time of a step of `config`."""
@@ -525,34 +541,9 @@ class TimePredictor:
         mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
         return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
 
-    @staticmethod
-    @lru_cache(maxsize=16384)
-    def _shared(mesh: MeshConfig, float8: bool) -> MeshConfig:
-        """The mesh as far as the work of a micro-batch depends on it."""
-        of_replicas = mesh.zero == 3 or float8  # gathers in every layer, or agrees on scales
-        return MeshConfig(
-            pipe=mesh.pipe,
-            data=mesh.data if of_replicas else mesh.expert,
-            model=mesh.model,
-            expert=mesh.expert,
-            context=mesh.context,
-            context_attention=mesh.context_attention,
-            sequence_parallel=mesh.sequence_parallel,
-            zero=mesh.zero if of_replicas else 0,
-            replica=mesh.replica if of_replicas else 1,
-        )
-
     def _work_of(
-        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-        micro_batch: int, recompute: str, unroll: str, loss_chunks: int,
-    ) -> _MicroBatch:  # fmt: skip
-        train = TrainConfig(
-            global_batch=mesh.data * micro_batch,
-            micro_batch=micro_batch,
-            recompute=recompute,
-            unroll=unroll,
-            loss_chunks=loss_chunks,
-        )
+        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig, train: TrainConfig
+    ) -> _MicroBatch:
         config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
         return _MicroBatch(config, self._rates(compute), self.software)
 
