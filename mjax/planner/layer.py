@@ -67,7 +67,7 @@ from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import STAND_IN, Product, Program, bytes_of, inner_jaxprs
+from mjax.planner.program import Product, Program, bytes_of, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
@@ -125,7 +125,6 @@ class Backward(NamedTuple):
       largest: the largest array that a kernel writes, without scores.
       scores: the largest scores of attention that a kernel writes.
       gathered: the largest result of a collective that is larger than its operand.
-      biases: the largest written-out bias of attention.
     """
 
     kept: int
@@ -135,7 +134,6 @@ class Backward(NamedTuple):
     largest: int
     scores: int
     gathered: int
-    biases: int
 
     @classmethod
     def of_plain(cls, *plain: int) -> Backward:
@@ -422,7 +420,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
     written = {value for operation in kernels for value in operation.outputs}
     scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
-    biases = {value for op in kernels if op.name == STAND_IN for value in op.inputs}
 
     def largest(values: Iterable[int]) -> int:
         return max(map(program.bytes, values), default=0)
@@ -435,7 +432,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
         largest=largest(written - scores),
         scores=largest(written & scores),
         gathered=largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part)),
-        biases=largest(biases & scores),
     )
 
 
