@@ -59,7 +59,7 @@ def _check_shapes(config: Config) -> None:
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
         raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
-        if not (experts := model.parted_experts()):
+        if not (experts := model.experts):
             raise UsageError(
                 f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
             )

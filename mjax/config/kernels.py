@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from mjax.config import Config, DataConfig
 from mjax.config.model import ModelConfig
@@ -121,9 +122,15 @@ def _attention_on_gpu(
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
     model = replace(config.model, attention=attention_on_gpu(config, capability))
-    if model.grouped_kernel:
-        model = model.with_grouped(choose_grouped(config, "gpu", capability)[0])
+    if model.grouped:
+        model = with_grouped(model, choose_grouped(config, "gpu", capability)[0])
     return replace(config, model=model)
+
+
+def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:
+    """The same model with this kernel for the products of its experts, if it has some."""
+    changes: dict[str, Any] = {"grouped": kernel} if model.grouped else {}
+    return replace(model, **changes)
 
 
 def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:

@@ -94,7 +94,9 @@ class Trainer:
         validate(config, str(folder))
         self.config = config
         origin = choose_origin(self.folder, config, init)
-        self.changes = changes_since(self.folder, config, allow_change)
+        for change in changes_since(self.folder, config, allow_change):
+            if show:
+                print(change)
         self.options = Options(
             name=str(self.folder),
             origin=origin,
