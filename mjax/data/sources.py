@@ -137,7 +137,7 @@ class _Files:
         metadata, self.tokenizer = _common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
             raise UsageError(
-                f"{prefixes[0]} has {metadata.vocabulary:,} ids, more than {model.vocabulary:,}; use --model.vocabulary "
+                f"{prefixes[0]} has {metadata.vocabulary:,} ids, above {model.vocabulary:,}; use --model.vocabulary "
                 f"{metadata.vocabulary}, or to continue a run prepare the data with --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
