@@ -180,6 +180,11 @@ def and_more(names: Sequence[str], what: str = "") -> str:
     return names[0] + (f" and {len(names) - 1} more{what}" if len(names) > 1 else "")
 
 
+def shortened(names: list[str], most: int, more: str = "more") -> list[str]:
+    """The first names, `most` at most, and how many `more` there are."""
+    return names if len(names) <= most else [*names[:most], f"{len(names) - most} {more}"]
+
+
 def lines_of(text: str) -> list[str]:
     """Its lines, which only a line feed ends: to `str.splitlines` U+2028 and U+0085 do too, which are text."""
     return [line.removesuffix("\r") for line in text.split("\n")]

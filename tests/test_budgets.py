@@ -1,5 +1,6 @@
 """Budgets of the house: its size, the time of a test, and the way from `train.py` to the loss and to attention."""
 
+import inspect
 import re
 import sys
 import traceback
@@ -9,6 +10,7 @@ import pytest
 
 from mjax.models import causal
 from mjax.parallel import products
+from mjax.run import loop
 from tests.small import small_config
 from tests.test_docs import PAGES, code_lines
 from tests.test_train_command import run_here
@@ -71,12 +73,29 @@ def test_the_house_does_not_grow():
     assert len(files) <= 236
 
 
+def test_what_orders_xla_is_in_one_file():
+    """And few backward passes are written out, each for a reason that autodiff cannot have."""
+    texts = {file.relative_to(ROOT / "mjax").as_posix(): file.read_text() for file in (ROOT / "mjax").rglob("*.py")}
+    assert [name for name, text in texts.items() if "lax.optimization_barrier" in text] == ["parallel/overlap.py"]
+    written = {name: count for name, text in texts.items() if (count := text.count("jax.custom_vjp"))}
+    assert sum(written.values()) <= 9, written
+    assert len(written) <= 5, written
+
+
+def test_the_loop_fits_on_a_screen():
+    """And what happens around the steps stands in callbacks."""
+    for function in (loop.Run.take_steps, loop.Run._take_steps):
+        assert len(inspect.getsource(function).splitlines()) <= 36
+    assert sum(map(code_lines, (ROOT / "mjax" / "run").glob("*.py"))) <= 2_060
+
+
 def test_readme_counts_the_lines_of_the_core():
     """Lines of `parallel/`, `models/` without the folders of architectures, and the train step; and of these the
     files that the step of a GPT runs through while it is traced, with `models/gpt/model.py`."""
     mjax = ROOT / "mjax"
     step = mjax / "step" / "step.py"
     core = {step, *(file for room in ("parallel", "models", "models/parts") for file in (mjax / room).glob("*.py"))}
+    core -= {mjax / "models" / "parts" / "config.py"}
     called = set()
     sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename) if event == "call" else None)
     try:

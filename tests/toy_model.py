@@ -17,12 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from mjax.config import Config, PrecisionConfig, TrainConfig
 from mjax.config.bounds import Count, NotNegative
 from mjax.config.model import ModelConfig, register
-from mjax.models.block import Block, stack
+from mjax.models.block import Block
 from mjax.models.causal import CausalModel
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.output import Output
 from mjax.models.parts.positions import Positions
-from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, recomputed
+from mjax.models.stack import stack
+from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from mjax.parallel.overlap import recomputed
 
 
 @register
@@ -108,7 +110,7 @@ class Toy(CausalModel):
         table = partial(table, width=config.hidden, std=config.init_std, dtype=dtype)
         self.config = config
         self.embedding = table(embedding)
-        self.blocks = stack(blocks, config.layers, partial(toy_layer, config=config, dtype=dtype))
+        self.blocks = stack(blocks, config, partial(toy_layer, config=config, dtype=dtype))
         self.final_norm = RMSNorm(config.hidden, config.epsilon, dtype)
         self.head = table(head)
 

@@ -34,9 +34,9 @@ def subjaxprs(equation):
 
 
 def writer(equation):
-    """The innermost function of mjax on the stack when an operation was traced."""
+    """The innermost function of mjax on the stack when an operation was traced, but for those that take functions."""
     for frame in equation.source_info.traceback.frames:
-        if frame.file_name.startswith(MJAX):
+        if frame.file_name.startswith(MJAX) and not frame.file_name.endswith("/parallel/overlap.py"):
             return frame.function_name.partition(".<locals>.<")[0].replace("<locals>.", "")
     return "?"
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from mjax.config.pattern import LAYERS
 from mjax.errors import RunError, UsageError
 from mjax.utils.names import leaf_name
 
@@ -29,6 +31,52 @@ def open_array(store: Path, name: str, create: dict[str, Any] | None = None) -> 
     if create is None:
         return ts.open(spec, open=True, read=True).result()
     return ts.open(spec | {"metadata": create, "store_data_equal_to_fill_value": True}, create=True).result()
+
+
+def write_array(store: Path, name: str, leaf: Any, read: Callable[[int, int], np.ndarray]) -> None:
+    """Add an array to the folder of a field, a chunk at a time: of one layer at most, and of `CHUNK_BYTES`.
+
+    Args:
+      store: the folder.
+      name: of the array.
+      leaf: its shape and dtype.
+      read: takes where a block of the first dim begins and ends.
+    """
+    chunk = [1 if STACKED in name else leaf.shape[0], *leaf.shape[1:]]
+    while math.prod(chunk) * leaf.dtype.itemsize > CHUNK_BYTES:
+        largest = chunk.index(max(chunk))
+        chunk[largest] = -(-chunk[largest] // 2)
+    metadata = {
+        "shape": list(leaf.shape),
+        "data_type": str(leaf.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "zstd", "configuration": {"level": 3}},  # as Orbax
+        ],
+    }
+    array = open_array(store, name, create=metadata)
+    for start in range(0, leaf.shape[0], chunk[0]):
+        end = min(start + chunk[0], leaf.shape[0])
+        array[start:end].write(read(start, end)).result()
+
+
+def read_in_blocks(folder: Path, name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The blocks of an array along its first dim, one chunk of it each, and the index of their first row.
+
+    Args:
+      folder: of the checkpoint, such as `checkpoints/200`, which `Checkpoints.find` has checked.
+      name: of the array, such as `model.blocks.mlp.up.kernel`.
+      rank: dims of the array; a pipeline with several chunks per stage has stored one more.
+    """
+    array = open_array(folder / name.split(".")[0], name)
+    split = array.rank - rank
+    rows = array.chunk_layout.read_chunk.shape[split]
+    parts = [array[number] for number in range(array.shape[0])] if split else [array]
+    for number, part in enumerate(parts):
+        for start in range(0, part.shape[0], rows):
+            block = part[start : min(start + rows, part.shape[0])]
+            yield number * part.shape[0] + start, block.read().result()
 
 
 def check_opens(folder: Path, kinds: dict[str, list]) -> None:
@@ -70,7 +118,7 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # same order in memory and on disk.
 
 
-STACKED = ".blocks."
+STACKED = f".{LAYERS}."
 """In the name of an array of which dim 0 is the layers."""
 
 
@@ -106,7 +154,7 @@ def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def chunks_on_disk(path: tuple, array: jax.Array) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
-    """Large arrays are stored in chunks, of one layer at most, so that `mjax convert` can read one (`blocks.py`)."""
+    """Large arrays are stored in chunks, of one layer at most, so that `read_in_blocks` can read one."""
     if array.nbytes <= CHUNK_BYTES:
         return None
     layers = (0,) if STACKED in path[-1].key else None
@@ -128,9 +176,8 @@ def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in stored:
-            raise UsageError(
-                f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
-            )
+            needed = f"this config needs one of shape {tuple(shape)}"
+            raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
         if stored_shape != shape and not _same_layers(name, stored_shape, shape):
             has, needs = tuple(stored_shape), tuple(shape)
@@ -151,7 +198,5 @@ def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any])
     # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
-            raise RunError(
-                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
-                "set jax_enable_x64 for the whole process, not in a context"
-            )
+            types = f"{arrays[name].dtype}, not {leaf.dtype}; set jax_enable_x64 for the whole process"
+            raise RunError(f"{name} of checkpoint {step} came back in {types}, not in a context")

@@ -62,15 +62,10 @@ def check_run_folder(folder: Path) -> None:
       UsageError: it is an address that no run can be at, or has one of * ? [ in its path.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
-        raise UsageError(
-            f"{folder} is an address that cannot be used here; s3:// and gs:// go with --runs, --run, --init: give a "
-            "local folder, and copy it"
-        )
+        raise UsageError(f"{folder} is an address, which only --runs, --run and --init take; give a local folder")
     if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
-        raise UsageError(
-            f"{folder.absolute()} has {wrong[0]} in its path, where no checkpoint could be restored; choose a folder "
-            "and a --name without * ? ["
-        )
+        problem = f"has {wrong[0]} in its path, where no checkpoint could be restored"
+        raise UsageError(f"{folder.absolute()} {problem}; choose a folder and a --name without * ? [")
 
 
 @contextlib.contextmanager
@@ -212,13 +207,10 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
       Unreadable: the system could not read it, `READS` times; `say` reports each attempt.
       Misnamed: it has another step.
     """
+    content = _retried(folder, MANIFEST, Path.read_bytes, say)
     try:
-        manifest = json.loads(_retried(folder / MANIFEST, Path.read_bytes, say))
+        manifest = json.loads(content)
         checksum = manifest.pop("checksum")
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing, so it was not finished or not copied completely") from None
-    except OSError as error:
-        raise Unreadable(f"{MANIFEST} cannot be read: {reason(error)}") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):  # not JSON, or not what was written
         checksum, manifest = None, None
     if checksum != _checksum_json(manifest) or misfit(manifest, Manifest):
@@ -229,10 +221,9 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     except UsageError as error:
         raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
-        raise Misnamed(
-            f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "
-            f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder.with_name(str(manifest['step']))))}"
-        )
+        renamed = folder.with_name(str(manifest["step"]))
+        command = shlex.join(["mv", str(folder), str(renamed)])
+        raise Misnamed(f"{MANIFEST} says that it is checkpoint {renamed.name}; type: {command}")
     return manifest
 
 
@@ -249,35 +240,28 @@ def check_files(folder: Path, files: dict[str, list], field: str | None, say: Ca
       Unreadable: the system could not read one, `READS` times; `say` reports each attempt.
     """
     needed = {name: files[name] for name in needed_files(files, field)}
-    try:
-        for name, (size, _) in needed.items():
-            found = _retried(folder / name, Path.stat, say).st_size
-            if found != size:
-                raise Damaged(f"{name} has {found} bytes of {size}")
-        with ThreadPoolExecutor() as readers:
-            checksums = readers.map(lambda name: _retried(folder / name, _checksum, say), needed)
-            for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
-                if found != checksum:
-                    raise Damaged(f"{name} is not what was written (checksum)")
-    except FileNotFoundError as error:
-        raise Damaged(f"{Path(error.filename).relative_to(folder)} is missing") from error
-    except OSError as error:
-        raise Unreadable(
-            f"{Path(error.filename or folder).relative_to(folder)} cannot be read: {reason(error)}"
-        ) from error
+    for name, (size, _) in needed.items():
+        found = _retried(folder, name, Path.stat, say).st_size
+        if found != size:
+            raise Damaged(f"{name} has {found} bytes of {size}")
+    with ThreadPoolExecutor() as readers:
+        checksums = readers.map(lambda name: _retried(folder, name, _checksum, say), needed)
+        for (name, (_, checksum)), found in zip(needed.items(), checksums, strict=True):
+            if found != checksum:
+                raise Damaged(f"{name} is not what was written (checksum)")
 
 
-def _retried(file: Path, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
-    """`read(file)`, retried if the system cannot read it: a network file system may fail once."""
+def _retried(folder: Path, name: str, read: Callable[[Path], Any], say: Callable[[str], None]) -> Any:
+    """`read` of a file, retried if the system cannot read it: a network file system may fail once."""
     for attempt in range(1, READS + 1):
         try:
-            return read(file)
+            return read(folder / name)
         except FileNotFoundError:
-            raise
+            raise Damaged(f"{name} is missing, so it was not finished or not copied completely") from None
         except OSError as error:
-            say(f"reading {file} failed, attempt {attempt} of {READS}: {reason(error)}")
+            say(f"reading {folder / name} failed, attempt {attempt} of {READS}: {reason(error)}")
             if attempt == READS:
-                raise OSError(error.errno, error.strerror, str(file)) from error
+                raise Unreadable(f"{name} cannot be read: {reason(error)}") from error
             time.sleep(PAUSE)
 
 

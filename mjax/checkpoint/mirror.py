@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import MADE_BY_ORBAX, MANIFEST, steps_in
-from mjax.checkpoint.store_lock import LOCK, StoreLock, watch
+from mjax.checkpoint.store_lock import LOCK, StoreLock, parse, watch
 from mjax.errors import RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
@@ -243,7 +243,7 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
     """True if the folder that this machine writes has what the store has, and perhaps more."""
     here, marked = steps_in(written / "checkpoints"), _complete_steps(objects, address, say)
     if marked:
-        newest, known = f"checkpoints/{marked[-1]}/{MANIFEST}", _read_known(written)
+        newest, known = _manifest(marked[-1]), _read_known(written)
         if known.get(newest, [None])[0] != version(objects[newest]):
             return False  # this machine has never had it
         if here[-1:] < marked[-1:] and not _names_here(written, marked[-1], known):
@@ -255,7 +255,7 @@ def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Call
 
 def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]:
     """The name of a checkpoint that the store has, or had, in a run here: another one if it was set aside."""
-    checkpoints, copied = folder / "checkpoints", known.get(f"checkpoints/{step}/{MANIFEST}", [])[1:]
+    checkpoints, copied = folder / "checkpoints", known.get(_manifest(step), [])[1:]
     # Not N.deleting or N.writing.
     files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]
     return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
@@ -266,12 +266,12 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
     with alone(cache):
         known, marked = _read_known(cache), _complete_steps(objects, address, store.say)
         used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)}
-        used |= {f"checkpoints/{step}/{MANIFEST}" for step in marked}
+        used |= set(map(_manifest, marked))
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
-        wanted = listed | {f"checkpoints/{step}/{MANIFEST}" for step in marked[-1:]} if to_list else used
+        wanted = listed.union(map(_manifest, marked[-1:])) if to_list else used
         new = [name for name in sorted(wanted) if not _is_known(cache, name, known, version(objects[name]))]
         for step in {*steps_in(cache / "checkpoints"), *marked}:
-            if not _is_known(cache, name := f"checkpoints/{step}/{MANIFEST}", known, version(objects.get(name, NONE))):
+            if not _is_known(cache, name := _manifest(step), known, version(objects.get(name, NONE))):
                 shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
         for name in list(_files_of(cache)):
             if name not in used:
@@ -306,6 +306,10 @@ def _first_record(folder: Path) -> bytes:
     return file.open("rb").readline() if file.is_file() else b""
 
 
+def _manifest(step: int) -> str:
+    return f"checkpoints/{step}/{MANIFEST}"
+
+
 def _steps(objects: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """The files of each checkpoint among those of a run."""
     steps: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -337,11 +341,9 @@ def _files_of(folder: Path) -> Iterator[str]:
 
 def _index(folder: Path) -> dict[str, Any]:
     """The record of what the store has of a folder, or had."""
-    try:
-        index = json.loads((folder / INDEX).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return index if isinstance(index, dict) else {}
+    with contextlib.suppress(OSError):
+        return parse((folder / INDEX).read_bytes())
+    return {}
 
 
 def _read_known(folder: Path) -> dict[str, list]:
@@ -397,7 +399,6 @@ class Mirror:
         self._ended, self._wake = threading.Event(), threading.Event()
         self._copies = threading.Thread(target=self._copy_until_ended, name="copies", daemon=True)
         self.lock.claim()
-        self._token = self.lock.token
 
     @property
     def lost(self) -> str | None:
@@ -409,11 +410,11 @@ class Mirror:
         there, self._known = _steps(objects), {name: self._known[name] for name in self._known if name in objects}
         self.store.patience = 0.0  # from here on a failure is for the next attempt
         for step, files in there.items():
-            newer = step > max(here, default=-1) and self._manifest(step) not in self._known
+            newer = step > max(here, default=-1) and _manifest(step) not in self._known
             if newer and {COMMIT, MANIFEST} <= files.keys():
                 self.lock.release()
                 raise UsageError(f"{self.address} has got checkpoint {step} meanwhile; type the same command again")
-        copied = [step for step in here if _is_known(self.folder, self._manifest(step), self._known)]
+        copied = [step for step in here if _is_known(self.folder, _manifest(step), self._known)]
         self._due = {step for step in here if step not in copied or COMMIT not in there.get(step, ())}
         threading.Thread(target=self._beat_until_released, name="beats", daemon=True).start()
         self._copies.start()
@@ -454,15 +455,11 @@ class Mirror:
             self.lock.released.set()
         if self.lost:
             aside = set_aside(self.folder, "not-copied")
-            raise RunError(
-                f"{self.address} is trained by {self.lost} now, so this process has stopped; what it saved is kept on "
-                f"this machine as {aside}, which --run and --init take"
-            )
+            saved = f"what it saved is kept on this machine as {aside}, which --run and --init take"
+            raise RunError(f"{self.address} is trained by {self.lost} now, so this process has stopped; {saved}")
         if lacking:
-            raise RunError(
-                f"{self.address} lacks {', '.join(lacking)} ({[*lacking.values()][-1]}); this machine has it, and "
-                f"copies it with: mjax train --run {self.address}"
-            )
+            what = f"{', '.join(lacking)} ({[*lacking.values()][-1]})"
+            raise RunError(f"{self.address} lacks {what}; this machine copies it with: mjax train --run {self.address}")
 
     # --- What is due --------------------------------------------------------------------------------------------------
 
@@ -504,10 +501,6 @@ class Mirror:
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _manifest(step: int) -> str:
-        return f"checkpoints/{step}/{MANIFEST}"
-
     def _upload(self, step: int) -> None:
         """Copy a checkpoint; it is due until the store lists all of it."""
         folder = self.folder / "checkpoints" / str(step)
@@ -528,7 +521,7 @@ class Mirror:
             if self._lacks(before, sizes) is None:
                 is_there = self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
             if not is_there:
-                self._beat()  # the run is still this process's
+                self.lock.beat()  # the run is still this process's
                 # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
                 old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
                 self.store.remove([f"{there}/{name}" for name in old if name in before])
@@ -544,14 +537,14 @@ class Mirror:
                 self._check_listed(there, {name: sizes[name] for name in data})
                 self._send(name for name in _files_of(self.folder) if NEEDED.match(name))
                 self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
-                self._beat()  # the run is still this process's
-                self.store.put([(folder / MANIFEST, f"{there}/{MANIFEST}")])
-                self.store.put([(folder / COMMIT, f"{there}/{COMMIT}")])
+                self.lock.beat()  # the run is still this process's
+                for name in (MANIFEST, COMMIT):
+                    self.store.put([(folder / name, f"{there}/{name}")])
             listed = self._check_listed(there, sizes)
         finally:
             self.uploading = None
         self._known = {name: about for name, about in self._known.items() if not name.startswith(prefix)}
-        self._known[self._manifest(step)] = [version(listed[MANIFEST]), *_stat(folder / MANIFEST)]
+        self._known[_manifest(step)] = [version(listed[MANIFEST]), *_stat(folder / MANIFEST)]
         _save(self.folder, self._known)
         self._due.discard(step)
         if not is_there:
@@ -577,11 +570,11 @@ class Mirror:
         if not here or here[-1] in self._due:  # a run that trains has one, unless somebody else removes files here
             return
         for step, files in _steps(self.store.files(self.address)).items():
-            there, unknown = f"{self.address}/checkpoints/{step}", self._manifest(step) not in self._known
+            there, unknown = f"{self.address}/checkpoints/{step}", _manifest(step) not in self._known
             if step in here or MADE_BY_ORBAX not in files or (COMMIT in files and unknown):
                 continue
             if not beaten:
-                self._beat()  # the run is still this process's
+                self.lock.beat()  # the run is still this process's
                 beaten = True
             renamed = _names_here(self.folder, step, self._known)
             self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
@@ -597,7 +590,7 @@ class Mirror:
     def _send(self, names: Iterable[str]) -> None:
         """Copy files of the run that have changed since they were copied."""
         if self.lost or time.monotonic() - self.lock.beaten > LAG / 2:
-            self._beat()  # the run is still this process's
+            self.lock.beat()  # the run is still this process's
         changed = [name for name in names if not _is_known(self.folder, name, self._known)]
         now = {name: ["", *_stat(self.folder / name)] for name in changed}
         self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
@@ -616,14 +609,11 @@ class Mirror:
 
     # --- One process trains in a run ----------------------------------------------------------------------------------
 
-    def _beat(self) -> None:
-        self.lock.beat()
-
     def _beat_until_released(self) -> None:
         """In a thread: show that this process trains, until it has ended or another one trains."""
         while not self.lock.released.wait(EVERY) and not self.lost:
             try:
-                self._beat()
+                self.lock.beat()
             except Exception as error:
                 self.store.say(f"{self.address} does not show that the run continues: {error}")
         self._wake.set()

@@ -37,7 +37,8 @@ class StoreLock:
     """
 
     def __init__(self, store: Store, address: str):
-        self.store, self.address, self.token = store, address, secrets.token_hex(8)
+        self.store, self.address, self.lock = store, address, f"{address}/{LOCK}"
+        self.token = secrets.token_hex(8)
         self.lost: str | None = None
         self.beaten, self.released = time.monotonic(), threading.Event()
         self._beats, self._tokens = 0, {self.token}  # also of the process that this one succeeds
@@ -49,11 +50,10 @@ class StoreLock:
         Raises:
           UsageError: another process trains there.
         """
-        lock, attempt, mine = f"{self.address}/{LOCK}", 0, False
-        while not mine:
-            held = _read(self.store, lock)
+        attempt = 0
+        while parse(held := self.store.read(self.lock)).get("token") != self.token:
             if held is None:
-                if self._create(lock) and self._ignores_conditions(lock):
+                if self._create(self.lock) and self._ignores_conditions():
                     self.store.say(
                         f"{self.address} is in a store without conditional writes: two processes that start in the "
                         "same second may both train until one of them reads the lock of the other"
@@ -62,10 +62,9 @@ class StoreLock:
             elif not watch(self.store, self.address, held):
                 # One process may succeed a lock that stands still, and the next one if that does not write it either.
                 attempt += 1
-                if self._create(f"{lock}-{zlib.crc32(held):08x}-{attempt}"):
-                    self._tokens.add(_parse(held).get("token", self.token))
-                    self.store.write(lock, self._state())
-            mine = _parse(_read(self.store, lock)).get("token") == self.token
+                if self._create(f"{self.lock}-{zlib.crc32(held):08x}-{attempt}"):
+                    self._tokens.add(parse(held).get("token", self.token))
+                    self.store.write(self.lock, self._state())
 
     def beat(self) -> None:
         """Count the lock up.
@@ -74,20 +73,20 @@ class StoreLock:
           RunError: it is another's.
         """
         with self._writing:
-            held = _read(self.store, f"{self.address}/{LOCK}")
-            if _parse(held).get("token") not in self._tokens and not self.released.is_set():
+            held = self.store.read(self.lock)
+            if parse(held).get("token") not in self._tokens and not self.released.is_set():
                 self.lost = _holder(held)
                 raise RunError(f"it is trained by {self.lost} now")
             if not self.released.is_set():
                 self._beats += 1
-                self.store.write(f"{self.address}/{LOCK}", self._state())
+                self.store.write(self.lock, self._state())
                 self.beaten = time.monotonic()
 
     def release(self) -> None:
         """Remove the lock, and those that it has succeeded, if it is still this process's."""
         with self._writing:
             self.released.set()
-            if _parse(_read(self.store, f"{self.address}/{LOCK}")).get("token") == self.token:
+            if parse(self.store.read(self.lock)).get("token") == self.token:
                 names = [name for name in self.store.files(self.address) if name.startswith(f"{LOCK}-")]
                 self.store.remove([f"{self.address}/{name}" for name in (LOCK, *names)])
 
@@ -95,16 +94,16 @@ class StoreLock:
         """Write the state of this process if there is no object; True if there is the one that this process wrote."""
         try:
             return self.store.create(address, self._state()) or (
-                _parse(_read(self.store, address)).get("token") == self.token  # the answer was lost
+                parse(self.store.read(address)).get("token") == self.token  # the answer was lost
             )
         except NotImplementedError:
             self.store.write(address, self._state())
             return True
 
-    def _ignores_conditions(self, lock: str) -> bool:
+    def _ignores_conditions(self) -> bool:
         """True if the store writes an object again that is to be written only if it is not there."""
         try:
-            return self.store.create(lock, self._state())
+            return self.store.create(self.lock, self._state())
         except NotImplementedError:
             return True
 
@@ -124,7 +123,7 @@ def watch(store: Store, address: str, held: bytes) -> bool:
         line = f"{address} was trained by {_holder(held)}: looking for {ALIVE - passed:.0f} s whether it still is"
         store.say(line, (held, passed // 10))
         time.sleep(POLL)
-        now = _read(store, f"{address}/{LOCK}")
+        now = store.read(f"{address}/{LOCK}")
         if now is None:
             return True
         if now != held:
@@ -132,24 +131,18 @@ def watch(store: Store, address: str, held: bytes) -> bool:
     return False
 
 
-def _read(store: Store, address: str) -> bytes | None:
-    """The bytes of an object; None if there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        return store.read(address)
-
-
-def _parse(content: bytes | None) -> dict[str, Any]:
-    """The values of a lock; {} if there is none, or none of ours."""
+def parse(content: bytes | None) -> dict[str, Any]:
+    """The values of a lock or an index; {} if there is none, or none of ours."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        if isinstance(lock := json.loads(content), dict):
-            return lock
+        if isinstance(values := json.loads(content), dict):
+            return values
     return {}
 
 
 def _holder(content: bytes | None) -> str:
     if content is None:
         return "nobody (its lock is gone: another process has ended it, or it was removed)"
-    lock = _parse(content)
+    lock = parse(content)
     return one_sentence(
         f"process {lock['process']} on {lock.get('host')}" if "process" in lock else "an unknown process"
     )

@@ -274,25 +274,17 @@ def is_first() -> bool:
 
 def wait_for_all(what: str) -> None:
     """Return when every process has reached this point, named `what`."""
-    if jax.process_count() > 1:
-        with jax.transfer_guard("allow"):  # the loop forbids implicit transfers; this one is intended
-            multihost_utils.sync_global_devices(what)
+    multihost_utils.sync_global_devices(what)
 
 
 def from_first(number: int) -> int:
     """Process 0's `number` (32 bits), in every process."""
-    if jax.process_count() == 1:
-        return number
-    with jax.transfer_guard("allow"):
-        return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def any_process(flag: bool) -> bool:
     """True in every process if `flag` is true in one of them."""
-    if jax.process_count() == 1:
-        return flag
-    with jax.transfer_guard("allow"):
-        return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
 
 
 def bytes_from_first(message: bytes) -> bytes:
@@ -308,6 +300,64 @@ def told_to_stop(step: int) -> bool:
     All must ask at every step. With a single process the answer is always no: it watches its own signals.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
+
+
+class StopSignal:
+    """Turns SIGTERM, `WARNINGS` and Ctrl-C into a request to stop after the steps in flight; a second Ctrl-C stops
+    immediately. Warnings that are ignored, as SIGHUP under `nohup`, or have another handler are left alone.
+
+    Several processes have to agree on the step, so there SIGTERM is handled by JAX (`told_to_stop`), warnings
+    become one, and Ctrl-C stops immediately.
+
+    Leave the context when the save is committed. After a stop request these signals are ignored from then on:
+    launchers send them again, and must see the exit code that says "saved".
+
+    Attributes:
+      name: of what requested it; "" if nothing has.
+    """
+
+    def __init__(self):
+        self.name = ""
+        self._before: dict[int, object] = {}
+        self._interrupts = 0
+
+    @property
+    def requested(self) -> bool:
+        """True if the run is to end after the step dispatched last."""
+        return bool(self.name)
+
+    def __enter__(self) -> StopSignal:
+        if jax.process_count() > 1:
+            forward_warnings()
+            return self
+        free = [number for number in WARNINGS if signal.getsignal(number) == signal.SIG_DFL]
+        with contextlib.suppress(ValueError):  # signals belong to the main thread
+            for number in (signal.SIGTERM, signal.SIGINT, *free):
+                self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        saved = self.requested and kind is None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if saved:
+            with contextlib.suppress(ValueError):  # not in the main thread
+                for number in {signal.SIGTERM, *self._before} - {signal.SIGINT}:
+                    signal.signal(number, signal.SIG_IGN)
+
+    def _stop(self, number: int, frame) -> None:
+        repeated = self.requested
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.name = self.name or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        # The host dispatches a step while the previous one runs, so up to two more steps are printed.
+        status = "still saving" if repeated else f"{self.name}: saving after the steps in flight, two at most"
+        left = "once more" if self._interrupts else "twice"
+        with contextlib.suppress(OSError):  # stderr may no longer be read
+            # Written directly: a handler may run while the console is in the middle of a line.
+            os.write(2, f"\n{status}; Ctrl-C {left} stops at once\n".encode())
 
 
 # --- Connections to process 0 -----------------------------------------------------------------------------------------
@@ -407,8 +457,8 @@ def _welcome(line: Line, token: str) -> dict[int, tuple[Line, str]]:
     return {}
 
 
-def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Line, str]:
-    """In process `index`: the connection to process 0, and its name. Arguments as for `listen`.
+def connect(where: Distributed, index: int, name: str, share: Share) -> dict[int, tuple[Line, str]]:
+    """In process `index`: the connection to process 0, and its name, by its index. Arguments as for `listen`.
 
     Raises:
       UsageError: it cannot be reached.
@@ -422,7 +472,7 @@ def connect(where: Distributed, index: int, name: str, share: Share) -> tuple[Li
                 line = Line(socket.create_connection((host, port), timeout=STALL))
                 line.send(token=there["token"], index=index, name=name)
                 if line.receive()[0]["token"] == there["token"]:
-                    return line, there["name"]
+                    return {0: (line, there["name"])}
         time.sleep(RETRY)
     raise UsageError(
         f"process {index} on {socket.gethostname()} cannot reach process 0 at port {port} of {' or '.join(hosts)}; "

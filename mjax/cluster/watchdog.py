@@ -42,7 +42,7 @@ import jax
 from mjax.cluster import processes
 from mjax.cluster.launch import COMPILING, STEP, Distributed
 from mjax.cluster.processes import bytes_from_first
-from mjax.errors import UnhealthyError, UsageError, exit_code
+from mjax.errors import UnhealthyError, UsageError, exit_code, first_line, shortened
 
 BEAT = 0.5  # seconds between two messages
 GRACE = 5.0  # seconds in which a failed collective may turn out to be caused by the death of another process
@@ -156,8 +156,7 @@ class Watchdog:
         self._certain = isinstance(error, UsageError | UnhealthyError | KeyboardInterrupt)
         self._failing = True
         self._thread.join(BEAT if self._certain else GRACE)
-        lines = str(error).strip().splitlines()
-        self._farewell = {"failed": lines[0] if lines else type(error).__name__, "code": exit_code(error)}
+        self._farewell = {"failed": first_line(error), "code": exit_code(error)}
         self._thread.join()
         self._leave(self._explain(error))
 
@@ -165,13 +164,10 @@ class Watchdog:
 
     def _connect(self) -> None:
         """Meet all others in process 0; in the others process 0, which is not silent until it has met all."""
-        if self.count > 1 and self.index == 0:
-            met = processes.listen(self.where, self.count, self.place.name, self._share)
-            self._peers = {index: (line, Place(name)) for index, (line, name) in met.items()}
-        elif self.count > 1:
-            line, name = processes.connect(self.where, self.index, self.place.name, self._share)
-            self._peers = {0: (line, Place(name, heard=math.inf))}
-        for index, (line, _) in self._peers.items():
+        meet, number = (processes.connect, self.index) if self.index else (processes.listen, self.count)
+        met = meet(self.where, number, self.place.name, self._share) if self.count > 1 else {}
+        for index, (line, name) in met.items():
+            self._peers[index] = line, Place(name, heard=math.inf if self.index else time.monotonic())
             self._selector.register(line, selectors.EVENT_READ, index)
 
     def _watch(self) -> None:
@@ -326,10 +322,8 @@ def _standing(places: list[Place], now: float) -> str:
         f"{place.name} is at step {place.step}, {place.doing} for {now - place.since:.0f} s{place.unheard(now)}"
         for place in sorted(behind, key=lambda place: place.step)
     ]
-    if len(parts) > 8:
-        parts[8:] = [f"{len(parts) - 8} more are behind"]
     who = "all others are" if parts else f"all {len(places)} processes are"
-    return "; ".join([*parts, f"{who} at step {step}, {doing}"])
+    return "; ".join([*shortened(parts, 8, "more are behind"), f"{who} at step {step}, {doing}"])
 
 
 def watching(where: Distributed, explain: Callable[[BaseException], int]) -> Watchdog:

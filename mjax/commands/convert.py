@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import shlex
 import shutil
 import sys
@@ -26,8 +25,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.base import check_base, digest_in_blocks, folder_of, own_part
-from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
@@ -38,7 +37,7 @@ from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, 
 from mjax.errors import UsageError
 from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
-from mjax.interop.convert import check_vocabulary, write_run
+from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
 from mjax.interop.megatron import arguments as megatron
 from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
@@ -68,12 +67,8 @@ def from_hf(arguments: FromHfArguments) -> int:
     check_run_folder(output)
     model_folder.check_output(output)
     if not source.is_dir():
-        download = f"hf download {source} --local-dir {source.name}"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not source.parent.exists():
-            raise UsageError(
-                f"there is no folder {source}; for a model of Hugging Face type {download}, and convert {source.name}"
-            )
-        raise UsageError(f"{source} is not a folder; give one with config.json and model.safetensors")
+        hub = f"for a model of Hugging Face type hf download {source} --local-dir {source.name}, and convert that"
+        raise UsageError(f"{source} is not a folder with config.json and model.safetensors; give one, or {hub}")
     if (source / lora.CONFIG).is_file() and not (source / "config.json").is_file():
         return _from_peft(arguments)
     if arguments.base is not None:
@@ -187,7 +182,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    family = names.MIXTURE if model.parted_experts() else names.DECODER
+    family = names.MIXTURE if model.experts else names.DECODER
     if checkpoint.architecture != "decoder":
         family = names.family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     tensor_names = weights.find_tensors(family, tensors, model, folder)
@@ -450,18 +445,14 @@ def _line(run: Path, step: int) -> str:
     records = (record for _, record in read_lines(run / "metrics.jsonl", []))
     tokens = next((record.get("tokens") for record in records if record["step"] == step), None)
     origin = origin_of(run)
-    return (
-        f"{name}: trained for {step:,} steps"
-        + (f" and {tokens:,} tokens" if tokens else "")
-        + (f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else "")
-    )
+    after = f" and {tokens:,} tokens" if tokens else ""
+    began = f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else ""
+    return f"{name}: trained for {step:,} steps{after}{began}"
 
 
 def _tokenizer_of(run: Path, flag: str | None) -> Tokenizer | None:
     """The tokenizer of an export: that of the run, the given one, or none."""
+    if flag is not None:
+        return None if flag == "none" else load_tokenizer(flag)
     stored = run / "tokenizer"
-    if flag == "none":
-        return None
-    if flag is None:
-        return tokenizer_from_folder(stored) if stored.is_dir() else None
-    return load_tokenizer(flag)
+    return tokenizer_from_folder(stored) if stored.is_dir() else None

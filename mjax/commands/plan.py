@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from mjax.cluster.hardware import Gpu, gpu_named
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
@@ -27,21 +27,21 @@ from mjax.config.checks import validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
 from mjax.config.resolve import resolve, resolve_steps
-from mjax.config.source import write_config
+from mjax.config.source import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
+from mjax.planner import Section
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
-from mjax.planner.section import SearchArguments, Section, check_search
 from mjax.utils.figures import human_bytes, named_rows, table
 from mjax.utils.files import cache_home
 
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Predict memory, communication and time of a run. Any config field is a flag: --mesh.pipe 4."""
+    """Predict memory, communication and time of a run. Any config field that changes them is a flag: --mesh.pipe 4."""
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_ELSEWHERE] = None
+    run: Annotated[Path | None, RUN_ELSEWHERE] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -65,9 +65,20 @@ class PlanArguments:
     """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
     by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
     longest: Count | None = None
-    """Find the longest sequence that fits on 1, 2, 4, … up to this many GPUs. Needs --gpu."""
-    longest_figure: Path | None = None
-    """With --longest: plot it into this file: .png, .pdf or .svg."""
+    """Find the longest sequence that fits on this many GPUs, which share it. Needs --gpu."""
+    devices: Count | None = None
+    """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
+    keep: tuple[str, ...] = ()
+    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context,
+    mesh.context_attention, mesh.sequence_parallel, mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch,
+    train.recompute, train.loss_chunks."""
+    days: Positive | None = None
+    """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
+    default llama3_8b)."""
+    tokens_per_parameter: Positive = 20.0
+    """With --days: training tokens for each parameter of the model; 20 are compute-optimal (arXiv 2203.15556)."""
+    write: Path | None = None
+    """Write the fastest config into this new file for `mjax train`; must end in .py."""
     without: ClassVar = UNPLANNED
     usual: ClassVar = {
         "what to plan": (
@@ -89,7 +100,6 @@ class PlanArguments:
         "mjax plan --gpu h100 --devices 64 --days 30               # the largest model that this budget trains",
     )
 
-    search: Annotated[SearchArguments, tyro.conf.arg(name="")] = field(default_factory=SearchArguments)
     json: bool = False
     """Print one JSON object instead of tables."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -103,9 +113,9 @@ def plan(argv: Sequence[str]) -> int:
     arguments = parse(PlanArguments, argv, "mjax plan", default)
     if chosen.resume is None:
         folder = TrainArguments.runs / name_of(config)
-        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), config, folder)
+        settings, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), config, folder)
     else:
-        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+        settings, taken = resolve_steps(arguments.settings, flag_names(argv))
     for line in taken:
         print(line, file=sys.stderr)
     from mjax.planner.layer import earlier_traces
@@ -121,8 +131,8 @@ def plan(argv: Sequence[str]) -> int:
 
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
     """The command line; for a budget with the config whose sizes are tried by default."""
-    typed = typed_flags(argv)
-    given = typed & {"config", "run", "resume"}
+    typed = flag_names(argv)
+    given = typed & {"config", "run"}
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(
@@ -132,17 +142,21 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
         return argv
     for flag in typed & {"train.steps", "train.tokens"}:
         raise UsageError(f"--{flag} and --days both set the length of the run; leave one of them out")
-    for flag in sorted(typed & {"optimizer.decay-steps", "optimizer.wsd-decay-steps"}):
-        raise UsageError(f"--{flag} counts steps, and with --days each model has its own number; leave it out")
-    if given and "family" in typed:
-        raise UsageError(f"--family and --{min(given)} both say which models to try; leave one of them out")
-    if "family" in typed and (settings := sorted(flag for flag in typed if "." in flag)):
-        raise UsageError(
-            f"--family tries configs as they are, without --{settings[0]}; leave it out, or name one with --config"
-        )
     return argv if given else ["--config", "llama3_8b", *argv]
 
 
+NEEDS = {
+    "keep": "devices 8",
+    "days": "devices 8",
+    "write": "devices 8",
+    "tokens_per_parameter": "days 30",
+    "devices": "gpu h100",
+    "longest": "gpu h100",
+    "devices_per_node": "gpu h100",
+    "network": "gpu h100",
+    "calibration": "gpu h100",
+}
+"""Flags that have no effect without another one."""
 OWN = "this config"  # of a caller from Python
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
 """Keys of the sections in --json, in printing order."""
@@ -184,27 +198,25 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     Raises:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
-    config, name, search = arguments.settings, arguments.config, arguments.search
+    config, name, devices = arguments.settings, arguments.config, arguments.devices
     gpu, calibration = _hardware(arguments)
     per_server = 8 if gpu is None else gpu.gpus_per_node
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
-    about = ""
-    if search.days is not None:
-        from mjax.planner.command import run_budget
-
+    if devices is not None or arguments.longest is not None:
         Rates(gpu, calibration, config.precision.compute)  # refuses a dtype without known rates
-        source = name if arguments.run is None else f"{arguments.run}/config.json"
-        base = config if source == OWN else load_config(source)
-        say = partial(print, file=sys.stderr)
-        name, config, sections["budget"] = run_budget(search, source, config, base, gpu, calibration, say)
-    if search.devices is not None:
-        from mjax.planner.command import run_search
+    if devices is not None:
+        from mjax.planner.command import about, run_budget, run_search
+        from mjax.planner.search import Budget
 
-        Rates(gpu, calibration, config.precision.compute)
-        config, sections["search"], about = run_search(search, name, config, gpu, calibration)
+        if arguments.days is not None:
+            name = name if arguments.run is None else f"{arguments.run}/config.json"
+            budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
+            base, say = config if name == OWN else load_config(name), partial(print, file=sys.stderr)
+            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep, say)
+        config, sections["search"] = run_search(config, name, devices, gpu, calibration, arguments.keep)
     _check(arguments, config, name, gpu, per_server)
-    if search.write is not None:  # after all checks
-        write_config(config, search.write, about)
+    if arguments.write is not None:  # after all checks
+        write_config(config, arguments.write, about(sections["search"], name, config))
 
     from mjax.planner.command import memory_section
 
@@ -217,8 +229,7 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
     if arguments.longest is not None:
         from mjax.planner.command import run_longest
 
-        Rates(gpu, calibration, config.precision.compute)
-        sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration, arguments.longest_figure)
+        sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration)
     if arguments.compile:
         from mjax.planner.compile import compile_and_tell
 
@@ -228,23 +239,21 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
 def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]:
     """The given GPU with the described server, and its rates; refuses flags that cannot work."""
-    for name in ("schedule_figure", "memory_figure", "communication_figure", "longest_figure"):
+    for name in ("schedule_figure", "memory_figure", "communication_figure"):
         if (file := getattr(arguments, name)) is not None:
             check_picture(f"--{name.replace('_', '-')}", file)
-    check_search(arguments.search, arguments.gpu)
-    if arguments.longest_figure is not None and arguments.longest is None:
-        raise UsageError("--longest-figure plots what --longest finds; add --longest 64")
-    if arguments.longest is not None and arguments.gpu is None:
-        raise UsageError(f"--longest {arguments.longest} needs a GPU to plan for; add --gpu, such as --gpu h100")
+    if arguments.write is not None:
+        check_new(arguments.write)
+    for name, needed in NEEDS.items():
+        value = getattr(arguments, name)
+        if value != getattr(PlanArguments, name) and getattr(arguments, needed.partition(" ")[0]) is None:
+            values = value if isinstance(value, tuple) else (value,)
+            shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+            raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
         return gpu, default_calibration(gpu) if file is None else read_calibration(file)
-    for flag, value in (("--devices-per-node", per_server), ("--network", network)):
-        if value is not None:
-            raise UsageError(f"{flag} {value:g} describes the server of a GPU; add --gpu, such as --gpu h100")
-    if file is not None:
-        raise UsageError(f"--calibration {file} is for a GPU; add --gpu, such as --gpu h100")
     return None, None
 
 
@@ -255,7 +264,7 @@ def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None,
     if arguments.schedule_figure is not None and config.mesh.pipe == 1:
         layers = config.model.layers
         stages = next((count for count in range(2, layers) if layers % count == 0), layers)
-        keep = " --keep mesh.pipe" if arguments.search.devices is not None else ""
+        keep = " --keep mesh.pipe" if arguments.devices is not None else ""
         raise UsageError(
             f"--schedule-figure needs a pipeline and {name} has none; add stages, such as --mesh.pipe {stages}{keep}"
         )

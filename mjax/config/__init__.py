@@ -24,30 +24,6 @@ from mjax.config.run import (
     to_dict,
 )
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "HealthConfig",
-    "LogConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "PrecisionConfig",
-    "TrainConfig",
-    "as_flag",
-    "available_configs",
-    "differences",
-    "from_dict",
-    "has_own_model",
-    "load_config",
-    "load_own_model",
-    "read_config",
-    "read_settings",
-    "save_config",
-    "to_dict",
-]
-
 register_folders()
 
 

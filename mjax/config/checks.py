@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
 from operator import attrgetter
 
 from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
-from mjax.config.bounds import check_bounds, fields_of
+from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
-from mjax.config.kernels import ways_across
-from mjax.config.marks import Only
-from mjax.config.run import Config, as_flag
+from mjax.config.marks import Only, marks_of
+from mjax.config.pattern import check_stages
+from mjax.config.run import BLENDS, Config, as_flag, differences
 from mjax.errors import UsageError, either
 
-LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
+MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -40,7 +39,7 @@ def validate(config: Config, name: str = "this config") -> None:
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
-        raise UsageError(f"{flag} {number} does not divide {what}; use {_listed(allowed or _divisors(size))}")
+        raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
 
 
 def _check_shapes(config: Config) -> None:
@@ -58,9 +57,9 @@ def _check_shapes(config: Config) -> None:
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
-        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
+        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
-        if not (experts := model.parted_experts()):
+        if not (experts := model.experts):
             raise UsageError(
                 f"--mesh.expert {mesh.expert} splits the experts of a mixture, and {model.title} has none; leave it out"
             )
@@ -127,12 +126,11 @@ def _check_context(config: Config) -> None:
     if model.sequence % parts:
         raise UsageError(
             f"--mesh.context {mesh.context} cannot cut {model.sequence} positions into {parts} equal parts; "
-            f"use a --model.sequence that is a multiple of {parts}, or --mesh.context "
-            f"{_listed([n for n in _divisors(model.sequence) if n > 1 and _cuts(config, n)] or [1])}"
+            f"use a --model.sequence that is a multiple of {parts}, or another --mesh.context"
         )
     heads = model.heads // mesh.model
     if config.across == "heads" and heads % mesh.context:
-        possible = _listed(_divisors(heads)[1:] or [1])
+        possible = _join_numbers(_divisors(heads)[1:] or [1])
         raise UsageError(
             f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
             f"use --mesh.context {possible}, or --mesh.context-attention gather"
@@ -142,12 +140,6 @@ def _check_context(config: Config) -> None:
             "--mesh.context-attention gather has queries of some positions and keys of all, and --model.attention "
             "cudnn takes equal ones; use --model.attention flash, or --mesh.context-attention heads"
         )
-
-
-def _cuts(config: Config, context: int) -> bool:
-    """Whether so many ranks of `context` can have equal parts of a sequence."""
-    there = replace(config, mesh=replace(config.mesh, context=context))
-    return there.across in ways_across(there)
 
 
 def check_offload(config: Config) -> None:
@@ -217,20 +209,16 @@ def _check_schedules(config: Config) -> None:
 
 def _check_conditions(config: Config) -> None:
     """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
-    for section in fields(config):
-        settings = getattr(config, section.name)
-        for field, (name, _, _, marks) in zip(fields(settings), fields_of(type(settings)), strict=True):
-            value = getattr(settings, name)
-            for mark in marks if value != field.default else ():
-                if isinstance(mark, Only) and (actual := attrgetter(mark.field)(config)) not in (
-                    *mark.values.split(),
-                    "examples",
-                ):
-                    other = "samples of" if mark.field == "samples" else f"--{mark.field}"
-                    raise UsageError(
-                        f"{as_flag(f'{section.name}.{name}', value)} is for {other} {either(mark.values.split())}, and "
-                        f"this run has {actual}; leave it out"
-                    )
+    for name, (value, _) in differences(config, Config(model=config.model)).items():
+        for mark in marks_of(config, name):
+            actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
+            if actual is None or actual in (*mark.values.split(), "examples"):
+                continue
+            other = "samples of" if mark.field == "samples" else f"--{mark.field}"
+            raise UsageError(
+                f"{as_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
+                "leave it out"
+            )
 
 
 def _check_data(config: Config, name: str) -> None:
@@ -250,7 +238,7 @@ def _check_data(config: Config, name: str) -> None:
         )
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
-    for field in ("path", "train_path", "valid_path"):
+    for field in BLENDS:
         if getattr(data, field):
             parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
     split_sequences(data.split, 0)
@@ -267,68 +255,50 @@ def check_batch_sizes(config: Config) -> None:
         return
     if train.batch_rampup is not None and train.batch_schedule is not None:
         raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
-    unit, of = mesh.data * train.micro_batch, f"data {mesh.data} × micro-batch {train.micro_batch}"
+    unit, of, end = (
+        mesh.data * train.micro_batch,
+        f"data {mesh.data} × micro-batch {train.micro_batch}",
+        train.global_batch,
+    )
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     if train.batch_rampup is not None:
         flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
         start, increment, _ = train.batch_rampup
-        fitting = _fitting_rampup(config, unit)
-        if min(train.batch_rampup) < 1 or start >= train.global_batch or (train.global_batch - start) % increment:
+        if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
             raise UsageError(
-                f"{flag} does not reach --train.global-batch {train.global_batch} from below in whole increments; "
-                f"{fitting}"
+                f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
+                "INCREMENT that divides the difference"
             )
     else:
         flag = f"--train.batch-schedule {train.batch_schedule!r}"
-        last = parse_schedule(train.batch_schedule)[-1][1]
-        if last != train.global_batch:
+        if (last := parse_schedule(train.batch_schedule)[-1][1]) != end:
             raise UsageError(
-                f"{flag} ends with {last} and --train.global-batch is {train.global_batch}; "
-                f"use --train.global-batch {last}"
+                f"{flag} ends with {last} and --train.global-batch is {end}; use --train.global-batch {last}"
             )
-        starts = [(entry.partition(":")[0], int(entry.partition(":")[2])) for entry in train.batch_schedule.split()]
-        fitting = "type --train.batch-schedule " + repr(
-            " ".join(f"{start}:{_nearest_multiple(size, unit)}" for start, size in starts)
-        )
-        if train.global_batch % unit:
-            fitting += f" --train.global-batch {_nearest_multiple(train.global_batch, unit)}"
     for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(
                 f"{flag} has a batch of {size} from step {first_step + 1} on, which is not a multiple of {unit} "
-                f"({of}); {fitting}"
+                f"({of}); use multiples, there and for --train.global-batch, such as {_nearest_multiple(size, unit)}"
             )
 
 
-def _fitting_rampup(config: Config, unit: int) -> str:
-    """The flags of the ramp-up nearest to that of `config` whose sizes are multiples of `unit`."""
-    (start, increment, samples), end = config.train.batch_rampup, config.train.global_batch
-    changed = "" if end % unit == 0 else f" --train.global-batch {_nearest_multiple(end, unit)}"
-    end = _nearest_multiple(end, unit)
-    if end == unit:
-        return f"leave it out, or type --train.global-batch {2 * unit} or more"
-    start = min(_nearest_multiple(start, unit), end - unit)
-    increments = [unit * count for count in _divisors((end - start) // unit)]
-    increment = min(increments, key=lambda size: abs(size - increment))
-    return f"type --train.batch-rampup {start} {increment} {max(samples, 1)}{changed}"
-
-
-def check_devices(config: Config, found: int, name: str = "this config") -> None:
+def check_devices(config: Config, available: int, name: str = "this config") -> None:
     """Refuse a mesh that does not use exactly the available devices.
 
     Raises:
-      UsageError: the mesh needs more or fewer devices than were found.
+      UsageError: the mesh needs more or fewer devices than are available.
     """
     mesh = config.mesh
-    if mesh.devices != found:
+    if mesh.devices != available:
         usual = (axes.DATA, axes.MODEL)
         shown = [name for name in axes.NAMES if name in usual or (name not in axes.LAID and getattr(mesh, name) > 1)]
         *first, last = (f"--mesh.{name}" for name in shown)
         flags = f"{', '.join(first)} and {last}"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
-            f"({axes.in_words(mesh)}); {found} found: "
+            f"({axes.in_words(mesh)}); {available} found: "
             f"set {flags}, or --simulate {mesh.devices}"
         )
 
@@ -348,17 +318,18 @@ def _check_pipeline(config: Config) -> None:
         simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
         raise UsageError(
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
+            f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
+    check_stages(config.model, mesh)
     for size in BatchSizes.of(config).sizes():
         check_pipeline(mesh.pipe, size // (mesh.data * config.train.micro_batch), mesh.chunks)
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, min(n, LARGEST_SUGGESTED) + 1) if n % k == 0]
+    return [k for k in range(1, min(n, MAX_DIVISOR) + 1) if n % k == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return either(numbers) if len(numbers) <= 12 else ", ".join(map(str, numbers[:12])) + ", …"
 
 

@@ -17,7 +17,7 @@ from mjax.utils.files import read_json
 from mjax.utils.ranges import local_prefix
 from mjax.utils.remote import located
 
-MOST_DATASETS = 32767  # their numbers are int16
+MAX_DATASETS = 32767  # their numbers are int16
 
 # --- Blends -----------------------------------------------------------------------------------------------------------
 
@@ -47,26 +47,18 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
       UsageError: weights are missing, not above 0, or misplaced, or there are too many datasets.
     """
     values = [value.strip() for value in values]
-    weights, prefixes = [_number(value) for value in values[::2]], values[1::2]
-    if len(values) == 1 or not any(_number(value) is not None for value in values):
-        blend = Blend(tuple(values), None)
-    elif len(values) % 2 == 0 and None not in weights:
-        blend = Blend(tuple(prefixes), tuple(weights))
+    numbers = [_number(value) for value in values]
+    if len(values) == 1 or not any(number is not None for number in numbers):
+        prefixes, weights = values, None
     else:
+        prefixes, weights = values[1::2], [number or 0 for number in numbers[::2]]
+    fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
+    if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
         raise UsageError(
-            f"{flag} {' '.join(values)} gives a weight to some datasets and not to others; "
-            f"write a weight before every prefix, such as {flag} 0.3 data/a 0.7 data/b, or before none"
+            f"{flag} {' '.join(values)} is no blend; write a weight before every prefix, above 0, such as {flag} 0.3 "
+            f"data/a 0.7 data/b, or before none, for fewer than {MAX_DATASETS:,} datasets"
         )
-    if not all(0 < weight < math.inf for weight in blend.weights or ()):
-        raise UsageError(
-            f"{flag} {' '.join(values)} has a weight that is not above 0; leave that dataset out, or give it a weight"
-        )
-    blend = dataclasses.replace(blend, prefixes=tuple(map(local_prefix, blend.prefixes)))
-    if not all(blend.prefixes) or len(blend.prefixes) >= MOST_DATASETS:
-        raise UsageError(
-            f"{flag} has an empty prefix, or {MOST_DATASETS:,} of them or more; give fewer, and each a name"
-        )
-    return blend
+    return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 
 
 def _number(value: str) -> float | None:

@@ -32,6 +32,13 @@ class Only:
 
 
 @dataclass(frozen=True)
+class By:
+    """None stands for the value of this property, which the field has by default."""
+
+    property: str
+
+
+@dataclass(frozen=True)
 class Elsewhere:
     """Names that a field has in Megatron-LM, nanoGPT or Hugging Face: `fp16=fp16` is a switch for one value of it, and
     the value of `epochs~` means something else."""
@@ -55,19 +62,35 @@ RATE = Mark("rate")
 """Of the learning rate: may change if the rates of the steps taken do not."""
 NEW_RUN = Mark("new run")
 """Of a model: may differ where a new run starts from weights of another (--init), if these have the same shapes."""
+BLEND = Mark("blend")
+"""Datasets, which are compared by their contents."""
 PER_PROCESS = Mark("per process")
 """Processes of a run need not agree on it."""
+ANY_FAMILY = Mark("any family")
+"""Of a model: it changes nothing that the model computes, or a Hugging Face family has its own rule for it."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
 """No plan depends on it: it is no flag of `mjax plan`; and the exceptions in such a section."""
 FILE_ONLY = tyro.conf.Fixed
 """Set in a config file or in Python: it is no flag of any command."""
 
 
-def marks_of(config: Any, name: str) -> frozenset[Mark]:
+def in_use(settings: Any, name: str) -> Any:
+    """The value of a field, or of the property that it follows by default (`By`)."""
+    value = getattr(settings, name)
+    sources = [mark.property for mark in _marks(type(settings))[name] if isinstance(mark, By)]
+    return getattr(settings, sources[0]) if value is None and sources else value
+
+
+def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
     """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
-    return frozenset(mark for mark in marks if isinstance(mark, Mark))
+    return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))
+
+
+def names_with(mark: Mark, cls: type) -> tuple[str, ...]:
+    """Names of the fields of a dataclass with this mark."""
+    return tuple(name for name, marks in _marks(cls).items() if mark in marks)
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:

@@ -24,7 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 import tyro
 
 from mjax.config.bounds import Count, CountOrZero, NotNegative, Positive, Share
-from mjax.config.marks import FILE_ONLY, FREE, NEW_RUN, TUNING, Elsewhere
+from mjax.config.marks import ANY_FAMILY, FILE_ONLY, FREE, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError, suggestion
 
 C = TypeVar("C", bound="type[ModelConfig]")
@@ -89,6 +90,9 @@ class ModelConfig:
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
       window: tokens that a position sees, itself included; None: all up to its own.
+      experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
+      experts_per_token: that each token is routed to.
+      grouped: kernel of the products of experts.
     """
 
     kind: str = ""
@@ -101,28 +105,28 @@ class ModelConfig:
     """Attention heads, n; the head size is hidden / heads."""
     sequence: Annotated[Count, Elsewhere("seq-length seq-len max-seq-length block-size context-length")] = 1024
     """Tokens in a sample, s."""
-    max_position_embeddings: Annotated[Count | None, Elsewhere("n-positions")] = None
+    max_position_embeddings: Annotated[Count | None, By("max_positions"), ANY_FAMILY, Elsewhere("n-positions")] = None
     """Positions of the model, which stay when it trains on shorter samples: rows of learned positions, and what exports
     say; as many as sequence when not given."""
     vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN, Elsewhere("make-vocab-size-divisible-by")] = 1024
+    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
-    attention: Annotated[Attention, FREE, NEW_RUN, Elsewhere("attn-implementation")] = "auto"
+    attention: Annotated[Attention, FREE, NEW_RUN, ANY_FAMILY, Elsewhere("attn-implementation")] = "auto"
     """Attention kernel: auto takes cudnn on an NVIDIA GPU (xla where attention dropout is asked for) and xla_blocks on
     a CPU. flash has dropout and keeps no scores, and no GPU has run it yet."""
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
-    lora_alpha: Annotated[Positive | None, lora_flag("alpha")] = None
+    lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
     """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora")] = False
+    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
     """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
-    lora_dropout: Annotated[Rate, lora_flag("dropout")] = 0.0
+    lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
     title: ClassVar[str] = "a language model"
@@ -133,10 +137,11 @@ class ModelConfig:
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = False
-    head_dim: ClassVar[int | None] = None
     biased_scores: ClassVar[bool] = False
-    attention_dropout: ClassVar[float] = 0.0
-    window: ClassVar[int | None] = None
+    # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
+    head_dim = window = grouped = None
+    attention_dropout = 0.0
+    experts = experts_per_token = 0
 
     @property
     def head_size(self) -> int:
@@ -215,13 +220,9 @@ class ModelConfig:
         return self.heads
 
     @property
-    def period(self) -> int:
-        """Layers until what differs between them repeats; a stage of a pipeline has whole periods."""
-        return 1
-
-    def window_at(self, layer_in_group: int) -> int | None:
-        """The window of a layer by its number in the group that the model repeats, from 0."""
-        return self.window
+    def pattern(self) -> Pattern:
+        """The kinds of the layers."""
+        return Pattern((LayerKind(self.window),))
 
     def columns(self) -> dict[str, int]:
         """The sizes that `mesh.model` has to divide, by name."""
@@ -237,33 +238,12 @@ class ModelConfig:
             size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
         )
 
-    @property
-    def grouped_kernel(self) -> str | None:
-        """The kernel of the products of experts; None for a model without them, which has no field `grouped`."""
-        return None
-
-    def with_grouped(self, kernel: str) -> Self:
-        """The same model with this kernel for the products of experts."""
-        return self
-
-    def parted_experts(self) -> int:
-        """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
-        return 0
-
-    def taken_experts(self) -> int:
-        """Number of experts that each token is routed to; 0 for a dense model."""
-        return 0
-
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.
 
         Raises:
           UsageError: one sentence with the flag, its value and what to type.
         """
-
-    def one_layer(self) -> Self:
-        """The same model with one layer, from which that of all is predicted."""
-        return dataclasses.replace(self, layers=1)
 
     def without_lora(self) -> Self:
         """The same model without adapters: the base of them."""

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
-from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only
+from mjax.config.marks import BLEND, FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only, names_with
 from mjax.config.model import (
     REGISTRY,
     Arrays,
@@ -92,15 +92,15 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[tuple[str, ...], PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
+    path: Annotated[tuple[str, ...], BLEND, PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
-    train_path: Annotated[tuple[str, ...], Elsewhere("train-data train-data-path")] = ()
+    train_path: Annotated[tuple[str, ...], BLEND, Elsewhere("train-data train-data-path")] = ()
     """Instead of path: a blend used for training only. valid_path goes with it."""
-    valid_path: Annotated[tuple[str, ...], Elsewhere("valid-data-path val-data validation-file")] = ()
+    valid_path: Annotated[tuple[str, ...], BLEND, Elsewhere("valid-data-path val-data validation-file")] = ()
     """With train_path: a blend used for validation only."""
     mock: Annotated[bool, PLANNED, Elsewhere("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
@@ -114,7 +114,7 @@ class DataConfig:
     """Restart positions at 0 after each end of document."""
     reset_attention: Annotated[bool, PLANNED, TEXT, Elsewhere("reset-attention-mask")] = False
     """Let a token attend only to tokens of its own document."""
-    mask_eod_loss: Annotated[bool, PLANNED, TEXT, Elsewhere("eod-mask-loss")] = False
+    mask_eod_loss: Annotated[bool, TEXT, Elsewhere("eod-mask-loss")] = False
     """Ignore the loss of the token after an end of document, which cannot be predicted."""
     conversations: Annotated[bool, PLANNED, Only("samples", "text conversations")] = False
     """Samples are whole conversations of `mjax prepare --chat`, which do not see each other, and only what the
@@ -134,7 +134,7 @@ class DataConfig:
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
-        for name in ("path", "train_path", "valid_path"):
+        for name in BLENDS:
             value = getattr(self, name)
             if value is None or isinstance(value, str):  # one prefix or none
                 object.__setattr__(self, name, (value,) if value else ())
@@ -156,6 +156,9 @@ class DataConfig:
         if self.reset_attention or self.conversations:
             types["documents"] = "int32"
         return types
+
+
+BLENDS = names_with(BLEND, DataConfig)
 
 
 @dataclass(frozen=True)
@@ -449,21 +452,15 @@ def _execute(file: Path) -> types.ModuleType:
 
 def _config_file(name: str) -> Path:
     """The Python file of `--config NAME`."""
-    if name.endswith(".py"):
-        if Path(name).is_file():
-            return Path(name)
-        known = ", ".join(available_configs())
-        raise UsageError(f"there is no config file {name}; give a path to a .py file or one of: {known}")
-    own = Path(f"{name}.py")
-    found = [file for folder in config_folders() if (file := folder / own).is_file()]
-    if own.is_file() and found and not own.samefile(found[0]):
-        raise UsageError(f"--config {name} is {found[0]} or ./{own}; type --config ./{own} for the one that is here")
-    if not found and not own.is_file():
-        raise UsageError(
-            f"there is no config {name!r}{suggestion(name, available_configs())}; "
-            f"there are: {', '.join(available_configs())}"
-        )
-    return found[0] if found else own
+    here, known = Path(name if name.endswith(".py") else f"{name}.py"), available_configs()
+    files = [] if name.endswith(".py") else [folder / here for folder in config_folders()]
+    files = [file for file in (*files, here) if file.is_file()]
+    if not files:
+        kind = f"file {name}" if name.endswith(".py") else f"{name!r}{suggestion(name, known)}"
+        raise UsageError(f"there is no config {kind}; give a path to a .py file, or one of: {', '.join(known)}")
+    if files[-1] == here and not here.samefile(files[0]):
+        raise UsageError(f"--config {name} is {files[0]} or ./{here}; type --config ./{here} for the one that is here")
+    return files[0]
 
 
 # --- As plain values --------------------------------------------------------------------------------------------------
@@ -538,10 +535,9 @@ def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
     found = {}
     for section in dataclasses.fields(Config):
         a, b = getattr(ours, section.name), getattr(theirs, section.name)
-        for name in dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one)):
-            x, y = getattr(a, name, None), getattr(b, name, None)
-            if x != y:
-                found[f"{section.name}.{name}"] = (x, y)
+        names = dict.fromkeys(knob.name for one in (a, b) for knob in dataclasses.fields(one))
+        pairs = {name: (getattr(a, name, None), getattr(b, name, None)) for name in names}
+        found |= {f"{section.name}.{name}": values for name, values in pairs.items() if values[0] != values[1]}
     return found
 
 

@@ -137,8 +137,8 @@ class _Files:
         metadata, self.tokenizer = _common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
             raise UsageError(
-                f"{prefixes[0]} has {metadata.vocabulary:,} ids, above {model.vocabulary:,}; use --model.vocabulary "
-                f"{metadata.vocabulary}, or to continue a run prepare the data with --tokenizer run:RUN"
+                f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
+                f"--model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod

@@ -20,7 +20,7 @@ from mjax.cluster.launch import MEMORY_FRACTIONS
 from mjax.config import MeshConfig
 from mjax.config.axes import MODEL
 from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, Finding, first
-from mjax.doctor.installation import ON_GPU_NODE, read_driver
+from mjax.doctor.host import ON_GPU_NODE, read_driver
 from mjax.errors import first_line
 from mjax.parallel import mappings
 from mjax.parallel.mesh import make_mesh

@@ -39,14 +39,14 @@ from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
 from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
+from mjax.models.bert.model import HEAD
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
 from mjax.run.display import Display
 from mjax.run.health import Guard
-from mjax.run.loop import Evaluate, Run, in_order
+from mjax.run.loop import PREEMPTED, Evaluate, Run
 from mjax.run.metrics import MetricsLog
-from mjax.run.options import PREEMPTED
 from mjax.run.start import write_environment
 from mjax.step.layout import lay_out
 from mjax.step.optimizer import adamw
@@ -129,7 +129,7 @@ class Finetuning:
             data = TrainingData(batches, None, None, "examples of the task")
             run = Run(self.config, self.mesh, self.program, checkpoints, data, display, self.watchdog, guard, log)
             evaluate = EvaluateTask(folder, self.task, self.scorer, best, start)
-            run.callbacks = in_order(self.watchdog, guard, display, log, evaluate)
+            run.arrange(evaluate)
             run.state, run.steps_before = state, self._steps_before
             epochs = self.epochs[seed] = evaluate.epochs
             if start == (len(epochs) + 1) * self.config.train.eval_interval:  # stopped before it was evaluated
@@ -376,9 +376,6 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
 # The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
 # loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
 # mainly the head, are drawn from N(0, init_std).
-
-
-HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
 
 
 class Start:

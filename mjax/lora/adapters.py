@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, local_columns
-from mjax.parallel.products import into_columns, linear
+from mjax.parallel.products import Rows, enter, linear
 from mjax.parallel.random import DropoutKey, dropout, dropout_tokens
 from mjax.parallel.tokens import Tokens
 
@@ -51,38 +51,20 @@ class ColumnAdapter(Adapter):
         super().__init__(*matrices)
         self.parts = parts
 
-    def columns(
-        self, x: Float[Array, "t h"], tokens: Tokens, layers: Sequence[ColumnParallelLinear], weights, key
-    ) -> tuple[Float[Array, "bs ..."], ...]:
-        """Return what `layers.columns` does, with the adapters of the layers: in the same region, unless dropout gives
-        them another input, which costs an f of its own.
+    def input(self, x: Float[Array, "t h"], entered: Rows, tokens: Tokens, key: DropoutKey | None) -> Rows:
+        """What A multiplies: `entered`, f of the layer's input x, unless dropout gives it another one, which costs an f
+        of its own."""
+        if key is None or not self.dropout:
+            return entered
+        return enter(dropout_tokens(x, self.dropout, key, tokens), (), tokens)[0]
 
-        Args:
-          weights: kernels, biases, unfused and frozen, as `into_columns` takes them.
-          key: of the dropout masks.
-        """
-        kernels, biases, unfused, frozen = weights
-        adapters = [layer.adapter for layer in layers if layer.adapter is not None]
-        axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
-        downs = tuple(mappings.vary(adapter.a[...], axes) for adapter in adapters)
-        nothing, no = (None,) * len(downs), (False,) * len(downs)
-        if key is not None and self.dropout:
-            outputs = into_columns(x, kernels, biases, tokens, unfused, frozen)
-            outputs += into_columns(dropout_tokens(x, self.dropout, key, tokens), downs, nothing, tokens, no, no)
-        else:
-            outputs = into_columns(x, kernels + downs, biases + nothing, tokens, unfused + no, frozen + no)
-        outputs, narrow, sums = iter(outputs), iter(outputs[-len(downs) :]), []
-        for layer, is_unfused in zip(layers, unfused, strict=True):
-            parts = [next(outputs) for _ in range(layer.kernel.shape[1] if is_unfused else 1)]
-            sums += parts if layer.adapter is None else layer.adapter.added(parts, next(narrow), layer)
-        return tuple(sums)
-
-    def added(
-        self, outputs: list[Float[Array, "bs ..."]], narrow: Float[Array, "bs k r"], layer: ColumnParallelLinear
+    def __call__(
+        self, outputs: Sequence[Float[Array, "bs ..."]], x: Float[Array, "bs h"], layer: ColumnParallelLinear
     ) -> list[Float[Array, "bs ..."]]:
-        """The outputs of a layer, of each part or of all in one, with s · (f(x) A) B added; `narrow` is f(x) A."""
+        """The outputs of a layer, of each part or of all in one, with s · (x A) B added."""
+        narrow = linear(mappings.vary(self.a[...], mappings.varying_axes(x)), x)
         b = self.scale * local_columns(self.b[...], layer.columns, 2)
-        own = {part: linear(b[i], narrow[:, i], 1) for i, part in enumerate(self.parts)}
+        own = {part: linear(b[i], narrow[:, i]) for i, part in enumerate(self.parts)}
         if layer.split and len(outputs) == 1:
             nothing = jnp.zeros_like(own[self.parts[0]])
             own = {0: jnp.stack([own.get(part, nothing) for part in range(layer.kernel.shape[1])], axis=1)}

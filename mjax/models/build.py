@@ -19,7 +19,7 @@ from mjax.lora.add import add_adapters
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model
 from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
-from mjax.utils.names import STACK, leaf_name, stack_and_turn
+from mjax.utils.names import leaf_name
 
 
 def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
@@ -63,23 +63,6 @@ def frozen_weights(config: ModelConfig) -> frozenset[str]:
 @lru_cache(maxsize=64)
 def _traced(config: ModelConfig) -> Model:
     return jax.eval_shape(lambda: build_model(0, config))
-
-
-def has_several_stacks(config: ModelConfig) -> bool:
-    """Whether the model's layers are an `nnx.List` of stacks rather than one."""
-    return any(name.startswith("blocks.0.") for name in abstract_weights(config))
-
-
-def layers_differ(config: ModelConfig) -> bool:
-    """Whether the model has layers of several kinds, one after the other or in turns."""
-    return len(layers_of_kinds(config)) > 1
-
-
-@lru_cache(maxsize=64)
-def layers_of_kinds(config: ModelConfig) -> dict[tuple[int, int], int]:
-    """The layers of each stack and turn (`models/block.py`), by their numbers; of one stack alone under (0, 0)."""
-    weights = abstract_weights(config).items()
-    return {stack_and_turn(name): shape[0] for name, (shape, _) in weights if STACK.match(name)}
 
 
 @lru_cache(maxsize=64)
@@ -136,6 +119,6 @@ def count_active(config: ModelConfig) -> int:
 
     def used(shape: tuple[int, ...], spec: P) -> int:
         size = math.prod(shape)
-        return size * config.taken_experts() // config.parted_experts() if EXPERT in spec else size
+        return size * config.experts_per_token // config.experts if EXPERT in spec else size
 
     return sum(used(*weight) for weight in abstract_weights(config).values())

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.errors import UsageError
-from mjax.models.block import run_blocks
 from mjax.models.context import Context
 from mjax.models.parts.output import Output
 from mjax.models.protocol import LanguageModel
+from mjax.models.stack import run_blocks
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
@@ -24,7 +24,7 @@ from mjax.parallel.tokens import Across, Tokens
 
 @runtime_checkable
 class Layers(Protocol):
-    """All layers of a model, as `Block` has them for one: `generation/decoding.py`, also over stages of a pipeline."""
+    """All layers of a model, as `Block` has them for one: `generation/generate.py`, also over stages of a pipeline."""
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
 

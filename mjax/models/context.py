@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jaxtyping import Array, Float, Int
 
+from mjax.config.pattern import PLAIN, LayerKind
 from mjax.parallel.random import DropoutKey, dropout_tokens
 from mjax.parallel.tokens import Tokens
 
@@ -20,7 +21,7 @@ class Context:
       positions: of each token; None: those of `tokens.position_ids`.
       documents: number of a token's document, if attention must stay within it; of whole sequences, also
         where a rank has a part of their positions.
-      layer_in_group: number of a layer in the group that the model repeats, from 0.
+      kind: of a layer, from the pattern of the model.
       layer: number of a layer in the model, from 1.
       slots: which positions the slots of a cache hold on this rank, where one position after them is computed; None
         in training, and for whole prompts.
@@ -31,7 +32,7 @@ class Context:
     key: DropoutKey | None = None
     positions: Int[Array, "b s"] | None = None
     documents: Int[Array, "b s"] | None = None
-    layer_in_group: int = 0
+    kind: LayerKind = PLAIN
     loss_chunks: int = 1
     layer: Array | int = 0
     slots: Int[Array, " S"] | None = None
@@ -41,10 +42,10 @@ class Context:
         have the same."""
         return self.tokens.position_ids()[None] if self.positions is None else self.positions
 
-    def of_layer(self, number: Array | int, layer_in_group: int = 0) -> Context:
+    def of_layer(self, number: Array | int, kind: LayerKind = PLAIN) -> Context:
         """The context of a layer, numbered from 1; 0 is the embedding."""
         key = None if self.key is None else self.key.fold(number)
-        return replace(self, key=key, layer_in_group=layer_in_group, layer=number)
+        return replace(self, key=key, kind=kind, layer=number)
 
     def key_of(self, site: int) -> DropoutKey | None:
         """The masks of one of the sites of a layer (`parallel/random.py`)."""

@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, vary_alike, without_padding
+from mjax.parallel.layers import VocabParallelEmbedding, owned_rows, without_padding
+from mjax.parallel.overlap import tie, vary_alike
 from mjax.parallel.products import overlapped_sum
 from mjax.parallel.sums import sum_rows, wide_type
 from mjax.parallel.tokens import Tokens
@@ -144,7 +145,7 @@ def _chunked_forward(
         part = _Running(highest, total, jnp.where(is_label, logits, 0).sum(-1))
         running = part if running is None else running.and_rows(part)
         # One after the other. The label's logit too: its gradient does not need it, and XLA would compute it later.
-        x, *running = jax.lax.optimization_barrier((x, *running))
+        x, *running = tie((x, *running))
         running = _Running(*running)
     highest = mappings.maximum(running.highest)
     _, owned = owned_rows(labels, table.shape[0])
@@ -171,17 +172,17 @@ def _chunked_backward(tokens: Tokens, chunks: int, frozen: bool, residuals, grad
     previous, to_table, to_bias = [], [], []
     for rows in rows_of_chunks(table.shape[0], chunks):
         # One after the other, and behind the forward pass: XLA would find that it computes the same, and keep it.
-        x, gradient, *previous = jax.lax.optimization_barrier(vary_alike(x, gradient, *previous))
+        x, gradient, *previous = tie(vary_alike(x, gradient, *previous))
         logits, is_label = _of_chunk(x, table, bias, labels, count, rows)
         probabilities = jnp.exp(logits - log_normalizer[:, None])
         to_logits = ((probabilities - is_label) * gradient[:, None]).astype(x.dtype)
         if bias is not None:  # used three times, and computed once
-            to_logits = jax.lax.optimization_barrier(to_logits)
+            to_logits = tie(to_logits)
             to_bias.append(sum_rows(to_logits))
         part = jnp.matmul(to_logits, table[rows], preferred_element_type=wide_type(x.dtype))
         to_table += [] if frozen else [to_logits.T @ x]
         previous = [previous[0] + part if previous else part, *to_table[-1:]]
-    to_x, *to_table[-1:] = jax.lax.optimization_barrier(previous)
+    to_x, *to_table[-1:] = tie(previous)
     products = tuple(jnp.concatenate(parts) if parts else None for parts in (to_table, to_bias))
     to_x, (to_table, to_bias) = overlapped_sum(back, to_x.astype(x.dtype), products, tokens)
     return to_x, to_table, to_bias, None, None

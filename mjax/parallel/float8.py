@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, UInt8
 
 from mjax.config.axes import MODEL, holding
 from mjax.parallel import mappings
-from mjax.parallel.sums import BLOCK, widened
+from mjax.parallel.overlap import in_two_stages, widened
 
 FORWARD = jnp.float8_e4m3fn
 """Of activations and weights: 4 significant bits, up to 448."""
@@ -100,19 +100,10 @@ def scale_of(x: Float[Array, ...], dtype, axes: tuple[str, ...] = ()) -> Float[A
       axes: mesh axes whose ranks hold parts of the array, if it varies over them.
     """
     axes = tuple(axis for axis in axes if axis in mappings.varying_axes(x))
-    largest = mappings.maximum(_largest(x).astype(jnp.float32), axes)
+    largest = mappings.maximum(in_two_stages(jnp.abs(x), jnp.max).max().astype(jnp.float32), axes)
     # With largest = m · 2^e and the dtype's limit = M · 2^E: the smallest k with largest ≤ limit · 2^k. No division is
     # rounded. For zero and for what is not finite e is 0.
     most, limit = math.frexp(float(jnp.finfo(dtype).max))
     fraction, exponent = jnp.frexp(largest)
     exponent = jnp.where(fraction == 0, limit, exponent)
     return jnp.ldexp(jnp.float32(1), jnp.clip(exponent - limit + (fraction > most), *EXPONENTS))
-
-
-def _largest(x: Array) -> Array:
-    """max|x|, over blocks of rows and then over these: on a GPU the kernel that computes x can do the first part, also
-    beside its sums over the same blocks (`sums.in_two_stages`)."""
-    x = jnp.abs(x)
-    if x.shape[0] % BLOCK == 0:
-        x = jax.lax.optimization_barrier(x.reshape(-1, BLOCK, *x.shape[1:]).max(1))
-    return x.max()

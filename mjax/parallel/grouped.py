@@ -37,6 +37,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import with_backward
 from mjax.parallel.sums import wide_type
 
 KERNELS = ("xla", "pallas")
@@ -155,25 +156,13 @@ def grouped_product(
     if kernel == STAND_IN:
         with jax.named_scope(scopes.GROUPED):
             return x @ kernels[0]
-    return _product(x, kernels, groups, kernel)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x: Array, kernels: Array, groups: Groups, kernel: str) -> Array:
-    return _of(kernel)[0](x, kernels, groups, False)
-
-
-def _forward(x: Array, kernels: Array, groups: Groups, kernel: str):
-    return _product(x, kernels, groups, kernel), (x, kernels, groups)
-
-
-def _backward(kernel: str, residuals, gradient: Array):
-    x, kernels, groups = residuals
     product, kernel_gradients = _of(kernel)
-    return product(gradient, kernels, groups, True), kernel_gradients(x, gradient, groups), None
 
+    def backward(saved, gradient):
+        x, kernels, groups = saved
+        return None, (product(gradient, kernels, groups, True), kernel_gradients(x, gradient, groups), None)
 
-_product.defvjp(_forward, _backward)
+    return with_backward(lambda _, saved: product(*saved, False), backward, (), (x, kernels, groups))
 
 
 def _of(kernel: str) -> tuple[Callable, Callable]:

@@ -13,7 +13,6 @@ sequence parallelism, an all-gather and a reduce-scatter of the tokens each way.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,39 +22,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.products import from_rows, into_columns, overlapped_sum
+from mjax.parallel.products import enter, leave, linear, linear_with_bias, rows_of, scores
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.sums import add_bias, lookup, sum_rows
+from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import IN, OUT, PART, TOKEN, is_frozen, parameter
+from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, parameter
 
 
 def normal(std: float):
     """Initializer N(0, std)."""
     return jax.nn.initializers.normal(std)
-
-
-def recomputed(function):
-    """`function` of arrays that keeps only its arguments: the backward pass recomputes everything else.
-
-    Like `jax.checkpoint`, but an enclosing checkpoint cannot overrule it: the policy of the outer one also applies
-    inside an inner `jax.checkpoint`, and "keep what autodiff needs" would keep what is to be recomputed.
-    """
-    differentiable = jax.custom_vjp(function)
-
-    def backward(arguments, gradient):
-        # Where layers are not in a loop, XLA would find that the forward pass computes the same, and keep its results.
-        arguments, gradient = jax.lax.optimization_barrier((arguments, gradient))
-        return jax.vjp(function, *arguments)[1](gradient)
-
-    differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
-    return lambda *arguments: differentiable(*vary_alike(*arguments))
-
-
-def vary_alike(*arrays: Array) -> list[Array]:
-    """All arrays cast to vary over the axes that any of them varies over: a barrier gives its values one type."""
-    axes = frozenset().union(*map(mappings.varying_axes, arrays))
-    return [mappings.vary(array, axes) for array in arrays]
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -83,19 +59,28 @@ class ColumnParallelLinear(nnx.Module):
         unfused: bool = False,
         parts: tuple[str, ...] = (),
     ):
-        spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
         self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
-        dims = (PART,) * split + (OUT,) * (len(out) - split)
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, (IN, *dims), float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype, dims) if bias else None
+        dims = (PART,) * split + (COLUMNS,) + (OUT,) * (len(out) - split - 1)
+        self.kernel = parameter(key, normal(std), (width, *out), (IN, *dims), dtype, float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
     ) -> Float[Array, " bs *out"]:
-        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key` as
-        for `columns`."""
-        (y,) = columns(x, tokens, self, whole=True, key=key)
-        return y
+        """Map this rank's rows of the stream to the whole output, with out[split] / p, varying over `model`; `key` is
+        that of the adapter's dropout masks."""
+        kernel, bias = self.weights()
+        entered, (kernel,) = enter(x, (kernel,), tokens, self.frozen)  # f
+        y = linear(kernel, entered, frozen=self.frozen)  # x A_i
+        y = y if bias is None else add_bias(y, bias)  # + b_i
+        if self.adapter is None:
+            return y
+        return self.adapter([y], self.adapter.input(x, entered, tokens, key), self)[0]
+
+    @property
+    def frozen(self) -> bool:
+        """True if the kernel is not trained."""
+        return is_frozen(self.kernel)
 
     def weights(self) -> tuple[Array, Array | None]:
         """The columns of kernel and bias that this rank computes with."""
@@ -110,20 +95,20 @@ def columns(
     whole: bool = False,
     key: DropoutKey | None = None,
 ) -> tuple[Float[Array, "bs ..."], ...]:
-    """Return the outputs of column-parallel layers with the same input, in one region: f is applied once.
+    """Return the outputs of column-parallel layers with the same input, as each would by itself, with f applied once.
 
-    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`. `key` is that of the
-    dropout masks of their adapters.
+    A layer with `unfused` has one output for each of its parts, unless it is wanted `whole`.
     """
     kernels, biases = zip(*(layer.weights() for layer in layers), strict=True)
-    axes = mappings.varying_axes(kernels[0]) | mappings.varying_axes(x)
-    biases = tuple(None if bias is None else mappings.vary(bias, axes) for bias in biases)
-    unfused = tuple(layer.unfused and not whole for layer in layers)
-    frozen = tuple(is_frozen(layer.kernel) for layer in layers)
+    entered, kernels = enter(x, kernels, tokens, layers[0].frozen)
     adapter = next((layer.adapter for layer in layers if layer.adapter is not None), None)
-    if adapter is None:
-        return into_columns(x, kernels, biases, tokens, unfused, frozen)
-    return adapter.columns(x, tokens, layers, (kernels, biases, unfused, frozen), key)
+    adapted = None if adapter is None else adapter.input(x, entered, tokens, key)
+    outputs = []
+    for layer, kernel, bias in zip(layers, kernels, biases, strict=True):
+        by_part = layer.unfused and not whole
+        parts = linear_with_bias(entered, kernel, bias, 1, layer.frozen, by_part)
+        outputs += parts if layer.adapter is None else layer.adapter(parts, adapted, layer)
+    return tuple(outputs)
 
 
 def local_columns(weight: Array, columns: int, dim: int) -> Array:
@@ -147,16 +132,16 @@ class RowParallelLinear(nnx.Module):
     """LoRA's, if it has one (`lora/adapters.py`)."""
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
-        spec = (MODEL, *(None,) * len(into))
-        dims = (IN,) * len(into) + (OUT,)
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, dims, float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
+        dims = (ROWS, *(IN,) * (len(into) - 1), OUT)
+        self.kernel = parameter(key, normal(std), (*into, width), dims, dtype, float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
     ) -> Float[Array, "t h"]:
-        adapter = self.adapter and partial(self.adapter, tokens=tokens, key=key)
-        y = from_rows(self.kernel[...], x, tokens, adapter, is_frozen(self.kernel))
+        y = linear(self.kernel[...], rows_of(x, tokens), x.ndim - 1, is_frozen(self.kernel))  # x_i A_i
+        y = y if self.adapter is None else y + self.adapter(x, tokens, key)
+        y = leave(y, tokens)  # g
         return y if self.bias is None else add_bias(y, self.bias[...])  # before the sum it would be added p times
 
 
@@ -171,7 +156,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
         self.vocabulary, self.rows = vocabulary, rows
-        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype, (TOKEN, OUT))
+        self.table = parameter(key, normal(std), (rows, width), (TOKEN, OUT), dtype)
 
     def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""
@@ -185,45 +170,13 @@ class VocabParallelEmbedding(nnx.Module):
         """Score this rank's rows against every row of the table, plus `bias`; varies over `model`."""
         table = self.table[...]
         bias = None if bias is None else mappings.vary(bias, mappings.varying_axes(table) | mappings.varying_axes(x))
-        return without_padding(_scores(x, table, bias, tokens, is_frozen(self.table)), self.tokens_of_rank(table))
+        return without_padding(scores(x, table, bias, tokens, is_frozen(self.table)), self.tokens_of_rank(table))
 
     def tokens_of_rank(self, table: Float[Array, "v_local h"]) -> Int[Array, ""] | None:
         """The number of this rank's rows that are tokens; at most 0 if all are padding, None if none are."""
         if self.vocabulary == self.rows:
             return None
         return self.vocabulary - mappings.rank(MODEL) * table.shape[0]
-
-
-# The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
-# pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
-# compute that gradient twice, and keep the logits for the second time.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _scores(
-    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens, frozen: bool
-) -> Float[Array, "bs v"]:
-    """f(x) Eᵀ + b, for a table [v, h]."""
-    return _scores_forward(x, table, bias, tokens, frozen)[0]
-
-
-def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens, frozen: bool):
-    x, back = jax.vjp(tokens.enter, x)
-    scores = x @ table.T
-    x = None if frozen else x
-    return (scores, (x, back, table)) if bias is None else (scores + bias, (x, back, table, ()))
-
-
-def _scores_backward(tokens: Tokens, frozen: bool, residuals, gradient: Array):
-    x, back, table, *biased = residuals
-    gradient = jax.lax.optimization_barrier(gradient) if biased else gradient
-    to_table = None if frozen else gradient.T @ x
-    products = gradient @ table, (to_table, sum_rows(gradient) if biased else None)
-    if not tokens.split:
-        products = jax.lax.optimization_barrier(products)
-    to_x, (to_table, to_bias) = overlapped_sum(back, *products, tokens)
-    return to_x, to_table, to_bias
-
-
-_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def without_padding(scores: Float[Array, "t v"], tokens: Int[Array, ""] | None) -> Float[Array, "t v"]:

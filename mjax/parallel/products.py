@@ -1,14 +1,15 @@
-"""The products of linear layers with f in front of them, and the order of their backward passes.
+"""f, g and the matrix products between them, whose backward passes are written out; operands may be in float8.
 
-f and the products behind it are differentiated as one, `into_columns`, so that the sum over the ranks in the backward
-pass is beside the gradients of the weights. A kernel that is `frozen` has no gradient, and its input is not kept.
+A kernel that is `frozen` has no gradient, and its input is not kept.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,31 +18,141 @@ from jaxtyping import Array, Float
 from mjax.config.axes import MODEL
 from mjax.parallel import float8, mappings
 from mjax.parallel.float8 import Float8
+from mjax.parallel.overlap import linear_map, tie
 from mjax.parallel.sums import add_bias, sum_rows
 from mjax.parallel.tokens import Tokens
 
 
-def linear(kernel: Array, x: Float[Array, " t *into"], dims: int, frozen: bool = False) -> Float[Array, " t *out"]:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rounded:
+    """Rows that are multiplied in float8.
+
+    Attributes:
+      rows: in the dtype of the stream, for their gradient alone; None where only the others are kept.
+      narrow: the rows in float8.
+      rounds_gradient: whether the gradient of the product is to be rounded: g has done that already.
+    """
+
+    rows: Float[Array, " t *into"] | None
+    narrow: Float8 | None
+    rounds_gradient: bool = field(metadata={"static": True})
+
+
+Rows = Float[Array, " bs *into"] | Rounded
+
+
+# --- f and g ----------------------------------------------------------------------------------------------------------
+
+
+def enter(x: Float[Array, "t h"], kernels: tuple, tokens: Tokens, frozen: bool = False) -> tuple[Rows, tuple]:
+    """f of x, in float8 for layers that multiply so. The kernels that x meets pass, so that the backward pass computes
+    their gradients during its sum over the ranks; `frozen` ones have none."""
+    if frozen:
+        return _enter(x, (), tokens)[0], kernels
+    return _enter(x, kernels, tokens)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _enter(x: Array, kernels: tuple, tokens: Tokens) -> tuple[Rows, tuple]:
+    return _enter_forward(x, kernels, tokens)[0]
+
+
+def _enter_forward(x: Array, kernels: tuple, tokens: Tokens):
+    if not tokens.float8:
+        entered, back = jax.vjp(tokens.enter, x)
+        return (entered, kernels), back  # not by calling `_enter`: a checkpoint's policy would save what passes
+    narrow = float8.rounded(x, float8.FORWARD)
+    narrow = Float8.of(tokens.enter(narrow.values), narrow.scale)
+    return (Rounded(float8.restored(narrow, x.dtype), narrow, True), kernels), None
+
+
+def _enter_backward(tokens: Tokens, back: Callable | None, gradients):
+    to_x, to_kernels = gradients
+    if back is None:  # of float8 there is no gradient
+        return overlapped_sum(lambda gradient: (tokens.leave(gradient),), to_x.rows, to_kernels, tokens)
+    return overlapped_sum(back, to_x, to_kernels, tokens)
+
+
+_enter.defvjp(_enter_forward, _enter_backward)
+
+
+def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens) -> tuple[Array, Any]:
+    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
+
+    With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
+    weights at the end of a layer, and a sum has nothing to run during. Without, the sum is typed as replicated, and a
+    tie with values that differ from rank to rank would not keep that type.
+    """
+    (summed,) = back(gradient)
+    return tie((summed, products)) if tokens.split else (summed, products)
+
+
+def leave(partial: Float[Array, " bs *dims"], tokens: Tokens) -> Float[Array, " t *dims"]:
+    """g, whose gradient is rounded before it is gathered for layers that multiply in float8."""
+    if not tokens.float8:
+        return tokens.leave(partial)
+
+    def gather(gradient, _):
+        narrow = float8.rounded(gradient, float8.BACKWARD)
+        return float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
+
+    return linear_map(lambda partial, _: tokens.leave(partial), gather, partial)
+
+
+# --- Products ---------------------------------------------------------------------------------------------------------
+
+
+def linear(kernel: Array, x: Rows, dims: int = 1, frozen: bool = False) -> Float[Array, " t *out"]:
     """y = x A, contracting the last `dims` dims of x with the first of the kernel, [*into, *out]; both vary over the
     same mesh axes."""
-    return _linear(x, kernel, dims, frozen)
+    return linear_with_bias(x, kernel, None, dims, frozen, False)[0]
+
+
+def rows_of(x: Float[Array, " t *into"], tokens: Tokens) -> Rows:
+    """The operand of a product before g."""
+    return Rounded(x, float8.rounded(jax.lax.stop_gradient(x), float8.FORWARD), False) if tokens.float8 else x
 
 
 # The backward pass is written out for the order of dims in the weight's gradient: autodiff computes the transpose of
 # gᵀ x, for which XLA copies g on a CPU (a sixth of the step); xᵀ g needs no copy.
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _linear(x: Array, kernel: Array, dims: int, frozen: bool) -> Array:
-    return _product(x, kernel, dims)
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def linear_with_bias(
+    x: Rows, kernel: Array, bias: Array | None, dims: int, frozen: bool, by_part: bool
+) -> tuple[Float[Array, " t *out"], ...]:
+    """x A + b, as for `linear`; or for each of the parts of a kernel [h, parts, *out], by products of their own, so
+    that nothing has to be copied out of the whole."""
+    return _linear_forward(x, kernel, bias, dims, frozen, by_part)[0]
 
 
-def _linear_backward(dims: int, frozen: bool, residuals, gradient: Array):
-    x, kernel = residuals
-    return input_gradient(gradient, dims, kernel), None if frozen else _kernel_gradient(x, gradient)
+def _linear_forward(x: Rows, kernel: Array, bias: Array | None, dims: int, frozen: bool, by_part: bool):
+    rows, operand, scale, saved, outputs = x, kernel, None, None if frozen else x, []
+    if isinstance(x, Rounded):
+        narrow, operand = tie((x.narrow, kernel))
+        scale = float8.scale_of(operand, float8.FORWARD, (MODEL,))
+        operand, saved = float8.on_grid(operand, float8.FORWARD, scale), replace(x, rows=None)
+    for part in range(operand.shape[1]) if by_part else [...]:
+        if isinstance(x, Rounded):  # XLA joins small products of the same rows, and would not see that they are float8
+            narrow = tie(narrow)
+            rows = float8.restored(narrow, x.rows.dtype)
+        y = _product(rows, operand[:, part], dims)
+        outputs.append(y if bias is None else add_bias(y, bias[part]))
+    return tuple(outputs), (saved, kernel, scale, bias)
 
 
-_linear.defvjp(
-    lambda x, kernel, dims, frozen: (_product(x, kernel, dims), (None if frozen else x, kernel)), _linear_backward
-)
+def _linear_backward(dims: int, frozen: bool, by_part: bool, residuals, gradients):
+    x, kernel, scale, bias = residuals
+    gradient = _joined(gradients) if by_part else gradients[0]
+    to_bias, rows = None if bias is None else sum_rows(gradient), x
+    if isinstance(x, Rounded):
+        rows, kernel = float8.restored(x.narrow, gradient.dtype), float8.on_grid(tie(kernel), float8.FORWARD, scale)
+        gradient = float8.on_grid(gradient, float8.BACKWARD) if x.rounds_gradient else gradient
+    to_x = input_gradient(gradient, dims, kernel)
+    to_kernel = None if frozen else _kernel_gradient(rows, gradient)
+    return replace(x, rows=to_x, narrow=None) if isinstance(x, Rounded) else to_x, to_kernel, to_bias
+
+
+linear_with_bias.defvjp(_linear_forward, _linear_backward)
 
 
 def _product(x: Array, kernel: Array, dims: int) -> Array:
@@ -67,88 +178,7 @@ def _matrix(x: Array, columns: int) -> Array:
     return x.reshape(math.prod(x.shape[: x.ndim - columns]), -1)
 
 
-# --- Operands, which may be in float8 ---------------------------------------------------------------------------------
-
-
-def _entered(x: Array, tokens: Tokens) -> tuple[Array | Float8, Callable | None]:
-    """f(x), and the backward pass of f. In float8 f gathers bytes, and its backward pass is not known here."""
-    if not tokens.float8:
-        return jax.vjp(tokens.enter, x)
-    narrow = float8.rounded(x, float8.FORWARD)
-    return Float8.of(tokens.enter(narrow.values), narrow.scale), None
-
-
-def _restored(x: Array | Float8, dtype) -> Array:
-    return float8.restored(x, dtype) if isinstance(x, Float8) else x
-
-
-def _operand(kernel: Array, tokens: Tokens, scale: Array | None = None) -> tuple[Array, Array | None]:
-    """A kernel as it is multiplied, and its scale if that is in float8; in the backward pass with the same scale."""
-    if not tokens.float8:
-        return kernel, None
-    # XLA would round the weights of all layers together, and compile three times as long.
-    kernel = jax.lax.optimization_barrier(kernel)
-    scale = float8.scale_of(kernel, float8.FORWARD, (MODEL,)) if scale is None else scale
-    return float8.on_grid(kernel, float8.FORWARD, scale), scale
-
-
-# --- f, and the products of the same input ----------------------------------------------------------------------------
-
-
-# f and the products behind it are differentiated as one, for their order (`overlapped_sum`).
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def into_columns(
-    x: Float[Array, "t h"],
-    kernels: tuple[Array, ...],
-    biases: tuple[Array | None, ...],
-    tokens: Tokens,
-    unfused: tuple[bool, ...],
-    frozen: tuple[bool, ...],
-) -> tuple[Float[Array, "bs ..."], ...]:
-    """y = f(x) A + b for each kernel; for one that is `unfused` each of the parts along its first dim of columns.
-
-    Kernels [h, *out] and biases [*out] vary over the same axes as the results.
-    """
-    return _columns_forward(x, kernels, biases, tokens, unfused, frozen)[0]
-
-
-def _columns_forward(x: Array, kernels: tuple[Array, ...], biases: tuple, tokens: Tokens, unfused, frozen):
-    outputs = []
-    entered, back = _entered(x, tokens)
-    saved = None if all(frozen) else entered
-    operands, scales = zip(*(_operand(kernel, tokens) for kernel in kernels), strict=True)
-    for operand, bias, cut in zip(operands, biases, unfused, strict=True):
-        for part in range(operand.shape[1]) if cut else [...]:
-            if tokens.float8:  # XLA joins small products of the same x, and would then not see that they are in float8
-                entered = jax.lax.optimization_barrier(entered)
-            y = _product(_restored(entered, x.dtype), operand[:, part], 1)
-            outputs.append(y if bias is None else add_bias(y, bias[part]))
-    return tuple(outputs), (saved, back, kernels, scales, biases)
-
-
-def _columns_backward(tokens: Tokens, unfused: tuple[bool, ...], frozen: tuple[bool, ...], residuals, gradients):
-    x, back, kernels, scales, biases = residuals
-    back = back or (lambda gradient: (tokens.leave(gradient),))
-    parts = iter(gradients)
-    operands = [_operand(kernel, tokens, scale)[0] for kernel, scale in zip(kernels, scales, strict=True)]
-    wholes = [
-        _joined([next(parts) for _ in range(operand.shape[1])]) if cut else next(parts)
-        for operand, cut in zip(operands, unfused, strict=True)
-    ]
-    to_biases = (None if bias is None else sum_rows(whole) for whole, bias in zip(wholes, biases, strict=True))
-    if tokens.float8:
-        x = None if x is None else _restored(x, wholes[0].dtype)
-        wholes = [float8.on_grid(whole, float8.BACKWARD) for whole in wholes]
-    to_x = sum(input_gradient(gradient, 1, operand) for gradient, operand in zip(wholes, operands, strict=True))
-    to_kernels = tuple(None if no else _kernel_gradient(x, g) for no, g in zip(frozen, wholes, strict=True))
-    to_x, to_kernels = overlapped_sum(back, to_x, to_kernels, tokens)
-    return to_x, to_kernels, tuple(to_biases)
-
-
-into_columns.defvjp(_columns_forward, _columns_backward)
-
-
-def _joined(parts: list[Float[Array, " t *out"]]) -> Float[Array, "t parts *out"]:
+def _joined(parts: tuple[Float[Array, " t *out"], ...]) -> Float[Array, "t parts *out"]:
     """The parts as one array: a sum of them with zeros around, which XLA joins and sums over rows in one
     kernel, as it does no concatenation."""
     zero, last = jnp.zeros((), parts[0].dtype), len(parts) - 1
@@ -160,48 +190,33 @@ def _joined(parts: list[Float[Array, " t *out"]]) -> Float[Array, "t parts *out"
     )
 
 
-def overlapped_sum(back: Callable, gradient: Array, products, tokens: Tokens):
-    """`gradient` summed over the ranks by `back`, the backward pass of f, and `products`, computed during that sum.
-
-    With sequence parallelism neither is used before both are there: left alone, XLA may compute the gradients of
-    weights at the end of a layer, and a sum has nothing beside it. Without, the sum is typed as replicated, and a
-    barrier with values that differ from rank to rank would not keep that type.
-    """
-    (summed,) = back(gradient)
-    return jax.lax.optimization_barrier((summed, products)) if tokens.split else (summed, products)
+# --- Scores of the vocabulary -----------------------------------------------------------------------------------------
 
 
-# --- Products, and g --------------------------------------------------------------------------------------------------
+# The backward pass is written out for its order. By itself XLA computes the table's gradient only after the backward
+# pass of all layers, and the gradient of the logits, [t, v / p], stays in memory until then. With a bias it would
+# compute that gradient twice, and keep the logits for the second time.
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def scores(
+    x: Float[Array, "t h"], table: Array, bias: Float[Array, " v"] | None, tokens: Tokens, frozen: bool
+) -> Float[Array, "bs v"]:
+    """f(x) Eᵀ + b, for a table [v, h]."""
+    return _scores_forward(x, table, bias, tokens, frozen)[0]
 
 
-def from_rows(
-    kernel: Array, x: Float[Array, " bs *into"], tokens: Tokens, adapter: Callable | None = None, frozen: bool = False
-) -> Float[Array, "t h"]:
-    """y = g(x A), this rank's rows of the stream, for a kernel [*into, h]; g also sums what `adapter` makes of x."""
-    if tokens.float8:
-        return _rows(x, kernel, tokens)
-    y = linear(kernel, x, x.ndim - 1, frozen)
-    return tokens.leave(y if adapter is None else y + adapter(x))
+def _scores_forward(x: Array, table: Array, bias: Array | None, tokens: Tokens, frozen: bool):
+    x, back = jax.vjp(tokens.enter, x)
+    y = x @ table.T
+    return y if bias is None else y + bias, (None if frozen else x, back, table, bias)
 
 
-# The product and g are differentiated as one, because the gradient is rounded to float8 before it is gathered.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(x: Array, kernel: Array, tokens: Tokens) -> Array:
-    return _rows_forward(x, kernel, tokens)[0]
+def _scores_backward(tokens: Tokens, frozen: bool, residuals, gradient: Array):
+    x, back, table, bias = residuals
+    gradient = gradient if bias is None else tie(gradient)
+    to_weights = None if frozen else gradient.T @ x, None if bias is None else sum_rows(gradient)
+    products = gradient @ table, to_weights
+    to_x, to_weights = overlapped_sum(back, *(products if tokens.split else tie(products)), tokens)
+    return to_x, *to_weights
 
 
-def _rows_forward(x: Array, kernel: Array, tokens: Tokens):
-    saved, (operand, scale) = float8.rounded(x, float8.FORWARD), _operand(kernel, tokens)
-    partial = _product(float8.restored(saved, x.dtype), operand, x.ndim - 1)
-    return tokens.leave(partial), (saved, kernel, scale)
-
-
-def _rows_backward(tokens: Tokens, residuals, gradient: Array):
-    saved, kernel, scale = residuals
-    x, narrow = float8.restored(saved, gradient.dtype), float8.rounded(gradient, float8.BACKWARD)
-    gradient = float8.restored(Float8.of(tokens.enter(narrow.values), narrow.scale), gradient.dtype)
-    operand, _ = _operand(kernel, tokens, scale)
-    return input_gradient(gradient, x.ndim - 1, operand), _kernel_gradient(x, gradient)
-
-
-_rows.defvjp(_rows_forward, _rows_backward)
+scores.defvjp(_scores_forward, _scores_backward)

@@ -12,13 +12,13 @@ weights and sampling use `jax.random`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from mjax.parallel.overlap import linear_map
 from mjax.parallel.tokens import Tokens
 
 # Sites of dropout; each has its own masks. The first and the last are outside the layers: they count as layer 0.
@@ -126,20 +126,10 @@ def dropout_tokens(x: Float[Array, "t h"], rate: float, key: DropoutKey | None, 
     return _dropout(x, tuple(tokens.local_rows(words.reshape(-1)) for words in rows), rate)
 
 
-# The backward pass hashes again: the residuals are the rows' words, never a mask that a scan over layers would stack.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dropout(x: Array, rows: tuple[Array, Array], rate: float) -> Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # 1 / 0.9 in bf16 would bias the mean by 0.16%
-    scaled = (x.astype(wide) * (1.0 / (1.0 - rate))).astype(x.dtype)
-    return jnp.where(keep_mask(rate, rows, x.shape[-1]), scaled, jnp.zeros_like(scaled))
+    def masked(x, rows):  # its transpose hashes again: a scan over layers would stack masks
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # 1 / 0.9 in bf16 would bias the mean by 0.16%
+        scaled = (x.astype(wide) * (1.0 / (1.0 - rate))).astype(x.dtype)
+        return jnp.where(keep_mask(rate, rows, x.shape[-1]), scaled, jnp.zeros_like(scaled))
 
-
-def _dropout_forward(x: Array, rows: tuple[Array, Array], rate: float):
-    return _dropout(x, rows, rate), rows
-
-
-def _dropout_backward(rate: float, rows: tuple[Array, Array], gradient: Array):
-    return _dropout(gradient, rows, rate), None
-
-
-_dropout.defvjp(_dropout_forward, _dropout_backward)
+    return linear_map(masked, masked, x, rows)

@@ -1,4 +1,4 @@
-"""Pictures of a plan: memory by recomputation mode, communication by mesh axis, the longest sequences."""
+"""Pictures of a plan: memory by recomputation mode, communication by mesh axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, BinaryIO
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from mjax.cluster.hardware import Gpu
 from mjax.parallel import scopes
@@ -132,41 +131,3 @@ def _describe_piece(part: str, phase: str) -> str:
 def _style(part: str, phase: str) -> dict[str, str]:
     hatch = "xx" if part == scopes.WEIGHTS and not phase else HATCHES[phase]
     return {"facecolor": PALETTE[PARTS.index(part)], "hatch": hatch, "edgecolor": "white"}
-
-
-def draw_longest(points: Mapping[str, Sequence[tuple[int, int]]], file: Path, name: str, gpu: str) -> None:
-    """Draw the longest sequences: positions over the number of GPUs, a line for each way.
-
-    Args:
-      points: by way, highest first, the numbers of GPUs and of positions.
-      file: .png, .pdf or .svg.
-      name, gpu: of the config and of the GPU, for the title and the axis.
-    """
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    plot = figure.add_subplot(yscale="log")
-    for index, (way, pairs) in enumerate(points.items()):
-        color, lowest = PALETTE[index], index == len(points) - 1
-        plot.plot(*zip(*pairs, strict=True), color=color, marker="os^"[index], linewidth=2, label=way)
-        beside = {"xytext": (3, -13) if lowest else (-3, 5), "ha": "left" if lowest else "right"}
-        for count, length in pairs:
-            plot.annotate(format_positions(length), (count, length), textcoords="offset points", color=color, **beside)
-    plot.set_xscale("log", base=2)
-    plot.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-    plot.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    plot.yaxis.set_minor_formatter(NullFormatter())
-    plot.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_positions(int(value))))
-    plot.margins(x=0.1, y=0.12)
-    add_heading(plot, f"Longest sequence of {name} that fits into memory")
-    plot.set_xlabel(f"number of {gpu.upper()} GPUs", color=SOFT_INK)
-    plot.set_ylabel("positions in a sequence (k: thousand, M: million)", color=SOFT_INK)
-    plot.grid(axis="y", alpha=0.3)
-    plot.legend(frameon=False, loc="upper left")
-    save(figure, file)
-
-
-def format_positions(positions: int) -> str:
-    """Return a number of positions with three digits: 131,072 → 131k, 1,572,864 → 1.57M."""
-    for unit, word in ((1e6, "M"), (1e3, "k")):
-        if positions >= unit:
-            return f"{positions / unit:.3g}{word}"
-    return str(positions)

@@ -8,10 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
 from mjax.config.model import Metric
 from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
@@ -134,9 +130,6 @@ def smoothed(values: Sequence[float], window: int | None = None) -> Sequence[flo
 # --- Pictures of runs -------------------------------------------------------------------------------------------------
 
 
-LEGIBLE = 16  # experts of a heat map, at most, that have room for their numbers
-
-
 OF_EXPERTS = ("expert_load", "router_entropy")
 
 
@@ -192,10 +185,9 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
       file: the picture.
       title: name of the run.
     """
-    import numpy as np
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     layers, experts = shares.shape
     balanced, height = 1 / experts, min(max(0.4 * layers, 2), 6)
@@ -216,12 +208,8 @@ def draw_experts(curves: Mapping[str, Curve], step: int, shares: np.ndarray, fil
     heat.set(xlabel="expert", ylabel="layer with experts", title=f"share of a layer's assignments at step {step:,}")
     for axis in (heat.xaxis, heat.yaxis):
         axis.set_major_locator(MaxNLocator(32, integer=True))
-    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 1 if experts <= LEGIBLE else 2), pad=0.01)
+    bar = figure.colorbar(image, ax=heat, format=PercentFormatter(1, 2), pad=0.01)
     bar.set_label(f"balanced: {balanced:.2%}")
-    if experts <= LEGIBLE and layers <= LEGIBLE:
-        for (layer, expert), share in np.ndenumerate(shares):
-            color = "white" if abs(norm(share) - 0.5) > 0.3 else "0.2"
-            heat.text(expert, layer + 1, f"{share:.1%}", ha="center", va="center", color=color)
     save(figure, file)
 
 
@@ -234,7 +222,7 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
       x: name of the x axis, step or tokens.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     ((first, (reference, _)), *others) = runs.items()
     distances = {name: _difference(training, reference) for name, (training, _) in others}
@@ -319,6 +307,10 @@ def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, train
       about: what was evaluated on what, and how much text it is, in lines.
       trained: positions before they were scaled, to be marked.
     """
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
+
     first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
     error = np.array([row["standard_error"] or 0.0 for row in bins])
     middle = np.sqrt(first * last)

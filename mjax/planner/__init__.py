@@ -1,1 +1,39 @@
-"""Predictions of a run before it starts: memory, communication, time. No device is used."""
+"""Predictions of a run before it starts: memory, communication, time. No device is used.
+
+A plan has one section for each part. Nothing here imports JAX, so flags are checked before any slow import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of a plan.
+
+    Attributes:
+      title: its headline.
+      values: for --json, plain values only.
+      lines: printed below the headline.
+    """
+
+    title: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The section as printed."""
+        return "\n".join([f"--- {self.title} ---", *self.lines])
+
+
+def good_to(error: float | None) -> str:
+    """An error bar in words: '±30%'."""
+    return "no error bar" if error is None else f"±{error:.0%}"
+
+
+def layers_in_words(unrolled: bool) -> str:
+    """The row of a plan that says how the layers are compiled."""
+    return "one after the other, without a loop" if unrolled else "in a loop"

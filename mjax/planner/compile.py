@@ -29,8 +29,8 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
 from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
+from mjax.planner import Section, layers_in_words
 from mjax.planner.memory import Memory, predict_memory
-from mjax.planner.section import Section, layers_in_words
 from mjax.step.unrolling import with_unrolling
 from mjax.utils.figures import GIB, named_rows
 from mjax.utils.packages import cuda_build, installed

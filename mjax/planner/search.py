@@ -30,31 +30,28 @@ candidates that leave less than HEADROOM of the memory free are ranked only if n
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right, insort
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, TrainConfig, available_configs, axes, load_config
+from mjax.config import Config, MeshConfig, TrainConfig, axes
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.checks import can_run_layers
+from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import ways_across
 from mjax.config.model import ModelConfig
+from mjax.config.pattern import stage_unit
 from mjax.config.resolve import shorter_warmup
-from mjax.errors import UsageError, either
+from mjax.errors import UsageError
 from mjax.models.build import count_parameters, mixing_class, scores_in_chunks
 from mjax.planner.calibration import Calibration
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
-from mjax.planner.section import SearchArguments
 from mjax.planner.time import StepTime, TimePredictor
 from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import GIB
@@ -68,11 +65,8 @@ SEARCHED = (
 """Fields in which candidates differ."""
 
 RECOMPUTE = ("none", "selective", "full", "offload")
-SCHEDULES = ("1f1b",)
-ZERO = (0, 1, 3)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
-Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 WITHIN = 1.1
 """Candidates that take longer than so many times the fastest that fits are counted, not ranked."""
@@ -99,68 +93,60 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: value_of(config, name) for name in keep}
+    model, train, unit = config.model, config.train, batch_unit(config)
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
-    train, unit, experts = config.train, batch_unit(config), config.model.parted_experts()
-    portions: dict[tuple, TrainConfig] = {}
     mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
 
-    def or_fixed(name: str, possible: Sequence) -> Sequence:
+    def or_fixed(name: str, possible: Collection) -> Collection:
         """The fixed value, even if the field has no effect on this mesh, or the possible ones."""
         return [fixed[name]] if name in fixed else possible
 
-    def expert_ranks(data: int, model: int) -> list[int]:
-        possible = divisors(math.gcd(data, experts)) if experts else [1]
-        return [ranks for ranks in possible if ranks * model <= max(SERVER, model) or ranks == fixed.get("mesh.expert")]
-
-    def context_attention(model: int, context: int) -> Sequence[str]:
-        if context == 1:
-            return or_fixed("mesh.context_attention", ["auto"])
-        possible = ways_across(replace(config, mesh=MeshConfig(context=context, model=model)))
-        if fixed.get("mesh.context_attention") == "auto":
-            return ["auto"] * bool(possible)
-        return possible
-
-    def replica(data: int, context: int, model: int) -> list[int]:
-        """Numbers of groups whose devices fill servers."""
-        fills = [n for n in divisors(data) if n == 1 or data * context * model // n % SERVER == 0]
-        return or_fixed("mesh.replica", fills)
+    @cache
+    def portion(micro_batch: int, recompute: str, chunks: int) -> TrainConfig:
+        return replace(train, micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
 
     @cache
     def recomputations(pipe: int) -> list[str]:
         staged = replace(config, mesh=MeshConfig(pipe=pipe))
         return [kind for kind in RECOMPUTE if can_run_layers(replace(staged, train=replace(train, recompute=kind)))]
 
-    for pipe, data, context, model in meshes(config, devices, fixed.get("mesh.context")):
+    for pipe, data, context, tensor in meshes(config, devices, fixed.get("mesh.context")):
+        across = or_fixed("mesh.context_attention", ["auto"])
+        if context > 1:
+            ways = ways_across(replace(config, mesh=MeshConfig(context=context, model=tensor)))
+            across = ["auto"] * bool(ways) if fixed.get("mesh.context_attention") == "auto" else ways
+        expert = [
+            ranks
+            for ranks in divisors(math.gcd(data, model.experts or 1))
+            if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
+        ]
+        groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
         for micro_batch in divisors(unit // data):
-            tokens = micro_batch * config.model.sequences * config.model.sequence // context
-            splits = tokens % model == 0 and (model > 1 or "mesh.sequence_parallel" in fixed)
+            tokens = micro_batch * model.sequences * model.sequence // context
+            splits = tokens % tensor == 0 and (tensor > 1 or "mesh.sequence_parallel" in fixed)
             in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
             possible = {
                 "mesh.pipe": [pipe],
                 "mesh.data": [data],
-                "mesh.model": [model],
-                "mesh.expert": expert_ranks(data, model),
+                "mesh.model": [tensor],
+                "mesh.expert": expert,
                 "mesh.context": [context],
-                "mesh.context_attention": context_attention(model, context),
-                "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [splits]) if splits else [False],
-                "mesh.schedule": or_fixed("mesh.schedule", SCHEDULES if pipe > 1 else SCHEDULES[:1]),
-                "mesh.chunks": divisors(config.model.layers // config.model.period // pipe) if in_groups else [1],
-                "mesh.zero": or_fixed("mesh.zero", ZERO if data * context > 1 else ZERO[:1]),
-                "mesh.replica": replica(data, context, model),
+                "mesh.context_attention": across,
+                "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [True]) if splits else [False],
+                "mesh.schedule": or_fixed("mesh.schedule", ["1f1b"]),
+                "mesh.chunks": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
+                "mesh.zero": or_fixed("mesh.zero", [0, 1, 3] if data * context > 1 else [0]),
+                "mesh.replica": or_fixed("mesh.replica", groups),
                 "train.micro_batch": [micro_batch],
                 "train.recompute": recomputations(pipe),
                 "train.loss_chunks": sorted({1, train.loss_chunks}),
             }
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
             for *mesh, _, recompute, chunks in product(*options):
-                if (portion := portions.get((micro_batch, recompute, chunks))) is None:
-                    portion = replace(train, micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
-                    portions[micro_batch, recompute, chunks] = portion
                 made = mesh_of(*mesh)
-                groups, inside = made.replica, data // made.expert
-                if groups > 1 and (made.zero not in zeros or inside % groups or shards(made) == 1):
-                    continue
-                yield replace(config, mesh=made, train=portion)
+                in_whole_groups = made.zero in zeros and data // made.expert % made.replica == 0 and shards(made) > 1
+                if made.replica == 1 or in_whole_groups:
+                    yield replace(config, mesh=made, train=portion(micro_batch, recompute, chunks))
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:
@@ -172,7 +158,7 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
     parts = [n for n in divisors(model.sequence) if n <= nearest]
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
-        for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
+        for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
             for part in parts if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
@@ -200,8 +186,7 @@ def divisors(n: int) -> list[int]:
 # --- The search -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A way to run the config that fits, with its memory in bytes on the fullest device and its seconds per step."""
 
     config: Config
@@ -218,10 +203,8 @@ class SearchResult:
       capacity: bytes of a device for the program.
       roomy: all that fit and leave HEADROOM of that free, fastest first.
       tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit, with their bytes.
-      without_host: number of those that fit but need more host memory than there is.
-      slower: those whose memory was not predicted, since they take longer than `WITHIN` times the fastest; in the
-        order of their time.
+      too_big: those that do not fit into the memory of device or host, with their bytes.
+      slower: number of those whose memory was not predicted, since they take longer than `WITHIN` times the fastest.
     """
 
     devices: int
@@ -229,8 +212,7 @@ class SearchResult:
     roomy: list[Candidate]
     tight: list[Candidate]
     too_big: list[tuple[Config, float]]
-    without_host: int = 0
-    slower: tuple[Config, ...] = ()
+    slower: int = 0
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -240,7 +222,7 @@ class SearchResult:
     @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.without_host + len(self.slower)
+        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.slower
 
     def free(self, candidate: Candidate) -> float:
         """The fraction of the memory that a candidate leaves free."""
@@ -254,7 +236,6 @@ def search(
     time_of: TimeOf,
     capacity: float,
     keep: Collection[str] = (),
-    report: Progress = lambda total: nullcontext(lambda done: None),
     host: float | None = None,
     top: int = 10,
     among: Collection[Config] | None = None,
@@ -269,45 +250,35 @@ def search(
       time_of: seconds of its step, and their mean over the run.
       capacity: bytes of a device for the program.
       keep: fields of `SEARCHED` that stay as in `config`.
-      report: opened with the number of candidates; what it yields is called with how many were done since.
       host: bytes of host memory for each device, more than which no candidate may need; None if they are not known.
       top: see above.
       among: of candidates; by default all.
       mean_of: the mean of `time_of` alone, which is called for all candidates.
     """
-    roomy, tight, too_big, without_host, fastest = [], [], [], 0, []
-    every = list(candidates(config, devices, keep) if among is None else among)
     mean_of, timed = mean_of or (lambda config: time_of(config).mean), []
-    with report(len(every)) as advance:
+    every = list(candidates(config, devices, keep) if among is None else among)
+    with progress("searching", len(every), transient=True) as advance:
         for candidate in every:
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-
-    def add(candidate: Config, memory: Memory) -> None:
-        nonlocal without_host
-        if memory.total > capacity:
-            too_big.append((candidate, memory.total))
-        elif not fits_host(memory, host):
-            without_host += 1
-        elif free_share(memory.total, capacity) >= HEADROOM:
-            roomy.append(Candidate(candidate, memory, time_of(candidate)))
-            insort(fastest, roomy[-1].time.mean)
-        else:
-            tight.append(Candidate(candidate, memory, time_of(candidate)))
-
-    slower: tuple[Config, ...] = ()
-    for number, (candidate, mean) in enumerate(timed):
+    roomy, tight, too_big, fastest, tried = [], [], [], [], 0
+    for candidate, mean in timed:
         if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
-            slower = tuple(config for config, _ in timed[number:])
             break
-        memory = memory_of(candidate)
-        add(candidate, memory)
-        if free_share(memory.total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
-            for chunked in with_loss_chunks(candidate, memory):
-                add(chunked, memory_of(chunked))
+        tried, options = tried + 1, [(candidate, memory_of(candidate))]
+        if free_share(options[0][1].total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+            options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
+        for option, memory in options:
+            if memory.total > capacity or not fits_host(memory, host):
+                too_big.append((option, memory.total))
+            elif free_share(memory.total, capacity) >= HEADROOM:
+                roomy.append(Candidate(option, memory, time_of(option)))
+                insort(fastest, roomy[-1].time.mean)
+            else:
+                tight.append(Candidate(option, memory, time_of(option)))
     return SearchResult(
-        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, without_host, slower
+        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, len(timed) - tried
     )
 
 
@@ -318,13 +289,12 @@ def find(
     gpu: Gpu,
     calibration: Calibration | None = None,
     keep: tuple[str, ...] = (),
-    top: int = 10,
     among: tuple[Config, ...] | None = None,
 ) -> SearchResult:
-    """`search` on this many GPUs with the planner's predictions, and a progress bar on a terminal."""
+    """`search` on this many GPUs with the planner's predictions."""
     memory_of, time_of = predictions(gpu, calibration)
-    bar, host = partial(progress, "searching", transient=True), gpu.host_bytes
-    return search(config, devices, memory_of, time_of, gpu.usable_bytes, keep, bar, host, top, among, time_of.mean)
+    usable, host = gpu.usable_bytes, gpu.host_bytes
+    return search(config, devices, memory_of, time_of, usable, keep, host, among=among, mean_of=time_of.mean)
 
 
 @lru_cache(maxsize=4)
@@ -336,33 +306,13 @@ def predictions(gpu: Gpu, calibration: Calibration | None) -> tuple[MemoryOf, Ti
 def rank(candidate: Candidate) -> tuple:
     """The sort key of candidates: seconds of the run to four digits, then the simplest first."""
     mesh, train = candidate.config.mesh, candidate.config.train
-    schedule = SCHEDULES.index(mesh.schedule) if mesh.schedule in SCHEDULES else len(SCHEDULES)
     # The most important fields for a reader of the config come first.
     return (
         float(f"{candidate.time.mean:.4g}"),
-        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, schedule, mesh.zero, mesh.replica),
+        *(mesh.pipe, mesh.model, mesh.context, mesh.chunks, mesh.zero, mesh.replica),
         *(RECOMPUTE.index(train.recompute), mesh.sequence_parallel, train.micro_batch, train.loss_chunks),
         *(mesh.expert, mesh.context_attention),
     )
-
-
-# --- Why it is the fastest --------------------------------------------------------------------------------------------
-
-
-def alternatives(result: SearchResult) -> dict[str, Candidate]:
-    """For each field in which the ranked candidates differ, the fastest with another value than the best.
-
-    `data` is left out, since it is what the other axes leave. Where slower candidates are not ranked, a field may have
-    none.
-    """
-    best, *others = result.ranked
-    found = {}
-    for name in SEARCHED:
-        value = value_of(best.config, name)
-        other = next((other for other in others if value_of(other.config, name) != value), None)
-        if other is not None and name != "mesh.data":
-            found[name] = other
-    return found
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -381,14 +331,14 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
 # --- The cheapest change that fits ------------------------------------------------------------------------------------
 
 # Ranks of the cost of a change, not times; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
-    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
-)  # fmt: skip
-MORE_GPUS = 128
 PRICES = {
-    "mesh.zero": {0: 0, 1: ZERO_1, 3: ZERO_3},
-    "train.recompute": {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD},
+    "mesh.sequence_parallel": {False: 0, True: 1},
+    "mesh.zero": {0: 0, 1: 2, 3: 24},
+    "train.loss_chunks": {1: 0, CHUNKS: 3},
+    "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
+    "train.unroll": {"auto": 0, "on": 0, "off": 6},
 }
+SMALLER_MICRO_BATCH, OTHER_MESH, MORE_GPUS = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -431,11 +381,13 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     No proposal contains another. The global batch, the model and its numbers do not change.
     """
     proposed: list[Change] = []
+    unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
+    unused |= set() if is_unrolled(config, on_gpu=True) else {"train.unroll"}
     for factor in FACTORS:
-        for (price, _), values in sorted(_changes(config, factor), key=itemgetter(0)):
-            if any(_includes(values, change.values) for change in proposed):
-                continue
+        for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
+            if any(_includes(values, change.values) for change in proposed) or not _is_useful(changed, config, values):
+                continue
             memory = predict_memory(changed)
             if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
                 proposed.append(Change(values, changed, memory, price))
@@ -444,48 +396,50 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     return proposed
 
 
-def _changes(config: Config, factor: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """The changed fields of candidates that take less memory, on `factor` times as many GPUs, with their prices, and
-    for those of one price the GPUs of a replica: one axis has more ranks at most, besides `data`."""
-    mesh, train = config.mesh, config.train
-    keep = "mesh.expert", "mesh.context_attention", "mesh.schedule", "mesh.chunks", "mesh.replica", "train.loss_chunks"
-    splits = {mesh.sequence_parallel: config, True: with_values(config, {"mesh.sequence_parallel": True})}
-    losses = [train.loss_chunks, *(c.train.loss_chunks for c in with_loss_chunks(config, predict_memory(config)))]
-    candidates_of = partial(candidates, devices=factor * mesh.devices, keep=(*keep, "mesh.sequence_parallel"))
-    for candidate in chain.from_iterable(map(candidates_of, splits.values())):
-        new = candidate.mesh
-        ranks = [(getattr(new, axis), getattr(mesh, axis)) for axis in ("pipe", "context", "model")]
-        steps = {
-            name: prices[value_of(candidate, name)] - prices[value_of(config, name)] for name, prices in PRICES.items()
-        }
-        without = {"mesh.sequence_parallel": new.model == 1, "mesh.zero": new.data * new.context == 1}
-        if (
-            sum(more != now for more, now in ranks) > 1
-            or any(more % now for more, now in ranks)
-            or train.micro_batch % candidate.train.micro_batch
-            or any(step < 0 and not without.get(name) for name, step in steps.items())
-            or (mesh.splits_tokens and new.model > 1 and not new.sequence_parallel)
-        ):
-            continue
-        same = [name for name in SEARCHED if value_of(candidate, name) == value_of(config, name)]
-        values = {name: value_of(candidate, name) for name in SEARCHED if name not in same and not without.get(name)}
-        price = sum(step for name, step in steps.items() if name in values)
-        price += OTHER_MESH * (new.devices // new.data != mesh.devices // mesh.data) + MORE_GPUS * factor * (factor > 1)
-        price += SEQUENCE_PARALLEL * ("mesh.sequence_parallel" in values)
-        price += SMALLER_MICRO_BATCH * ((train.micro_batch // candidate.train.micro_batch).bit_length() - 1)
-        in_loop = [{}, {"train.unroll": "off"}] if is_unrolled(config, on_gpu=True) and new.pipe == 1 else [{}]
-        for chunks, loop in product(losses, in_loop):
-            chunked = {"train.loss_chunks": chunks} if chunks != train.loss_chunks else {}
-            if changed := values | chunked | loop:
-                price_of_all = price + LOSS_CHUNKS * bool(chunked) + LOOP * bool(loop)
-                yield (price_of_all, new.devices // new.data), changed
+def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The changed fields of configs that take less memory, on `factor` times as many GPUs, with their prices: one axis
+    has more ranks at most, besides `data`."""
+    mesh, size, replicas = config.mesh, config.train.micro_batch, factor * config.mesh.data
+    smaller = [(SMALLER_MICRO_BATCH * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
+    options = []
+    for name in (name for name in PRICES if name not in unused):
+        now = PRICES[name].get(value_of(config, name), math.inf)
+        options.append([(0, {}), *((cost - now, {name: value}) for value, cost in PRICES[name].items() if cost > now)])
+    options.append([(price, values) if price else (0, {}) for price, values in smaller])
+    wider = [(times, axis) for axis in ("pipe", "context", "model") for times in divisors(replicas)[1:]]
+    for times, axis in [(1, "data"), *wider]:
+        layout = {"mesh.data": replicas // times} if replicas // times != mesh.data else {}
+        layout |= {f"mesh.{axis}": getattr(mesh, axis) * times} if times > 1 else {}
+        cost = OTHER_MESH * (times > 1) + MORE_GPUS * factor * (factor > 1)
+        for prices, values in (zip(*choice, strict=True) for choice in product(*options)):
+            if changed := dict(chain(layout.items(), *(each.items() for each in values))):
+                yield cost + sum(prices), changed
+
+
+def _is_useful(changed: Config, config: Config, values: Collection[str]) -> bool:
+    """True if a changed config can run, and each of its new `values` has an effect."""
+    mesh, sequence = changed.mesh, config.model.sequence
+    without_effect = {
+        "mesh.sequence_parallel": mesh.model == 1,
+        "mesh.zero": mesh.data * mesh.context == 1,
+        "mesh.model": mesh.model > max(SERVER, config.mesh.model),
+        "mesh.context": sequence // mesh.context < LEAST_POSITIONS,
+        "train.unroll": mesh.pipe > 1,
+    }
+    if any(without_effect.get(name) for name in values):
+        return False
+    try:
+        validate(replace(changed, data=replace(config.data, mock=True)))
+    except UsageError:
+        return False
+    return True
 
 
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
     """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
 
     def strength(name: str, value: Any) -> int:
-        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value == "off" or value)
+        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value)
 
     return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
 
@@ -493,42 +447,29 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
 # --- The longest sequence ---------------------------------------------------------------------------------------------
 
 STEP, FIRST = 1024, 16
-"""Positions of a GPU, where all share a sequence, come in multiples of this; multiples to try first."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to make room for long sequences: a name, whether GPUs share a sequence over `context`, and
-    `train.recompute`."""
-
-    name: str
-    over_context: bool
-    recompute: str = "full"
-
-
-WAYS = (Way("over context, offloaded", True, "offload"), Way("over context", True), Way("without context", False))
+"""Positions of a GPU come in multiples of this; multiples to try first."""
 
 
 def longest(
     config: Config,
     devices: int,
-    way: Way,
+    recompute: str,
     gpus_per_node: int,
     memory_of: MemoryOf,
     time_of: TimeOf,
     capacity: float,
     host: float | None = None,
 ) -> Candidate | None:
-    """The fastest way to run the longest sequence that fits on this many GPUs; None: not even `STEP` positions a GPU
-    fit.
+    """The longest sequence that fits on this many GPUs, which share it over `context` and `model`; None: not even
+    `STEP` positions a GPU fit.
 
     Weights and optimizer are sharded over all ranks (ZeRO-3), layers are recomputed, the loss is in chunks. Memory
-    grows with the length almost in proportion, so a few predictions along straight lines find it.
+    grows with the length almost in proportion: two lengths of each mesh tell which one goes furthest.
 
     Args:
       config: its model and training; length, mesh, micro-batch and recomputation are replaced.
       devices: number of GPUs.
-      way: how they share a sequence.
+      recompute: full or offload.
       gpus_per_node: `model` stays within them.
       memory_of, time_of, capacity, host: as in `search`.
     """
@@ -539,30 +480,36 @@ def longest(
         batch_rampup=None,
         batch_schedule=None,
         taken=(),
-        recompute=way.recompute,
-        unroll="off" if way.recompute == "offload" else config.train.unroll,
+        recompute=recompute,
+        unroll="off" if recompute == "offload" else config.train.unroll,
         loss_chunks=max(CHUNKS, config.train.loss_chunks) if scores_in_chunks(config.model) else 1,
     )
-    fixed = replace(config, mesh=MeshConfig(zero=3), train=train)
-    keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context" if way.over_context else "mesh.data"}
-    unit = STEP * devices if way.over_context else STEP
 
-    def ways_at(steps: int) -> list[Config]:
-        longer = replace(fixed, model=replace(config.model, sequence=steps * unit))
-        in_server = (way for way in candidates(longer, devices, keep) if way.mesh.model <= gpus_per_node)
-        return [way for way in in_server if way.mesh.sequence_parallel == (way.mesh.model > 1)]
+    def at(steps: int, mesh: MeshConfig) -> Config:
+        model = replace(config.model, sequence=steps * STEP * devices)
+        return replace(config, model=model, mesh=mesh, train=train)
 
-    def memory_share(steps: int) -> float:
-        """The smallest share of the memory of device and host that a way needs."""
-        memories = [memory_of(way) for way in ways_at(steps)]
-        shares = [max(m.total / ((1 - HEADROOM) * capacity), m.host / host if host else 0.0) for m in memories]
-        return min(shares, default=math.inf)
+    def share(mesh: MeshConfig, steps: int) -> float:
+        """The share of the memory of device and host that a sequence needs."""
+        memory = memory_of(at(steps, mesh))
+        return max(memory.total / ((1 - HEADROOM) * capacity), memory.host / host if host else 0.0)
 
-    steps = largest(memory_share, 1.0)
+    def reach(mesh: MeshConfig) -> float:
+        """The length at the limit, on the line through two."""
+        near, far = share(mesh, FIRST), share(mesh, 2 * FIRST)
+        return FIRST * (1 + (1 - near) / (far - near)) if far > near else FIRST
+
+    keep = set(SEARCHED) - {"mesh.model", "mesh.sequence_parallel", "mesh.context", "mesh.context_attention"}
+    ways = dict.fromkeys(way.mesh for way in candidates(at(FIRST, MeshConfig(zero=3)), devices, keep))
+    reaches = {way: reach(way) for way in ways if way.data == 1 and way.model <= gpus_per_node}
+    if not reaches:
+        return None
+    best = max(reaches, key=lambda mesh: (int(reaches[mesh]), -time_of(at(FIRST, mesh)).mean))
+    steps = largest(partial(share, best), 1.0, max(int(reaches[best]), 1))
     if not steps:
         return None
-    among = ways_at(steps)
-    return search(fixed, devices, memory_of, time_of, capacity, SEARCHED, host=host, among=among).roomy[0]
+    longest_run = at(steps, best)
+    return Candidate(longest_run, memory_of(longest_run), time_of(longest_run))
 
 
 def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most: int | None = None) -> int:
@@ -590,27 +537,36 @@ def largest(size: Callable[[int], float], limit: float, first: int = FIRST, most
 
 # --- The largest model of a budget ------------------------------------------------------------------------------------
 #
-# The models are a ladder: those of the config in other widths and depths, or the published ones of a family. Each is
-# trained on `tokens_per_parameter` tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section
-# 3.4). The fastest ways to run the first are searched as with --devices alone, and the others are tried in these ways;
-# where none fits, they are searched too.
+# The models are a ladder: those of the config in other widths and depths. Each is trained on `tokens_per_parameter`
+# tokens for each of its parameters (20 are compute-optimal: arXiv 2203.15556, section 3.4). The fastest ways to run the
+# first are searched as with --devices alone, and the others are tried in these ways; where none fits, they are searched
+# too.
 
 
 WIDEST = 4  # times the width of the config: 64 times its parameters, and more with the deeper rungs
-Search = Callable[[Config], SearchResult]
 
 
-@dataclass(frozen=True)
-class Rung:
-    """A model of the ladder: the config it comes from, by name, its own config, of any length, and its parameters."""
+class Budget(NamedTuple):
+    """GPUs for a number of days, and the training tokens for each parameter of a model."""
 
-    base: str
+    devices: int
+    gpu: Gpu
+    days: float
+    tokens_per_parameter: float = 20.0
+
+    def peak(self, config: Config) -> float:
+        """FLOP/s of all devices at their peak."""
+        return self.devices * self.gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
+
+
+class Rung(NamedTuple):
+    """A model of the ladder: its config, of any length, and its parameters."""
+
     config: Config
     parameters: int
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A rung with the length of its training, and the fastest way to run it; None if none fits or divides.
 
     Attributes:
@@ -618,7 +574,6 @@ class Trial:
       days_at_peak: duration at the peak speed of the devices; a rung for which it is too long is not searched.
     """
 
-    rung: Rung
     config: Config
     parameters: int
     tokens: int
@@ -631,8 +586,17 @@ class Trial:
         """Duration of the run; infinite if it does not fit."""
         return math.inf if self.best is None else self.best.time.mean * self.config.train.steps / 86_400
 
+    @property
+    def duration(self) -> str:
+        """'34.5 days', or why there is no prediction."""
+        return (
+            f"{self.days_at_peak:,.3g} days at peak speed, or too large"
+            if self.best is None
+            else f"{self.days:.3g} days"
+        )
 
-def ladder(name: str, config: Config) -> list[Rung]:
+
+def ladder(config: Config) -> list[Rung]:
     """The model of `config` in other sizes, smallest first, with its head size, ratio of widths and vocabulary.
 
     The number of heads is a multiple of that of key-value heads, or of 8 where each head has its own; for each number
@@ -651,7 +615,7 @@ def ladder(name: str, config: Config) -> list[Rung]:
         first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
         for n in range(least, max(7 * least // 4, least + 1)):
             sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
-    return [Rung(name, replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
+    return [Rung(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]
 
 
 def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
@@ -663,41 +627,17 @@ def is_possible(config: Config, devices: int, keep: Collection[str]) -> bool:
     return any(candidates(config, devices, keep))
 
 
-def family_ladder(family: str) -> list[Rung]:
-    """The configs whose name begins with `family`, smallest first, without demonstrations.
-
-    Of configs with the same model at several lengths, the shortest is chosen.
-
-    Raises:
-      UsageError: there are none.
-    """
-    names = [name for name in available_configs() if not name.endswith("_demo")]
-    chosen = [name for name in names if name.startswith(family)]
-    if not chosen:
-        families = sorted({re.match("[a-z]+", name)[0] for name in names})
-        raise UsageError(f"--family {family}: no config's name begins so; use {either(families)}")
-    rungs = defaultdict(list)
-    for name in chosen:
-        config = load_config(name)
-        size = count_parameters(config.model)
-        rungs[size].append(Rung(name, config, size))
-    lengths = {size: min(rung.config.model.sequence for rung in rungs[size]) for size in sorted(rungs)}
-    return [rung for size in lengths for rung in rungs[size] if rung.config.model.sequence == lengths[size]]
-
-
-def in_known_ways(arguments: SearchArguments, gpu: Gpu, calibration: Calibration) -> Search:
+def in_known_ways(
+    devices: int, gpu: Gpu, calibration: Calibration, keep: tuple[str, ...] = ()
+) -> Callable[[Config], SearchResult]:
     """A search for one rung after the other, among the settings that were the fastest for the first."""
     fastest: list[dict[str, Any]] = []
-    machine = *predictions(gpu, calibration), gpu.usable_bytes
 
     def ways(config: Config) -> SearchResult:
-        known = [
-            way for values in fastest for way in candidates(with_values(config, values), arguments.devices, SEARCHED)
-        ]
-        result = search(config, arguments.devices, *machine, SEARCHED, host=gpu.host_bytes, among=known)
+        known = (way for values in fastest for way in candidates(with_values(config, values), devices, SEARCHED))
+        result = find(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
         if not result.roomy:
-            top = max(arguments.top, 10)  # as the plan of it does
-            result = find(config, arguments.devices, gpu, calibration, arguments.keep, top)
+            result = find(config, devices, gpu, calibration, keep)
             fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result
 
@@ -705,14 +645,13 @@ def in_known_ways(arguments: SearchArguments, gpu: Gpu, calibration: Calibration
 
 
 def largest_model(
-    rungs: list[Rung], arguments: SearchArguments, gpu: Gpu, search: Search, say: Callable[[str], None]
+    rungs: list[Rung], budget: Budget, search: Callable[[Config], SearchResult], say: Callable[[str], None]
 ) -> tuple[Trial, list[Trial]]:
     """The largest rung that is trained within the days, and all that were tried, smallest first.
 
     Args:
       rungs: smallest first.
-      arguments: with devices and days.
-      gpu: each of the devices.
+      budget: devices and days.
       search: all ways to run a config.
       say: told about each trial.
 
@@ -723,44 +662,32 @@ def largest_model(
 
     def order(number: int) -> float:
         """The logarithm of the days of a rung, counted from 1: about proportional to the number."""
-        tried[number] = trial = attempt(rungs[number - 1], arguments, gpu, search)
-        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {duration(trial, arguments)}")
-        return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * arguments.days))
+        tried[number] = trial = attempt(rungs[number - 1], budget, search)
+        say(f"{in_units(trial.parameters)} parameters on {in_units(trial.tokens)} tokens: {trial.duration}")
+        return math.log(trial.days if trial.best else max(2 * trial.days_at_peak, 1.01 * budget.days))
 
-    seconds, peak = arguments.days * 86_400, gpu.peak_tflops.get(rungs[0].config.precision.compute, math.inf) * 1e12
     # Tokens grow with parameters, so days with their square: at first as by arXiv 2203.15556 at half of the peak.
-    fitting = math.sqrt(seconds * arguments.devices * peak / 2 / (6 * arguments.tokens_per_parameter))
-    first = bisect_right(rungs, fitting, key=lambda rung: rung.parameters)
-    best = largest(order, math.log(arguments.days), min(max(first, 1), len(rungs)), len(rungs))
+    flops = budget.days * 86_400 * budget.peak(rungs[0].config) / 2
+    first = bisect_right(rungs, math.sqrt(flops / (6 * budget.tokens_per_parameter)), key=attrgetter("parameters"))
+    best = largest(order, math.log(budget.days), min(max(first, 1), len(rungs)), len(rungs))
     if not best:
-        smallest = tried[1]
         raise UsageError(
-            f"{arguments.devices} × {gpu.name} in {arguments.days:g} days train no model of this ladder: the smallest, "
-            f"{in_units(smallest.parameters)} parameters on {in_units(smallest.tokens)} tokens, takes "
-            f"{duration(smallest, arguments)}; give more --days or --devices, or fewer --tokens-per-parameter"
+            f"{budget.devices} × {budget.gpu.name} in {budget.days:g} days train no model of this ladder: the least, "
+            f"{in_units(tried[1].parameters)} parameters on {in_units(tried[1].tokens)} tokens, takes "
+            f"{tried[1].duration}; give more --days or --devices, or fewer --tokens-per-parameter"
         )
     return tried[best], [tried[number] for number in sorted(tried)]
 
 
-def duration(trial: Trial, arguments: SearchArguments) -> str:
-    """'34.5 days', or why there is no prediction."""
-    if trial.best is not None:
-        return f"{trial.days:.3g} days"
-    if trial.days_at_peak > arguments.days:
-        return f"{trial.days_at_peak:,.0f} days at peak speed"
-    return "more memory than there is"
-
-
-def attempt(rung: Rung, arguments: SearchArguments, gpu: Gpu, search: Search) -> Trial:
+def attempt(rung: Rung, budget: Budget, search: Callable[[Config], SearchResult]) -> Trial:
     """A rung with its length and the fastest way to run it; not searched if peak speed would not be enough."""
-    config = with_tokens(rung.config, math.ceil(arguments.tokens_per_parameter * rung.parameters))
-    sample = config.model.sequences * config.model.sequence
+    config = with_tokens(rung.config, math.ceil(budget.tokens_per_parameter * rung.parameters))
     samples = BatchSizes.of(config).samples_before(config.train.steps)
     flops = model_flops(config) * samples / config.train.global_batch
-    peak = gpu.peak_tflops.get(config.precision.compute, math.inf) * 1e12
-    days_at_peak = flops / (arguments.devices * peak) / 86_400
-    ranked = search(config).ranked if days_at_peak <= arguments.days else []
-    return Trial(rung, config, rung.parameters, samples * sample, flops, days_at_peak, ranked[0] if ranked else None)
+    days_at_peak = flops / budget.peak(config) / 86_400
+    ranked = search(config).ranked if days_at_peak <= budget.days else []
+    tokens = samples * config.model.sequences * config.model.sequence
+    return Trial(config, rung.parameters, tokens, flops, days_at_peak, ranked[0] if ranked else None)
 
 
 def with_tokens(config: Config, tokens: int) -> Config:
@@ -773,11 +700,6 @@ def with_tokens(config: Config, tokens: int) -> Config:
 
 
 # --- In words ---------------------------------------------------------------------------------------------------------
-
-
-def word(value: Any) -> str:
-    """A value of a field, in words."""
-    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def describe(config: Config) -> str:

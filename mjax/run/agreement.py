@@ -34,10 +34,10 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import PER_PROCESS, marks_of
+from mjax.config.marks import BLEND, PER_PROCESS, marks_of
 from mjax.data.sources import TrainingData, digest_of_folder
-from mjax.errors import UsageError
-from mjax.run.continuing import PATHS, Origin, digests_of
+from mjax.errors import UsageError, shortened
+from mjax.run.continuing import Origin, digests_of
 from mjax.utils.packages import installed, source_hashes
 
 PACKAGES = re.compile(
@@ -102,18 +102,13 @@ def disagreement(given: Sequence[dict[str, Any]]) -> str:
         found.append(f"{name} {', '.join(parts)}, {shown[most]} on {rest}")
     if not found:
         return ""
-    if len(found) > MOST_SHOWN:
-        found[MOST_SHOWN:] = [f"and {len(found) - MOST_SHOWN} more differences"]
-    return (
-        f"the processes of this run do not agree: {'; '.join(found)}; start all with the same flags, files and software"
-    )
+    shown = "; ".join(shortened(found, MOST_SHOWN, "more differences"))
+    return f"the processes of this run do not agree: {shown}; start all with the same flags, files and software"
 
 
 def _processes(indices: Sequence[int], hosts: Sequence[str]) -> str:
     """`process 2 on node7`, `processes 2 on node7 and 5 on node9`, …"""
-    named = [f"{index} on {hosts[index]}" for index in indices[:MOST_SHOWN]]
-    if len(indices) > MOST_SHOWN:
-        named.append(f"{len(indices) - MOST_SHOWN} more")
+    named = shortened([f"{index} on {hosts[index]}" for index in indices], MOST_SHOWN)
     return f"process{'es' * (len(indices) > 1)} {' and '.join(named)}"
 
 
@@ -127,7 +122,7 @@ def config_facts(config: Config) -> Facts:
         values = getattr(config, section.name)
         for knob in dataclasses.fields(values):
             name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
-            if PER_PROCESS not in marks_of(config, name) and not (section.name == "data" and knob.name in PATHS):
+            if marks_of(config, name).isdisjoint({PER_PROCESS, BLEND}):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 facts["--" + name.replace("_", "-")] = json.dumps(value), shown
     return facts

@@ -22,29 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.config import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    as_flag,
-    differences,
-    read_config,
-    read_settings,
-)
+from mjax.config import Config, DataConfig, MeshConfig, as_flag, differences, read_config, read_settings
 from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.checks import check_batch_sizes
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import FREE, NEW_RUN, RATE, TUNING, marks_of
+from mjax.config.marks import FREE, NEW_RUN, RATE, TUNING, in_use, marks_of
 from mjax.config.model import ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import read
+from mjax.config.run import BLENDS
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
 from mjax.utils.stores import resolved
 
 OPTIMIZER = "optimizer.name"
-PATHS = ("path", "train_path", "valid_path")
 DIGESTS = "data.json"
 
 
@@ -156,18 +148,16 @@ def save_digests(folder: Path, data: DataConfig) -> None:
 def _meaning(config: Config, name: str) -> Any:
     """The effective value of a field that another field determines by default; data have their digests."""
     match name.split("."):
-        case "model", "mlm_activation":
-            return getattr(config.model, "mlm_activation", None) or config.model.activation
         case "data", "samples":
             return None if config.data.conversations else training_samples(config)  # their order does not depend on it
-        case "data", knob if knob in PATHS:
+        case "data", knob if knob in BLENDS:
             return None
         case "optimizer", "decay_steps":
             return decay_end(config)
         case "optimizer", "wsd_decay_steps":
             return wsd_decay_steps(config)
         case section, knob:
-            return getattr(getattr(config, section), knob)
+            return in_use(getattr(config, section), knob)
 
 
 def _notes(before: Config, config: Config, begun: bool) -> list[str]:
@@ -224,7 +214,7 @@ def digests_of(data: DataConfig) -> dict[str, list[str]]:
     """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
     from mjax.data.indexed import IndexedDataset
 
-    blends = {} if data.mock else {name: getattr(data, name) for name in PATHS if getattr(data, name)}
+    blends = {} if data.mock else {name: getattr(data, name) for name in BLENDS if getattr(data, name)}
     return {
         name: [IndexedDataset(prefix).digest for prefix in parse_blend(values, f"--data.{name}").prefixes]
         for name, values in blends.items()
@@ -236,7 +226,7 @@ def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str
     saved = _saved_digests(folder / DIGESTS)
     current = digests_of(now) if saved is not None else {}
     changed = []
-    for name in PATHS:
+    for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
         if not saved or name not in saved or name not in current:  # a run of an older version, or synthetic tokens
             if old != new:
@@ -268,11 +258,6 @@ def _shown(value: Any) -> str:
 # the origin in `init.json`; a run that has checkpoints continues from them, and does not read the origin again.
 
 ORIGIN = "init.json"
-BY_DEFAULT = {
-    "feed_forward": "mlp_width", "kv_heads": "groups", "head_dim": "head_size",
-    "max_position_embeddings": "max_positions",
-}  # fmt: skip
-"""Fields that follow from others by default, and the property with the value in use."""
 
 
 @dataclass(frozen=True)
@@ -381,7 +366,7 @@ def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
     changed = {}
     for section, _, name in (field.partition(".") for field in differences(saved, config)):
         if section == "model" and name != "attention":
-            values = _value(saved.model, name), _value(config.model, name)
+            values = in_use(saved.model, name), in_use(config.model, name)
             changed |= {name: values} if values[0] != values[1] else {}
     if wrong := [name for name in changed if not _may_differ(name, saved.model, config)]:
         values = "; ".join(f"model.{name} {changed[name][0]}, here {changed[name][1]}" for name in wrong)
@@ -396,12 +381,6 @@ def _changed(init: Path, config: Config) -> dict[str, tuple[str, str]]:
             f"or {new_run_flags(init, saved.model)} for its own settings"
         )
     return {f"model.{name}": (str(there), str(here)) for name, (there, here) in changed.items()}
-
-
-def _value(model: ModelConfig, name: str) -> Any:
-    """The value of a field that is in use; that of an optional one may follow from others."""
-    value = getattr(model, name)
-    return getattr(model, BY_DEFAULT[name]) if value is None and name in BY_DEFAULT else value
 
 
 def _may_differ(name: str, saved: ModelConfig, config: Config) -> bool:

@@ -32,14 +32,13 @@ from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
-from mjax.run.options import Result
 from mjax.step.step import TrainProgram
 from mjax.utils.figures import duration
 from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
-    from mjax.run.loop import Run
+    from mjax.run.loop import Result, Run
 
 SECONDS_BETWEEN_LINES = 10.0
 DAY = 86_400.0
@@ -256,7 +255,7 @@ def announce_start(
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", layers without a loop" if train.unroll == "on" else ""
     choices += f", over context by {config.across}" if config.across else ""
-    choices += f", experts by {model.grouped}" if model.grouped_kernel else ""
+    choices += f", experts by {model.grouped}" if model.grouped else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     own = count_parameters(model, trained=True)
     choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
@@ -307,7 +306,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
-    if config.model.parted_experts():
+    if config.model.experts:
         display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if not config.model.causal or not (folder / "tokenizer").is_dir():

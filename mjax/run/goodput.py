@@ -64,34 +64,22 @@ class Goodput(Callback):
         self._starts = read_starts(Start, self.file, say)
         self._done = max((start["last"] for start in self._starts), default=0)
 
-    def at(self, step: int, doing: str = STEP) -> None:
-        """Count the time until the next call as that of `step` doing this (as `Watchdog.at`)."""
+    def on_start(self, run: Run) -> None:
+        """Count the steps after `run.step`: after a rewind they are taken again."""
+        self._done, self._last = max(self._done, self._last), run.step
+
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Count the time until the next activity as this one's."""
         now = time.monotonic()
         self.seconds[self._doing] += now - self._since
-        self._doing, self._since = ACTIVITIES.get(doing, doing), now
+        self._doing, self._since = ACTIVITIES.get(activity, activity), now
         if self._doing == STEPS and step <= self._done:
             self._doing = REPEATED
         self._last = step
         if now - self._written > EVERY:
-            self.write()
-
-    def on_start(self, run: Run) -> None:
-        """Count the steps after `run.step`: after a rewind they are taken again."""
-        self.go_back(run.step)
-
-    def on_activity(self, run: Run, step: int, activity: str) -> None:
-        """Count the time until the next activity as this one's."""
-        self.at(step, activity)
+            self.close()
 
     def close(self) -> None:
-        """Write the rest."""
-        self.write()
-
-    def go_back(self, step: int) -> None:
-        """The steps after `step` are taken again."""
-        self._done, self._last = max(self._done, self._last), step
-
-    def write(self) -> None:
         """Bring goodput.json up to date; one that cannot be written does not end a run."""
         self._written = now = time.monotonic()
         if self.file is None:

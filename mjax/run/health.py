@@ -29,6 +29,7 @@ All decisions follow from metrics that are the same in every process; only proce
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -50,7 +51,7 @@ from mjax.config import Config, HealthConfig
 from mjax.config.axes import NAMES, holding
 from mjax.config.model_file import run_flags
 from mjax.config.plain_values import check, read
-from mjax.errors import UnhealthyError
+from mjax.errors import UnhealthyError, and_more, shortened
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
 from mjax.run.callbacks import Callback
@@ -262,7 +263,7 @@ class Guard(Callback):
     def needs_state(self, run: Run, step: int) -> bool:
         """Return True if the state is to be saved or checked."""
         every = self.config.health.replica_interval
-        return self.saves(step) or self._nonfinite or bool(every and step % every == 0)
+        return run.saves or self.saves(step) or self._nonfinite or bool(every and step % every == 0)
 
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Check the state and save it, or end the run.
@@ -272,14 +273,16 @@ class Guard(Callback):
           RunError: two saves in a row failed.
         """
         waits = run.step == step
-        saves, run.saves = waits and (run.ends or run.saves or self.saves(step)), False
+        saves = waits and (run.ends or run.saves or self.saves(step))
+        run.saves = run.saves and not waits
+        if saves:
+            run.at(step, "saving")
         if waits and (saves or self.needs_state(run, step)):
             self._check(run, step)
         self._nonfinite = metrics.nonfinite is not None
         if problem := self.health.problem(ended=step == self.config.train.steps):
             self.give_up(problem)
         if saves:
-            run.at(step, "saving")
             begun = time.perf_counter()
             if self.save(step, own_state(run.state), run.ends, metrics.val_loss):
                 run.blocked = time.perf_counter() - begun
@@ -606,11 +609,8 @@ class Replicas:
             f"replica {replicas[at]} (device {device.id} of process {device.process_index})"
             for at, device in ((at, self.mesh.devices[at]) for at in sorted(odd, key=replicas.__getitem__))
         ]
-        if len(copies) > MOST_DEVICES:
-            copies[MOST_DEVICES:] = [f"{len(copies) - MOST_DEVICES} more"]
-        first, *others = dict.fromkeys(name for names in odd.values() for name in names)
-        arrays = first + (f" and {len(others)} more arrays" if others else "")
-        differ = "differs from the others" if len(copies) == 1 else "differ"
+        arrays = and_more(list(dict.fromkeys(itertools.chain(*odd.values()))), " arrays")
+        copies, differ = shortened(copies, MOST_DEVICES), "differs from the others" if len(copies) == 1 else "differ"
         return (
             f"after step {step} the replicas have different weights: {' and '.join(copies)} {differ} in {arrays}; "
             "a device or its memory is faulty, or a process computes something else; nothing was saved since the last "

@@ -12,18 +12,20 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import locked
 from mjax.checkpoint.mirror import Mirror
 from mjax.cluster.launch import COMPILING, STEP, Distributed
-from mjax.cluster.processes import from_first, is_first, told_to_stop
+from mjax.cluster.processes import StopSignal, from_first, is_first, told_to_stop
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config, axes
 from mjax.config.batch_size import BatchSizes
@@ -34,11 +36,11 @@ from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
 from mjax.run.agreement import agree, check_shared, facts_of
 from mjax.run.callbacks import Callback
+from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import TRACKERS, MetricsLog, Record, finite_or_none
-from mjax.run.options import PREEMPTED, Options, Result, StopSignal
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.kernels import with_kernel
 from mjax.step.losses import StepMetrics, mean_of
@@ -47,7 +49,56 @@ from mjax.step.train_state import TrainState
 from mjax.utils.progress import status
 from mjax.utils.stores import address_of
 
+PREEMPTED = 75  # exit code: saved, run the same command again
 MANY_SAMPLES = 2_000_000  # whose order takes seconds
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run that are not in its config.
+
+    Attributes:
+      name: of the config in messages.
+      step: checkpoint to continue from, setting later ones aside; None: the newest.
+      origin: the checkpoint whose weights a new run starts from; by default they are drawn at random.
+      data: used instead of the config's data.
+      loss: instead of the model's (`Forward.loss_fn`).
+      optimizer: instead of the config's (`build_program`).
+      callbacks: called after those that show the metrics of a step, before those that log and save.
+      show: whether to print progress.
+      watchdog: for the processes of this run; None: a single process.
+    """
+
+    name: str = "this config"
+    step: int | None = None
+    origin: Origin | None = None
+    data: TrainingData | None = None
+    loss: Callable | None = None
+    optimizer: optax.GradientTransformation | None = None
+    callbacks: Sequence[Callback] = ()
+    show: bool = True
+    watchdog: Watchdog | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      exit_code: 0 if all steps are done, 75 if it was stopped and has saved.
+      step: steps taken.
+      state: the last state.
+      validation_loss: of the last evaluation, nats per token; None if there was none.
+      validation_metrics: its other means by name; for a BERT also the entropy of the masked tokens.
+      stopped: whether it was told to stop, possibly in the last step, which is then not evaluated.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState = field(repr=False)
+    validation_loss: float | None
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
 
 
 def train(config: Config, folder: Path, options: Options | None = None) -> Result:
@@ -123,8 +174,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         # --- Steps ----------------------------------------------------------------------------------------------------
         guard = Guard(resolved, checkpoints, display.say, step if step >= 0 else None)
         run = Run(resolved, mesh, program, checkpoints, data, display, watchdog, guard, log, options)
-        evaluate = None if data.validation is None else Evaluate(data.validation)
-        run.callbacks = in_order(watchdog, guard, display, log, evaluate, goodput, options.callbacks)
+        run.arrange(goodput, None if data.validation is None else Evaluate(data.validation))
         result = run.take_steps(state, start)
         del state
         if result.exit_code == 0:
@@ -134,20 +184,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     return result
 
 
-def in_order(
-    watchdog: Watchdog,
-    guard: Guard,
-    display: Display,
-    log: MetricsLog | None,
-    evaluate: Evaluate | None,
-    goodput: Goodput | None = None,
-    others: Sequence[Callback] = (),
-) -> list[Callback]:
-    """The callbacks of a run: a step is evaluated, judged and shown, then logged, and its state saved at last."""
-    callbacks = [Heartbeats(watchdog), goodput, evaluate, Judge(guard), display, *others, log, guard]
-    return [callback for callback in callbacks if callback is not None]
-
-
+@dataclass(eq=False)
 class Run:
     """The steps of one run.
 
@@ -162,33 +199,35 @@ class Run:
       ends: True if no step follows `step`, so that it is saved.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        program: TrainProgram,
-        checkpoints: Checkpoints,
-        data: TrainingData,
-        display: Display,
-        watchdog: Watchdog,
-        guard: Guard,
-        log: MetricsLog | None = None,
-        options: Options | None = None,
-    ):
-        self.config, self.mesh, self.program, self.checkpoints = config, mesh, program, checkpoints
-        self.folder, self.data, self.options = checkpoints.folder.parent, data, options or Options()
-        self.display, self.watchdog, self.guard, self.log = display, watchdog, guard, log
-        self.callbacks: Sequence[Callback] = ()
-        self.step, self.ends, self.saves = 0, False, False
-        self.state: TrainState | None = None
-        self.validation: tuple[float | None, dict[str, float]] = None, {}  # the last loss and other metrics
-        self.blocked: float | None = None  # seconds that the save before the next record took of the loop
-        self.steps_before = 0  # of other runs in this process: processes agree to stop by a number that must only grow
-        self.sizes, self.size = BatchSizes.of(config), 0
-        self.programs: dict[int, TrainProgram] = {}  # by batch size, added when first needed
-        self.peak = peak_tflops(jax.devices()[0].device_kind, config.precision.compute)
-        self._pending: tuple[int, StepMetrics] | None = None  # a step whose metrics were not read yet
-        self.restart_clock()
+    config: Config
+    mesh: Mesh
+    program: TrainProgram
+    checkpoints: Checkpoints
+    data: TrainingData
+    display: Display
+    watchdog: Watchdog
+    guard: Guard
+    log: MetricsLog | None = None
+    options: Options = field(default_factory=Options)
+    callbacks: Sequence[Callback] = ()
+    step: int = 0
+    state: TrainState | None = None
+    ends: bool = False
+    saves: bool = False  # a callback asked for a checkpoint
+    validation: tuple[float | None, dict[str, float]] = (None, {})  # the last loss and other metrics
+    blocked: float | None = None  # seconds that the save before the next record took of the loop
+    steps_before: int = 0  # of other runs in this process: processes agree to stop by a number that must only grow
+    size: int = 0  # of the batch
+    programs: dict[int, TrainProgram] = field(default_factory=dict)  # by batch size, added when first needed
+
+    def __post_init__(self):
+        self.folder, self.sizes = self.checkpoints.folder.parent, BatchSizes.of(self.config)
+        self.peak = peak_tflops(jax.devices()[0].device_kind, self.config.precision.compute)
+
+    def arrange(self, *first: Callback | None) -> None:
+        """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
+        others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
+        self.callbacks = [each for each in (Heartbeats(self.watchdog), *first, *others) if each is not None]
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
@@ -201,7 +240,7 @@ class Run:
         self.signal.name = self.signal.name or reason
 
     def save(self) -> None:
-        """Save a checkpoint after this step, unless the run is unhealthy; in `on_step` of a step that waits."""
+        """Save a checkpoint after this step if it waits, else after the next, unless the run is unhealthy."""
         self.saves = True
 
     def at(self, step: int, activity: str = STEP) -> None:

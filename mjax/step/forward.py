@@ -16,18 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
 from mjax.errors import UsageError
-from mjax.models.block import Sums, map_layers, run_blocks
 from mjax.models.context import Context
 from mjax.models.protocol import Model
+from mjax.models.stack import Sums, map_stacks, run_blocks
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import joined, split_trained
-from mjax.parallel.zero import is_layer, layer_gather
+from mjax.parallel.weights import are_stacked, joined, split_trained
+from mjax.parallel.zero import layer_gather
 from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
-from mjax.utils.names import leaf_name
 
 MicroBatch = dict[str, Array]
 
@@ -74,7 +73,7 @@ class Forward:
         dtype = COMPUTE_TYPES[self.config.precision.compute]
         trains, train, context = self.step is not None, self.config.train, self.layer_context(micro_batch)
         gathers = partial(layer_gather, dtype=dtype, in_float8=context.tokens.float8)
-        gathered = map_layers(gathers, self.plan.blocks)
+        gathered = map_stacks(gathers, self.plan.blocks)
         recompute, unroll = (train.recompute, train.unroll == "on") if trains else ("none", False)
         x, sums = run_blocks(blocks, x, context, recompute, first, gathered, unroll)
         return x, {} if self.head else self._parts(sums)
@@ -195,4 +194,6 @@ def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, A
 
 def _without_blocks(weights: Model) -> Model:
     """The embedding and the head only: the model with nothing in place of its layers."""
-    return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
+    leaves, structure = jax.tree.flatten(weights)
+    pairs = zip(leaves, are_stacked(weights), strict=True)
+    return structure.unflatten(None if stacked else weight for weight, stacked in pairs)

@@ -10,8 +10,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config
+from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
-from mjax.models.build import build_model, has_several_stacks, mixing_class
+from mjax.models.build import build_model, mixing_class
 from mjax.models.protocol import Model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.weights import metadata_of
@@ -54,14 +55,10 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """The layout of the model of `config` on `mesh`, which has the shape `config.mesh`; nothing is allocated.
 
     Raises:
-      UsageError: the config has a pipeline, and the layers of the model are several stacks, one after the other; or
-        it splits positions, and a class of the model may mix them.
+      UsageError: the config has a pipeline, which cannot split the pattern of the layers; or it splits positions, and
+        a class of the model may mix them.
     """
-    if config.mesh.pipe > 1 and has_several_stacks(config.model):
-        raise UsageError(
-            f"--mesh.pipe {config.mesh.pipe} cannot split {config.model.title}, which has several stacks of layers; "
-            "leave it out"
-        )
+    check_stages(config.model, config.mesh)
     if config.mesh.context > 1 and (name := mixing_class(config.model)):
         raise UsageError(
             f"--mesh.context {config.mesh.context} splits the positions of a sequence, and {name} of "

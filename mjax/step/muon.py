@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.matrices import Matrices
+from mjax.parallel.overlap import tie
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import muon_matrices
 from mjax.step.layout import Layout
@@ -56,7 +57,7 @@ def newton_schulz(x: Float[Array, "k rows columns"]) -> Float[Array, "k rows col
         square = jnp.einsum("kji,kjl->kil" if tall else "kij,klj->kil", x, x)  # the smaller of XᵀX and XXᵀ
         polynomial = sum_of(b, square, c, square @ square)
         x = sum_of(a, x, 1.0, x @ polynomial if tall else polynomial @ x)
-        x = jax.lax.optimization_barrier(x)  # else XLA keeps every product to compute the next x from all of them
+        x = tie(x)  # else XLA keeps every product to compute the next x from all of them
     return x
 
 
@@ -88,7 +89,7 @@ def scale_by_muon(config: OptimizerConfig, dtype, matrices: dict[str, Matrices])
     def direction(path: tuple, update: Array) -> Array:
         of = matrices[leaf_name(path)]
         # Written once, beside the moment: for each use XLA would compute it again, from a copy of the old moment.
-        narrow = jax.lax.optimization_barrier(update.astype(dtype))
+        narrow = tie(update.astype(dtype))
         whole = of.map(newton_schulz, narrow).astype(update.dtype)
         return update_scale(of, config.muon_adjust_lr) * whole
 

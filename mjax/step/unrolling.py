@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mjax.config import Config
 from mjax.config.model import ModelConfig
-from mjax.models.build import layers_differ, layers_of_kinds
+from mjax.config.pattern import stacks_of
 
 MOST_UNROLLED = 80
 """Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
@@ -23,8 +23,8 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
     if train.unroll != "auto":
         return train.unroll == "on"
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
-    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.parted_experts()
-    return on_gpu and not (by_layer or mesh.pipe > 1 or layers_differ(model) or model.layers > MOST_UNROLLED)
+    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
+    return on_gpu and not (by_layer or mesh.pipe > 1 or len(stacks_of(model)) > 1 or model.layers > MOST_UNROLLED)
 
 
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
@@ -34,4 +34,4 @@ def with_unrolling(config: Config, on_gpu: bool) -> Config:
 
 def repeats_in_stack(config: ModelConfig) -> bool:
     """True if layers of one stack differ in more than weights, such as windows; a loop then runs several at once."""
-    return config.period > 1 + max(turn for _, turn in layers_of_kinds(config))
+    return any(len(stack.kinds) > 1 for stack in stacks_of(config))

@@ -21,7 +21,6 @@ A row is [CLS] first [SEP] second [SEP]. Prediction files are GLUE submissions, 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,9 +54,15 @@ class SentencePairs(LabelledTask):
 
     head = "classification"
     columns: ClassVar[tuple[str, ...]]
-    """Columns of every file."""
+    """Columns of every file, of the two sentences last."""
+    label: ClassVar[str]
+    """Column of the label, which a test file lacks."""
     names: ClassVar[tuple[str, ...]]
     """Labels by number, as in the files."""
+    unclear: ClassVar[tuple[str, ...]] = ()
+    """Labels of pairs that are skipped."""
+    skips_broken: ClassVar[bool] = False
+    """True if a broken line is skipped in a file with labels."""
     submissions: ClassVar[dict[str, str]]
     """Names of GLUE's submissions by the names of its test files, without extensions."""
 
@@ -66,13 +71,29 @@ class SentencePairs(LabelledTask):
         """One for each label."""
         return len(self.names)
 
-    @abstractmethod
     def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
         """The pair of a line, or why the line is skipped.
 
         Raises:
           UsageError: it is malformed.
         """
+        label = fields.get(self.label)
+        needed = (*self.columns, self.label) if label is not None else self.columns
+        empty = [name for name in needed if not (isinstance(fields.get(name), str) and fields[name].strip())]
+        broken = None in fields or None in fields.values()
+        if broken or empty:
+            problem = "has too few or too many fields" if broken else f"has no {empty[0]}"
+            if self.skips_broken and self.label in fields:
+                return problem
+            raise UsageError(f"{source} {problem}, and it is not to be skipped; fix it, or give the published file")
+        if label in self.unclear:
+            return f"has the label {label}"
+        if label not in (None, *self.names):
+            known = either([*self.names, *self.unclear])
+            raise UsageError(f"{source} has {label!r:.40} for {self.label}; it may be {known}")
+        name = next((fields[key] for key in ("index", "pairID", "id") if key in fields), source)
+        sentences = (fields[column] for column in self.columns[-2:])
+        return Sentences(str(name), *sentences, None if label is None else self.names.index(label))
 
     def read(self, file: Path) -> list[Sentences]:
         """The pairs of a file; those that are skipped are counted."""
@@ -110,33 +131,23 @@ class Mnli(SentencePairs):
     """Entailment, contradiction or neither; see the module."""
 
     columns = ("sentence1", "sentence2")
+    label = "gold_label"
     names = ("contradiction", "entailment", "neutral")  # v1.0's order
+    unclear = ("-",)  # the annotators did not agree
     submissions: ClassVar[dict[str, str]] = {"test_matched": "MNLI-m", "test_mismatched": "MNLI-mm"}
 
     def set_name(self, file: Path, alone: bool) -> str:
         """The name of the file without GLUE's "dev_"."""
         return file.stem.removeprefix("dev_")
 
-    def pair(self, source: str, fields: dict[str, Any]) -> Sentences | str:
-        """The pair, unless the annotators did not agree on its label."""
-        sentences, label = [fields.get(column) for column in self.columns], fields.get("gold_label")
-        if _is_broken(fields):
-            raise UsageError(f"{source} {BROKEN}; {FIX}")
-        if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
-            raise UsageError(f"{source} lacks a sentence; {FIX}")
-        if label == "-":
-            return "has the gold label -"
-        if label not in (None, *self.names):
-            raise UsageError(f"{source} has the gold label {label!r:.40}; it may be {', '.join(self.names)} or -")
-        index = fields.get("index", fields.get("pairID", source))
-        return Sentences(str(index), *sentences, None if label is None else self.names.index(label))
-
 
 class Qqp(SentencePairs):
     """Duplicate questions; see the module."""
 
     columns = ("id", "question1", "question2")
+    label = "is_duplicate"
     names = ("0", "1")
+    skips_broken = True
     submissions: ClassVar[dict[str, str]] = {"test": "QQP"}
 
     def metrics(self, outputs: Outputs) -> list[Metric]:
@@ -149,32 +160,8 @@ class Qqp(SentencePairs):
             metrics.append(Metric.share("f1", 2 * both, max(either, 1), "of the pairs that are duplicates"))
         return metrics
 
-    def pair(self, source: str, fields: dict[str, str]) -> Sentences | str:
-        """The pair, unless the line is broken, which a line without a label may not be."""
-        label = fields.get("is_duplicate")
-        if _is_broken(fields):
-            problem = BROKEN
-        elif empty := [name for name in (*self.columns, "is_duplicate") if name in fields and not fields[name].strip()]:
-            problem = f"has an empty {empty[0]}"
-        elif label not in (None, *self.names):
-            raise UsageError(f"{source} has {label!r:.40} for is_duplicate; it may be 0 or 1")
-        else:
-            texts = (fields[column] for column in self.columns)
-            return Sentences(*texts, None if label is None else self.names.index(label))
-        if "is_duplicate" not in fields:
-            raise UsageError(f"{source} {problem}, and each pair needs a prediction; {FIX}")
-        return problem
-
 
 EXPECTED_LINE = '{"sentence1": "…", "sentence2": "…", "gold_label": "…"}'
-FIX = "fix it, or give the published file"
-BROKEN = "has too few or too many fields"
-
-
-def _is_broken(fields: dict[str, Any]) -> bool:
-    """True if a line of a `table` has too few or too many fields."""
-    return None in fields.values() or None in fields
-
 
 # --- RACE: questions on a passage, from English exams for middle and high school in China (arXiv 1704.04683) ----------
 # The dataset is a folder of folders, {train,dev,test}/{middle,high}, with a JSON object in each .txt file:
@@ -183,8 +170,7 @@ def _is_broken(fields: dict[str, Any]) -> bool:
 #      "answers": ["C"]}
 #
 # Each question has four options, and each option is a separate row: the question with the option in place of every "_",
-#   or
-# appended if there is none; then the article. As in Megatron-LM v1.0 (tasks/race/data.py) question and option come
+# or appended if there is none; then the article. As in Megatron-LM v1.0 (tasks/race/data.py) question and option come
 # first and have at most 128 tokens, so that a row that is too long loses the end of the article.
 
 

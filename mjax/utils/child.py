@@ -1,7 +1,8 @@
 """A function in a process of its own, with bounds on time and memory: for programs and tables that come from outside.
 
 The child imports what the module of the function imports. It ends with its parent, leaves no core file, and writes
-files of at most a megabyte. A library that panics, aborts or overruns its memory ends the child alone.
+files of at most a megabyte. A library that panics, aborts or overruns its memory ends the child alone. Without a bound
+on memory only time on the clock is bounded: for functions of our own that may hang or abort, as those of a driver.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Mapping
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,21 +37,31 @@ NO_MEMORY = re.compile(rb"memory allocation|bad_alloc|MemoryError")
 
 
 class ChildError(ValueError):
-    """The reason why a child has no answer, as a clause about what it was asked to do: "it is not done after 10 s"."""
+    """The reason why a child has no answer, as a clause about what it was asked to do: "it is not done after 10 s".
+
+    Attributes:
+      code: of a child that has ended by itself: its exit code, or minus the number of the signal.
+      log: what it has written until then.
+    """
+
+    def __init__(self, reason: str, code: int | None = None, log: str = ""):
+        super().__init__(reason)
+        self.code, self.log = code, log
 
 
 class Child:
     """Answers of a function that runs within bounds; the process starts with the first question."""
 
-    def __init__(self, function: str, seconds: float, memory: int):
+    def __init__(self, function: str, seconds: float, memory: int | None, environment: Mapping[str, str] | None = None):
         """Name the function and its bounds.
 
         Args:
           function: as module:name; takes bytes, and returns what JSON can hold or raises ChildError.
-          seconds: of processor time for each question.
-          memory: bytes that the process may map.
+          seconds: of processor time for each question; without a bound on memory, on the clock.
+          memory: bytes that the process may map; None: any number, and files of any size.
+          environment: of the process; by default that of this one.
         """
-        self.function, self.seconds, self.memory = function, seconds, memory
+        self.function, self.seconds, self.memory, self.environment = function, seconds, memory, environment
         self._process: subprocess.Popen | None = None
 
     def ask(self, question: bytes) -> Any:
@@ -61,11 +75,11 @@ class Child:
             self._start()
         try:
             self._pipe.send_bytes(question)
-            if not self._pipe.poll(WAIT * self.seconds):
-                raise ChildError(f"it is not done after {WAIT * self.seconds:.0f} s")
+            if not self._pipe.poll(wait := self.seconds * (1 if self.memory is None else WAIT)):
+                raise ChildError(f"it is not done after {wait:.0f} s")
             answer = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise ChildError(self._reason()) from None
+            raise self._lost() from None
         except BaseException:
             self.close()
             raise
@@ -76,10 +90,11 @@ class Child:
     def close(self) -> None:
         """End the process; another question starts a new one."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(5)  # it may hang in the kernel, where no signal reaches it
             self._pipe.close()
-            self._errors.close()
+            self._log.close()
             self._process = None
 
     __del__ = close
@@ -87,41 +102,45 @@ class Child:
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         path = json.dumps([os.path.abspath(folder) for folder in sys.path])
-        bounds = [self.function, str(self.seconds), str(self.memory), str(theirs.fileno())]
+        bounds = [self.function, str(self.seconds), str(self.memory or 0), str(theirs.fileno())]
         try:
             with theirs:
-                self._errors = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-c", START, path, *bounds],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
-                    env={**os.environ, **THREADS},
+                    stdout=self._log,
+                    stderr=self._log,
+                    env={**(os.environ if self.environment is None else self.environment), **THREADS},
                     pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is answered by the parent alone
                 )
             bounded = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            reason = self._reason() if self._process else error.strerror
+            reason = self._lost() if self._process else error.strerror
             raise RunError(f"a process for {self.function} cannot be started: {reason}") from None
         if not bounded:
             _say_unbounded()
 
-    def _reason(self) -> str:
-        """The clause about the end of the process, which has ended by itself."""
+    def _lost(self) -> ChildError:
+        """The error about the end of the process, which has ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT)
         self._process.kill()  # if its answer is not JSON
         code = self._process.wait()
-        self._errors.seek(0)
-        words = self._errors.read()
+        self._log.seek(0)
+        words = self._log.read()
         self.close()
+        log = words.decode(errors="replace")
+        last = next((line for line in reversed(log.split("\n")) if line.strip()), f"exit code {code}")
+        reason = f"it crashes ({signal.Signals(-code).name if code < 0 else last[:200]})"
         if code == -signal.SIGPROF:
-            return f"it is not done after {self.seconds:.0f} s"
-        if code == -signal.SIGKILL or NO_MEMORY.search(words):  # the system kills when there is no more
-            return f"it takes more than {self.memory >> 20} MiB"
-        lines = words.decode(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
-        return f"it crashes ({signal.Signals(-code).name if code < 0 else last[:200]})"
+            reason = f"it is not done after {self.seconds:.0f} s"
+        elif self.memory and (
+            code == -signal.SIGKILL or NO_MEMORY.search(words)
+        ):  # the system kills when there is no more
+            reason = f"it takes more than {self.memory >> 20} MiB"
+        return ChildError(reason, code, log)
 
 
 @cache
@@ -132,7 +151,6 @@ def _say_unbounded() -> None:
 def serve() -> None:
     """In the child: answer every question, until the parent is gone."""
     function, seconds, memory, descriptor = sys.argv[2:]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is answered by the parent alone
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in whatever library it is
     module, _, name = function.partition(":")
     answer = getattr(importlib.import_module(module), name)
@@ -140,14 +158,17 @@ def serve() -> None:
     with contextlib.suppress(OSError):  # a system out of memory ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     bound(resource.RLIMIT_CORE, 0)
-    bound(resource.RLIMIT_FSIZE, 1 << 20)
-    pipe.send_bytes(json.dumps(bound(resource.RLIMIT_AS, int(memory))).encode())
+    if is_bounded := int(memory) > 0:
+        bound(resource.RLIMIT_FSIZE, 1 << 20)
+    else:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    pipe.send_bytes(json.dumps(not is_bounded or bound(resource.RLIMIT_AS, int(memory))).encode())
     while True:
         try:
             question = pipe.recv_bytes()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, float(seconds))
+        signal.setitimer(signal.ITIMER_PROF, float(seconds) if is_bounded else 0)
         try:
             reply = {"value": answer(question)}
         except ChildError as error:
@@ -156,6 +177,13 @@ def serve() -> None:
             reply = {"error": f"it takes more than {int(memory) >> 20} MiB"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send_bytes(json.dumps(reply).encode())
+
+
+def _end_with(parent: int) -> None:
+    """End this process soon after its parent."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
 
 
 def bound(what: int, most: int) -> bool:

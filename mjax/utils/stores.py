@@ -193,10 +193,8 @@ class Store:
 
     def about(self, address: str) -> dict[str, Any] | None:
         """Size and LastModified and, of S3, ETag of an object; None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.again(f"reading {address}", lambda: self.fs.info(address, refresh=True))
-        except FileNotFoundError:
-            return None
 
     def check_bucket(self, address: str) -> dict[str, dict[str, Any]]:
         """The objects at an address, by key; refuse one in a bucket that is not there or cannot be listed there."""
@@ -205,9 +203,7 @@ class Store:
             return self.again(f"listing {address}", lambda: self.fs.find(base, detail=True))
         except FileNotFoundError:
             bucket = base.partition("/")[0]
-            raise UsageError(
-                f"{address}: there is no bucket {bucket}; create it, or give another {self.scheme}://"
-            ) from None
+            raise UsageError(f"{address}: there is no bucket {bucket}; create it, or give another") from None
 
     def check_writable(self, address: str) -> None:
         """Write and remove an empty object.
@@ -223,9 +219,10 @@ class Store:
             raise
         self.remove([address])
 
-    def read(self, address: str) -> bytes:
-        """The bytes of an object."""
-        return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
+    def read(self, address: str) -> bytes | None:
+        """The bytes of an object; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.again(f"reading {address}", lambda: self.fs.cat_file(address))
 
     def read_range(self, address: str, wanted: str, start: int, end: int) -> bytes:
         """The bytes from `start` up to `end` of one version of an object, which is asked for with the request.

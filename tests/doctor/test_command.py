@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -70,15 +71,19 @@ def test_missing_package_of_command_line_is_named(tmp_path):
     assert result.stderr == "mjax: error: the package tyro is not installed; install mjax again, with what it needs\n"
 
 
-# A doctor whose one check sleeps in a child, which holds a pipe.
+def sleep(question):
+    """In the child: a check that sleeps, and holds the pipe that it is named after."""
+    name, _ = json.loads(question)
+    with open(name, "w", 1) as pipe:
+        print("here", file=pipe)
+        time.sleep(60)
+
+
 ASLEEP = """
-import sys
 from mjax.commands import doctor as command
 from mjax.doctor import checks
-check = "import time; pipe = open({pipe!r}, 'w', 1); print('here', file=pipe); time.sleep(60)"
-code = f"from mjax.doctor import checks; checks.run_check = lambda *_: exec({{check!r}}); checks.main(['sleep'])"
-checks.COMMAND = sys.executable, "-c", code
-command.examine = lambda facts, begin: checks.run_in_child(["sleep"], facts, begin)
+checks.ANSWER = "tests.doctor.test_command:sleep"
+command.examine = lambda facts, begin: checks.run_in_child([{pipe!r}], facts, begin)
 command.doctor(command.DoctorArguments(json=True, limit=600))
 """
 

@@ -7,7 +7,7 @@ import pytest
 
 from mjax.doctor import FIGURE, GREEN, RED, YELLOW, Facts, devices
 from mjax.doctor.devices import check_all_reduce, check_devices, check_matmul, judge
-from mjax.doctor.installation import Driver
+from mjax.doctor.host import Driver
 
 H100, T400, SLICE = "NVIDIA H100 80GB HBM3", "NVIDIA T400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
 GIB = 2**30

@@ -5,8 +5,8 @@ from unittest.mock import Mock
 import pynvml
 import pytest
 
-from mjax.doctor import GREEN, RED, YELLOW, Facts, installation
-from mjax.doctor.installation import Driver, check_driver, check_jax, check_packages, read_driver
+from mjax.doctor import GREEN, RED, YELLOW, Facts, host
+from mjax.doctor.host import Driver, check_driver, check_jax, check_packages, read_driver
 from mjax.utils import packages
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -23,8 +23,8 @@ def pretend(monkeypatch, **versions):
 
 @pytest.mark.parametrize(("version", "status"), [("3.10.4", RED), ("3.13.0", GREEN), ("3.14.0", YELLOW)])
 def test_python_is_one_of_those_tested(monkeypatch, version, status):
-    monkeypatch.setattr(installation.platform, "python_version", lambda: version)
-    finding = installation.check_python(Facts())
+    monkeypatch.setattr(host.platform, "python_version", lambda: version)
+    finding = host.check_python(Facts())
     assert (finding.status, finding.found.startswith(version)) == (status, True)
 
 
@@ -83,7 +83,7 @@ def machine(tmp_path, monkeypatch):
     """Make files as Linux shows them for so many NVIDIA GPUs, with this version of the driver, and NVML's answers."""
 
     def machine(driver=None, gpus=0, **functions):
-        monkeypatch.setattr(installation, "ROOT", tmp_path)
+        monkeypatch.setattr(host, "ROOT", tmp_path)
         if driver:
             file = tmp_path / "proc/driver/nvidia/version"
             file.parent.mkdir(parents=True)
@@ -104,7 +104,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def judge(monkeypatch, driver, cuda):
-    monkeypatch.setattr(installation, "read_driver", lambda: driver)
+    monkeypatch.setattr(host, "read_driver", lambda: driver)
     monkeypatch.setattr(packages, "cuda_build", lambda: cuda)
     return check_driver(Facts())
 

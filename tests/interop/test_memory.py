@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mjax.checkpoint import arrays, blocks
+from mjax.checkpoint import arrays
 from mjax.commands import cli
 from tests.interop.folders import LLAMA, read_folder, tensors_of, write_folder
 from tests.interop.whole_weights import assert_same
@@ -41,8 +41,7 @@ def peak_of(argv):
 def test_conversions_hold_less_than_half_the_model(tmp_path, monkeypatch):
     """Folders may be relative and have any name."""
     monkeypatch.chdir(tmp_path)
-    for module in (arrays, blocks):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 1 << 20)
     small = write_folder(Path("small"), LLAMA, tensors_of(LLAMA))
     tensors = tensors_of(LARGE)
     source = write_folder(Path("in #1 %20?"), LARGE, tensors, parts=3)

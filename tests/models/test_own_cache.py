@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import MeshConfig
 from mjax.config.model import register
 from mjax.generation.generate import Generator, Sampling
-from mjax.models.block import stack
 from mjax.models.build import build_model
 from mjax.models.parts.attention import Attention
+from mjax.models.stack import stack
 from mjax.parallel import mappings
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.mesh import make_mesh
@@ -82,7 +82,7 @@ def hybrid_layer(key, config, dtype):
 class Hybrid(toy_model.Toy):
     def __init__(self, key, config, dtype):
         super().__init__(key, config, dtype)
-        self.blocks = stack(key, config.layers, partial(hybrid_layer, config=config, dtype=dtype))
+        self.blocks = stack(key, config, partial(hybrid_layer, config=config, dtype=dtype))
 
 
 CONFIG = replace(

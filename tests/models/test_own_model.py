@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from benchmarks.aot.hlo import counted, read_collectives
 from mjax.cluster.hardware import gpu_named
 from mjax.commands import cli
 from mjax.config import DataConfig, LlamaConfig, MeshConfig
 from mjax.config.axes import sizes
+from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
-from mjax.models.block import Block, stack
+from mjax.models.block import Block
 from mjax.models.build import count_parameters, mixing_class
+from mjax.models.stack import stack
 from mjax.planner.compile import compile_step
 from mjax.planner.layer import model_flops
 from mjax.planner.ledger import ledger
@@ -88,7 +89,7 @@ class Balanced(toy_model.Toy):
         parts = lambda key: vars(toy_model.toy_layer(key, config, dtype))  # noqa: E731
         names = ("attention_norm", "attention", "mlp_norm", "mlp")
         layer = lambda key: BalancedBlock(**{name: parts(key)[name] for name in names})  # noqa: E731
-        self.blocks = stack(key, config.layers, layer)
+        self.blocks = stack(key, config, layer)
 
     def counts(self, batch):
         return super().counts(batch) | dict.fromkeys(("balance_loss", "cubes"), batch["tokens"].size)
@@ -115,14 +116,13 @@ class Stacked(toy_model.Toy):
     def __init__(self, key, config, dtype):
         super().__init__(key, config, dtype)
         wide = replace(config, feed_forward=2 * config.feed_forward)
-        self.blocks = nnx.List([
-            stack(key, 2, lambda key: toy_model.toy_layer(key, config, dtype)),
-            stack(key, 3, lambda key: toy_model.toy_layer(key, wide, dtype)),
-        ])  # fmt: skip
+        narrow, wide = (partial(toy_model.toy_layer, config=each, dtype=dtype) for each in (config, wide))
+        self.blocks = stack(key, config, {"narrow": narrow, "wide": wide})
 
 
 class StackedConfig(toy_model.ToyConfig):
     module = f"{__name__}:Stacked"
+    pattern = Pattern((LayerKind(weights="wide"),), (LayerKind(weights="narrow"),) * 2)
 
 
 class Hybrid(toy_model.Toy):
@@ -136,12 +136,13 @@ class Hybrid(toy_model.Toy):
             block.attention = toy_model.GatedMLP(key, config, dtype)
             return block
 
-        layers = partial(toy_model.toy_layer, config=config, dtype=dtype), without_attention
-        self.blocks = nnx.List([stack(key, 2, layer) for layer in layers])
+        layer = partial(toy_model.toy_layer, config=config, dtype=dtype)
+        self.blocks = stack(key, config, {"attention": layer, "": without_attention})
 
 
 class HybridConfig(toy_model.ToyConfig):
     module = f"{__name__}:Hybrid"
+    pattern = Pattern(first=(LayerKind(weights="attention"),) * 2)
 
 
 STACKED = StackedConfig(**vars(replace(MODEL, layers=5)))
@@ -251,7 +252,7 @@ def toy_of(model=toy_model.Toy, block=Block, mlp=toy_model.GatedMLP, positions=t
     class Made(model):
         def __init__(self, key, config, dtype):
             super().__init__(key, config, dtype)
-            self.blocks = nnx.List([stack(key, 1, partial(layer, config=config, dtype=dtype)) for _ in range(2)])
+            self.blocks = stack(key, config, partial(layer, config=config, dtype=dtype))
 
     made = type("MadeConfig", (toy_model.ToyConfig,), {"build": lambda self, key, dtype: Made(key, self, dtype)})
     Made.__name__ = model.__name__
@@ -310,7 +311,7 @@ def test_run_continues_bit_for_bit_and_on_another_mesh(tmp_path):
 
 
 def test_plan_counts_parameters_and_flops_as_by_hand(capsys):
-    assert cli.main(["plan", "--config", str(ROOT / "tests" / "toy_model.py"), "--data.mock", "--json"]) == 0
+    assert cli.main(["plan", "--config", str(ROOT / "tests" / "toy_model.py"), "--json"]) == 0
     model, train = toy_model.config.model, toy_model.config.train
     h, f, s, v = model.hidden, model.feed_forward, model.sequence, model.padded_vocabulary
     layer = h * (model.heads + 2 * model.kv_heads) * model.head_size + h * h + 3 * h * f

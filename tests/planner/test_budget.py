@@ -15,15 +15,13 @@ from mjax.commands import cli
 from mjax.commands.flags import parse
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import load_config
-from mjax.errors import UsageError
 from mjax.models.build import count_parameters
-from mjax.planner.search import Rung, attempt, family_ladder, ladder, largest_model, with_tokens
-from mjax.planner.section import SearchArguments
+from mjax.planner.search import Budget, Rung, attempt, ladder, largest_model, with_tokens
 from tests.conftest import ROOT
 
 H100 = gpu_named("h100")
 LLAMA = load_config("llama3_8b")
-llama_ladder = cache(lambda: ladder("llama3_8b", LLAMA))
+llama_ladder = cache(lambda: ladder(LLAMA))
 
 
 def at_half_of_the_peak(config):
@@ -38,8 +36,8 @@ def at_half_of_the_peak(config):
 
 def test_largest_is_that_of_exhaustive_count():
     rungs = [rung for rung in llama_ladder() if 4096 <= rung.config.model.hidden <= 7168]
-    arguments, lines = SearchArguments(devices=64, days=30), []
-    best, tried = largest_model(rungs, arguments, H100, at_half_of_the_peak, lines.append)
+    budget, lines = Budget(64, H100, 30), []
+    best, tried = largest_model(rungs, budget, at_half_of_the_peak, lines.append)
     days = {}
     for rung in rungs:
         tokens = 20 * count_parameters(rung.config.model)
@@ -66,16 +64,6 @@ def test_ladder_has_close_rungs_of_same_proportions():
     assert all(0.95 < after / before < 1.2 for before, after in itertools.pairwise(middle))
 
 
-def test_family_is_the_configs_of_that_name():
-    assert [rung.base for rung in family_ladder("llama")] == [
-        "llama32_1b", "llama2_7b", "llama3_8b", "llama3_70b", "llama3_405b",
-    ]  # fmt: skip
-    with pytest.raises(
-        UsageError, match="--family opt: no config's name begins so; use bert, bloom, gemma, gpt, llama"
-    ):
-        family_ladder("opt")
-
-
 def test_schedule_ends_with_tokens():
     config = with_tokens(replace(LLAMA, optimizer=replace(LLAMA.optimizer, decay_steps=500_000)), 10**10)
     assert (config.train.steps, config.optimizer.decay_steps) == (2385, None)
@@ -85,9 +73,7 @@ def test_schedule_ends_with_tokens():
 
 def test_trial_counts_tokens_of_a_ramp_up():
     config = load_config("gpt_175b")  # from 16 to 1,536 sequences
-    trial = attempt(
-        Rung("gpt_175b", config, count_parameters(config.model)), SearchArguments(devices=64, days=1e-9), H100, None
-    )
+    trial = attempt(Rung(config, count_parameters(config.model)), Budget(64, H100, 1e-9), None)
     assert 0 <= trial.tokens - 20 * trial.parameters < 1536 * 2048
     assert (trial.best, trial.days) == (None, math.inf)
 
@@ -97,7 +83,7 @@ def test_plan_is_of_largest_and_its_command(tmp_path, capsys):
     """The budget is a few milliseconds of two GPUs."""
     file = tmp_path / "found.py"
     plan = ["plan", "--config", str(ROOT / "tests" / "tiny_config.py"), "--gpu", "h100", "--devices", "2", "--json"]
-    assert cli.main([*plan, "--days", "0.0005", "--price", "2", "--write", str(file)]) == 0
+    assert cli.main([*plan, "--days", "0.0005", "--write", str(file)]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     best, tried = plan["budget"]["best"], plan["budget"]["tried"]
     assert best in tried

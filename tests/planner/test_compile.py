@@ -63,7 +63,7 @@ def test_ledger_has_bytes_of_compiled_step(mode, tmp_path):
     assert not re.findall(r"= (?:bf16|f16)\[\S* (?:reduce|scatter)\(.*", text)  # sums over tokens are float32
     assert compiled.config.model.attention == "cudnn"
     windows = {int(length) for length in re.findall(r'"sliding_window_length": (\d+)', text)}
-    assert windows == {config.model.window_at(place) or 0 for place in range(2)}
+    assert windows == {kind.window or 0 for kind in config.model.pattern.group}
     expected = ledger(config).in_program()
     found = counted(collectives)
     assert {key: size for key, (_, size) in found.items()} == {key: size for key, (_, size) in expected.items()}

@@ -58,29 +58,27 @@ REFUSALS = {
     # Pictures
     "--schedule-figure plan.png": "needs a pipeline and gpt_8b has none; add stages, such as --mesh.pipe 2",
     "--mesh.pipe 4 --schedule-figure plan.doc": "use a name that ends in .png, .pdf or .svg",
-    "--longest-figure a.png --gpu h100": "--longest-figure plots what --longest finds; add --longest 64",
-    # Configs that cannot run
+    # Flags without effect, and configs that cannot run
+    "--log.interval 3": "has no --log.interval; no result depends on log: leave it out",
     "--mesh.pipe 5": "--mesh.pipe 5 does not divide 72 layers",
     "--gpu v100 --model.attention cudnn --model.attention-dropout 0": "needs compute capability 8.0 or more",
     # The GPU
     "--gpu h10": "--gpu h10 is not known (did you mean 'h100'?)",
-    "--calibration x.json": "--calibration x.json is for a GPU; add --gpu, such as --gpu h100",
+    "--calibration x.json": "--calibration x.json needs --gpu h100; add it",
     "--gpu h100 --calibration none.json": "none.json does not exist; in mjax's repository, python",
-    "--devices-per-node 4": "--devices-per-node 4 describes the server of a GPU; add --gpu, such as",
+    "--devices-per-node 4": "--devices-per-node 4 needs --gpu h100; add it",
     "--network -1 --gpu h100": "--network is -1.0; it must be above 0",
-    "--longest 8": "--longest 8 needs a GPU to plan for; add --gpu, such as",
+    "--longest 8": "--longest 8 needs --gpu h100; add it",
     # The search
-    "--devices 8": "--devices 8 needs a GPU to plan for; add --gpu, such as --gpu h100",
-    "--price 2": "--price is for the search; add --devices, such as --devices 8",
+    "--devices 8": "--devices 8 needs --gpu h100; add it",
+    "--keep mesh.zero": "--keep mesh.zero needs --devices 8; add it",
     "--devices 8 --gpu v100": "no bf16 peak is known for v100",
     "--devices 8 --gpu h100 --keep mesh.zeros": "did you mean 'mesh.zero'?",
     "--devices 8 --gpu h100 --write no/such.py": "there is no folder",
     "--devices 8 --gpu h100 --write plan.json": "use a name that ends in .py",
     # The budget
-    "--gpu h100 --days 3": "--days is for the search; add --devices",
-    "--gpu h100 --devices 8 --family gpt": "--family gpt is for a budget of time; add --days",
+    "--gpu h100 --days 3": "--days 3 needs --devices 8; add it",
     "--gpu h100 --devices 8 --days 3 --train.tokens 1B": "--train.tokens and --days both",
-    "--gpu h100 --devices 8 --days 3 --family gpt": "--family and --config both",
     # Ahead-of-time compilation
     "--compile": "--compile needs a GPU to compile for; add --gpu with one of a100, b200, h100, h200",
     "--compile --gpu v100": "--gpu v100 cannot be compiled for; use one of a100, b200, h100, h200",

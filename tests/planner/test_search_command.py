@@ -37,8 +37,8 @@ def test_search_finds_meshes_like_the_papers(name):
 
 
 def test_search_plans_the_fastest(capsys):
-    """Sets another batch, a fixed field, and a server of two with its own network, by JAX's name of the GPU."""
-    flags = ["--target-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2", "--top", "500"]
+    """Sets another batch, fixed fields, and a server of two with its own network, by JAX's name of the GPU."""
+    flags = ["--train.global-batch", "16", "--keep", "mesh.model", "train.recompute", "--mesh.model", "2"]
     server = ["--gpu", "NVIDIA H200", "--devices", "2", "--devices-per-node", "2", "--network", "800"]
     tiny = str(ROOT / "tests" / "tiny_config.py")
     assert cli.main(["plan", "--config", tiny, *flags, *server, "--json"]) == 0
@@ -49,6 +49,6 @@ def test_search_plans_the_fastest(capsys):
     assert plan["run"]["mesh"] == {axis: best[f"mesh.{axis}"] for axis in NAMES}
     assert plan["time"]["seconds"] == pytest.approx(best["seconds"])
     assert best["days"] == pytest.approx(plan["time"]["run"]["seconds"] / 86_400)
-    assert (found["global_batch"], found["tokens"]) == (16, 6 * 16 * 16)
+    assert (found["global_batch"], found["tokens"]) == (16, 12 * 16 * 16)
     assert (found["gpu"], found["devices_per_node"], found["network_bytes_per_second"]) == ("h200", 2, 100e9)
     assert {(each["mesh.model"], each["train.recompute"]) for each in found["best"]} == {(2, "none")}

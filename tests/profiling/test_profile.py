@@ -15,7 +15,7 @@ from mjax.errors import RunError, UsageError
 from mjax.profiling import profiled_steps
 from mjax.profiling.recorder import Recorder
 from mjax.run import loop
-from mjax.run.options import Options
+from mjax.run.loop import Options
 from tests.test_train_command import CONFIG, losses, run_here
 
 pytestmark = pytest.mark.usefixtures("fewer_devices", "quick_runs")

@@ -32,15 +32,19 @@ def race(**changes):
 TABLES = [  # task, contents of a file, the sentence; {} is the file
     ("mnli", None, "there is no file {}; give"),
     ("mnli", MNLI + "0\ta\tb\t-\n", "{} has no example; give"),
-    ("mnli", MNLI + "0\ta\tb\n", "{}:2 has too few or too many fields; fix it"),
-    ("mnli", MNLI + "0\ta\tb\tneutral\n1\t \tb\tneutral\n", "{}:3 lacks a sentence; fix it"),
-    ("mnli", MNLI + "0\ta\tb\tmaybe\n", "{}:2 has the gold label 'maybe'; it may be contradiction,"),
+    ("mnli", MNLI + "0\ta\tb\n", "{}:2 has too few or too many fields, and it is not to be skipped; fix it"),
+    (
+        "mnli",
+        MNLI + "0\ta\tb\tneutral\n1\t \tb\tneutral\n",
+        "{}:3 has no sentence1, and it is not to be skipped; fix it",
+    ),
+    ("mnli", MNLI + "0\ta\tb\tmaybe\n", "{}:2 has 'maybe' for gold_label; it may be contradiction,"),
     ("mnli", MNLI.encode() + b"0\ta\t\xff\tneutral\n", "{}:2 is not UTF-8 (byte 4); give"),
     ("qqp", QQP + "0\ta\tb\tyes\n", "{}:2 has 'yes' for is_duplicate; it may be 0 or 1"),
     (
         "qqp",
         TEST + "0\ta\n",
-        "{}:2 has too few or too many fields, and each pair needs a prediction; fix it",
+        "{}:2 has too few or too many fields, and it is not to be skipped; fix it",
     ),
 ]
 LINES = [  # the same, of .jsonl files
@@ -49,7 +53,7 @@ LINES = [  # the same, of .jsonl files
     (
         "mnli",
         f"{json.dumps(PAIR)}\n{json.dumps(PAIR | {'gold_label': 'neutral'})}",
-        "{} has labels for 1 of its 2 examples; give all of them, or none",
+        "{} has labels for 1 of its 2 examples; give all, or none",
     ),
 ]
 FOLDERS = [  # the same, of folders of texts

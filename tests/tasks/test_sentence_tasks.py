@@ -134,7 +134,7 @@ def test_mnli_skips_and_counts_pairs_without_label(tokenizer, tmp_path):
     task = open_task("mnli", [file], [file], tokenizer, 10)
     assert task.train.labels["label"].tolist() == [2, 2]
     assert task.notes[:2] == [
-        f"{file}: 2 of 4 pairs were skipped, such as that of {file}:2, which has the gold label -",
+        f"{file}: 2 of 4 pairs were skipped, such as that of {file}:2, which has the label -",
         f"{file}: 1 of 2 rows (50.0%) have more than 10 tokens and are truncated at the end",
     ]
     assert values(task, {"train": outputs_for([2, 2], 3)})["accuracy"] == 1

@@ -96,7 +96,7 @@ def test_software_facts_show_edits_versions_and_settings(monkeypatch, tmp_path):
     assert (same["jax"], same["XLA_FLAGS"]) == ("0.0.1", "--xla_x=1")
     shutil.copytree(Path(mjax.__file__).parent, tmp_path / "mjax", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(mjax, "__file__", str(tmp_path / "mjax" / "__init__.py"))
-    with (tmp_path / "mjax" / "models" / "gpt.py").open("a") as file:
+    with (tmp_path / "mjax" / "models" / "gpt" / "model.py").open("a") as file:
         file.write("# edited\n")
     found = compared(software_facts())
     assert {name for name in found if found[name] != same[name]} == {"mjax/models/gpt/model.py"}

@@ -13,8 +13,8 @@ from mjax.config.batch_size import BatchSizes
 from mjax.data.samples import MockDataset
 from mjax.parallel.mesh import make_mesh
 from mjax.run import loop
+from mjax.run.loop import Options
 from mjax.run.metrics import read_metrics
-from mjax.run.options import Options
 from mjax.step.schedule import learning_rate
 from tests.callbacks import StopAt
 from tests.small import small_config

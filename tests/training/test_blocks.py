@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mjax.checkpoint import arrays, blocks
-from mjax.checkpoint.blocks import read_in_blocks, write_in_blocks
+from mjax.checkpoint import arrays
+from mjax.checkpoint.arrays import read_in_blocks
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import MeshConfig
+from mjax.interop.convert import write_in_blocks
 from mjax.parallel.mesh import make_mesh
 
 RANDOM = np.random.default_rng(0)
@@ -29,8 +30,7 @@ def tree_of(leaves):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    for module in (arrays, blocks):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 256)
 
 
 def quiet(folder):

@@ -17,7 +17,7 @@ def truncate(folder):
 
 def remove_a_file(folder):
     data_file(folder).unlink()
-    return "model/.* is missing"
+    return "model/.* is missing, so it was not finished or not copied completely"
 
 
 def remove_the_manifest(folder):

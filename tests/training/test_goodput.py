@@ -4,10 +4,12 @@ import json
 import shutil
 from dataclasses import replace
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 
 import mjax
+from mjax.cluster.launch import STEP
 from mjax.commands import cli
 from mjax.config import CheckpointConfig
 from mjax.parallel.mesh import make_mesh
@@ -35,23 +37,23 @@ def test_steps_are_repeated_until_a_new_one(tmp_path, clock):
     clock(5)
     hours.begin(tmp_path, 1)
     for step, seconds in (2, 10), (3, 20), (4, 30):
-        hours.at(step, "compiling" if step == 2 else "waiting for its batch")
+        hours.on_activity(None, step, "compiling" if step == 2 else "waiting for its batch")
         clock(1)
-        hours.at(step)
+        hours.on_activity(None, step, STEP)
         clock(seconds)
-    hours.at(4, "saving")
+    hours.on_activity(None, 4, "saving")
     clock(2)
-    hours.go_back(3)
+    hours.on_start(SimpleNamespace(step=3))
     for step in 4, 5:
-        hours.at(step)
+        hours.on_activity(None, step, STEP)
         clock(100 * step)
-    hours.write()
+    hours.close()
     expected = {"steps": 550, "repeated": 410, "starting": 5, "compiling": 1, "data": 2, "saving": 2}
     _, start = read_goodput(tmp_path)
     assert start["seconds"] == expected
     assert (start["first"], start["last"]) == (1, 5)
     clock(61)  # a run that is killed has told where it was
-    hours.at(6)
+    hours.on_activity(None, 6, STEP)
     assert read_goodput(tmp_path)[1]["seconds"] == expected | {"steps": 611}
 
 

@@ -11,13 +11,13 @@ import pytest
 import mjax
 from mjax.checkpoint import base as bases
 from mjax.checkpoint.arrays import named as by_name
-from mjax.checkpoint.blocks import write_in_blocks
 from mjax.checkpoint.folders import checkpoint_steps, read_manifest
 from mjax.commands import cli
 from mjax.config import LlamaConfig, MeshConfig, OptimizerConfig, PrecisionConfig
 from mjax.config.checks import validate
 from mjax.errors import UsageError
 from mjax.generation.inference import open_run
+from mjax.interop.convert import write_in_blocks
 from mjax.models.build import count_parameters
 from mjax.models.context import Context
 from mjax.parallel import random

@@ -152,10 +152,10 @@ def test_successor_survives_a_late_beat(server, run, tmp_path, monkeypatch):
         return write(store, address, content)
 
     monkeypatch.setattr(Store, "write", write_late)
-    paused._beat()
-    successor[0]._beat()
+    paused.lock.beat()
+    successor[0].lock.beat()
     with pytest.raises(RunError, match="is trained by"):
-        paused._beat()
+        paused.lock.beat()
     assert not successor[0].lost
     successor[0].finish()
 

@@ -27,30 +27,30 @@ MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broad
 """Operations that compute nothing on a device; sums over devices are counted in `trace/test_collectives.py`."""
 IN_16_BITS = {
     "matmul": """Encoder.embed VocabParallelEmbedding.logits _attend_block _of_chunk _product _scores_forward
-        attend_cached chunked_cross_entropy columns ColumnAdapter.columns _kernel_gradient linear""",
+        attend_cached chunked_cross_entropy columns ColumnAdapter.__call__ _kernel_gradient linear""",
     # With a float32 result: scores of attention, products of experts before they are rounded, the loss in chunks.
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
         product_in_loops.of_group.of_tile""",
     # The residual stream, and biases.
-    "add": """Block.__call__ Block.decode ColumnAdapter.added Encoder.embed Experts.__call__ GPT.embed
+    "add": """Block.__call__ Block.decode ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
         MixtureBlock.__call__ MixtureBlock.decode OutputNormBlock.__call__ OutputNormBlock.decode PostNormBlock.__call__
-        SandwichBlock.__call__ SandwichBlock.decode _add_bias _scores_forward add_bias columns
-        ColumnAdapter.columns from_rows""",
+        SandwichBlock.__call__ SandwichBlock.decode _scores_forward add_bias add_bias.add columns
+        RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
-    "add_any": """ColumnAdapter.added Encoder.pooled Router.__call__ _by_group.body _norm _sum_of_squares
-        _unit_rms_norm columns ColumnAdapter.columns enter gated gather_tokens linear lookup""",
-    "mul": "AttentionMask.scaled ColumnAdapter.added Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
+    "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
+        _unit_rms_norm columns enter gated gather_tokens linear lookup""",
+    "mul": "AttentionMask.scaled ColumnAdapter.__call__ Encoder.pooled Gemma3.embed RowAdapter.__call__ gated",
     "div": "_attend_block attend_cached",  # queries by √d
     "tanh": "Encoder.pooled",
     "sub": "Encoder.pooled",  # of its gradient, with one name from jax 0.12 on
     "one_minus_square": "Encoder.pooled",
     "gt": "BERT.loss",  # of an accuracy
     # Results of what is computed in float32, weights, and gradients of what was widened.
-    "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Rotary.turn Router.__call__
-        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _norm
-        _one_dim _rotate_by _scaled _sum_of_squares _unit_rms_norm _weighted _wide activate add_bias as_used
-        attend_cached chunked_cross_entropy columns ColumnAdapter.columns combined dropout dropout_tokens
-        for_every_query grouped_product layer_gather.one lookup positions_of product_in_loops.of_group.of_tile""",
+    "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
+        VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.masked _gather_layer _norm
+        _one_dim _one_dim.forward _rotate _rotate_by _scaled _sum_of_rows _sum_of_squares _unit_rms_norm _weighted _wide
+        activate add_bias as_used attend_cached chunked_cross_entropy columns combined ColumnAdapter.__call__ dispatched
+        for_every_query grouped_product lookup positions_of product_in_loops.of_group.of_tile tile_rows""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
 }
 

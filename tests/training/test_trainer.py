@@ -12,7 +12,7 @@ from mjax.cluster.watchdog import Watchdog
 from mjax.commands import cli
 from mjax.config import DataConfig, MeshConfig, read_config
 from mjax.data.samples import MockDataset
-from mjax.errors import UsageError
+from mjax.errors import RunError, UsageError
 from mjax.run.display import Display
 from mjax.run.metrics import read_metrics
 from mjax.step.optimizer import adamw
@@ -59,7 +59,46 @@ def test_callback_ends_a_run_that_continues_bit_for_bit(tmp_path, whole, capsys)
     assert [record.loss for record in seen.records] == losses(whole)[: stopped.step]
     assert read_config(tmp_path / "config.json").data.own
     assert cli.main(["train", "--resume", str(tmp_path), "--train.steps", "8"]) == 2
-    assert "continue it from there, or to use other data add --data.no-own" in capsys.readouterr().err
+    assert "continue it there, or add --data.no-own" in capsys.readouterr().err
+
+
+class Calls(mjax.Callback):
+    """Notes its calls; waits for step 2, and stops or fails at a later one."""
+
+    def __init__(self, stops=None, fails=None):
+        self.calls, self.stops, self.fails = [], stops, fails
+
+    def on_start(self, run):
+        self.calls.append(("start", run.step))
+
+    def needs_state(self, run, step):
+        return step == 2
+
+    def on_step(self, run, step, metrics):
+        self.calls.append((step, run.step, int(run.state.step)))
+        if step == self.stops:
+            run.stop()
+        if step == self.fails:
+            raise RunError("of the callback")
+
+    def on_end(self, run):
+        self.calls.append("end")
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_callback_gets_the_state_it_waits_for(tmp_path):
+    """The state of other steps is one ahead; only a run that is done has an end, and each is closed."""
+    whole, stopped, failed = Calls(), Calls(stops=3), Calls(fails=3)
+    mjax.Trainer(CONFIG, tmp_path / "whole", data=batch, callbacks=[whole]).train()
+    begun, end = [("start", 0), (1, 2, 2), (2, 2, 2), (3, 4, 4)], ["end", "close"]
+    assert whole.calls == [*begun, (4, 5, 5), (5, 6, 6), (6, 6, 6), *end]
+    mjax.Trainer(CONFIG, tmp_path / "stopped", data=batch, callbacks=[stopped]).train()
+    assert stopped.calls == [*begun, (4, 4, 4), "close"]
+    with pytest.raises(RunError):
+        mjax.Trainer(CONFIG, tmp_path / "failed", data=batch, callbacks=[failed]).train()
+    assert failed.calls == [*begun, "close"]
 
 
 @pytest.mark.parametrize(
@@ -173,11 +212,20 @@ def test_trainer_refuses_what_train_py_refuses(tmp_path):
     ):
         with pytest.raises(UsageError, match=words):
             mjax.Trainer(config, tmp_path, data=batch)
+    with pytest.raises(UsageError, match=r"callbacks has <built-in .*; give objects of a subclass of mjax\.Callback"):
+        mjax.Trainer(CONFIG, tmp_path, data=batch, callbacks=[print])
     short = replace(CONFIG, optimizer=replace(CONFIG.optimizer, warmup_steps=3000))
     assert mjax.Trainer(short, tmp_path, data=batch, show=False).config.optimizer.warmup_steps == 1
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match=r"the loss of the caller gives 'los'; give .* as the model does: 'loss'"):
         mjax.Trainer(CONFIG, tmp_path, data=batch, loss=lambda *_: {"los": 0.0}).train()
+
+
+def test_trainer_prints_what_changes_in_a_run(whole, capsys):
+    config = replace(CONFIG, data=DataConfig(mock=True), train=replace(CONFIG.train, steps=8))
+    mjax.Trainer(config, whole)
+    mjax.Trainer(config, whole, show=False)
+    assert capsys.readouterr().out.count("changed train.steps: 6 → 8") == 1
 
 
 def test_run_is_opened_and_planned(whole):

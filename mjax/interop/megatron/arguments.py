@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
 """Values of missing arguments that no shape determines."""
 NUMBERS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
 """Our field → Megatron's argument, of every model."""
+OF_SHAPES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "padded_vocab_size"}
 OF_ROPE = {"rope_theta": "rotary_base", "rope_share": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
@@ -110,7 +111,7 @@ class Arguments:
         unknown = [
             name
             for name, value in self.given.items()
-            if not (_is_unset(value) or name in only or name in known or HARMLESS.fullmatch(name))
+            if not (_is_unset(value) or name in {*only, *known, *DEFAULTS} or HARMLESS.fullmatch(name))
             and (self["num_experts"] or not name.startswith("moe_"))
         ]
         if unknown:
@@ -164,10 +165,7 @@ def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc
 def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     shape = tensors.kinds[name].shape if name in tensors.kinds else ()
     if len(shape) != 2:
-        raise UsageError(
-            f"{source} lacks the matrix {name}, without which mjax reads no model of Megatron; "
-            "copy the whole checkpoint, or convert another model"
-        )
+        raise UsageError(f"{source} lacks the matrix {name}; copy the whole checkpoint, or convert another model")
     return shape[dim]
 
 
@@ -210,36 +208,27 @@ def model_config(
     said = Arguments(arguments or {}, source)
     said.check_known(ONLY, {"apply_residual_connection_post_layernorm"})
     if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
-        raise UsageError(
-            f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "
-            "heads and the base of rotary ones; save it again with Megatron, which stores args"
-        )
+        problem = f"neither args nor {POSITIONS}: its positions are rotary or missing, and args would describe them"
+        raise UsageError(f"{source} has {problem}; save it again with Megatron, which stores args")
     shapes = _shapes(tensors, TRUNKS[kind], source)
     shapes["max_position_embeddings"] = _extent(tensors, POSITIONS, 0, source)
     said.check_shapes(shapes)
     hidden, count = shapes["hidden_size"], _heads(said, heads)
     size = hidden / count if said["kv_channels"] is None else said["kv_channels"]
     if size * count != hidden or hidden % count:
-        said.reject(
-            f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no others",
-            "give the model's own --heads, or convert another model",
-        )
+        problem = f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size"
+        said.reject(problem, "give the model's own --heads, or convert another model")
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
     layernorm = "post" if said["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
-        said.reject(
-            "apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: a GPT has no "
-            "such form"
-        )
+        said.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
     return (BERTConfig if kind == "bert" else GPTConfig)(
-        layers=shapes["num_layers"],
-        hidden=hidden,
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
         max_position_embeddings=shapes["max_position_embeddings"],
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         **({"layernorm": layernorm} if kind == "bert" else {}),
         **({"activation": activation or ACTIVATIONS[kind]} if arguments is None else _activations(kind, said)),
         **said.numbers({**NUMBERS, "layernorm_epsilon": said.epsilon}),
@@ -249,9 +238,7 @@ def model_config(
 def _heads(said: Arguments, heads: int | None) -> int:
     theirs, source = said["num_attention_heads"], said.source
     if theirs is None and heads is None:
-        raise UsageError(
-            f"{source} does not say how many attention heads its model has; add --heads, 16 for the published 345M"
-        )
+        raise UsageError(f"{source} has no number of attention heads; add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
         raise UsageError(f"{source}: the model has {theirs} attention heads and --heads is {heads}; leave it out")
     count = heads if theirs is None else theirs
@@ -307,29 +294,22 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     routers = [name for name in tensors.kinds if name.endswith(".mlp.router.weight")]
     if routers and not experts:
         rows = _extent(tensors, routers[0], 0, source)
-        said.reject(
-            f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows",
-            f"set num_experts to {rows} in args and save the checkpoint again",
-        )
+        problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
+        said.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
     shapes = _shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
     width = shapes["ffn_hidden_size"]
     head_dim = said.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _extent(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if said["group_query_attention"] is None and rows != expected:
-        said.reject(
-            f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not the {expected} of "
-            f"{heads} heads",
-            "set it and num_query_groups in args and save the checkpoint again",
-        )
+        problem = f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not {expected}"
+        said.reject(problem, "set it and num_query_groups in args and save the checkpoint again")
     return (MixtureConfig if experts else LlamaConfig)(
-        layers=shapes["num_layers"],
-        hidden=shapes["hidden_size"],
         heads=heads,
         kv_heads=said.count("num_query_groups", least=1) if said["group_query_attention"] else heads,
         head_dim=head_dim,
         sequence=sequence,
         max_position_embeddings=sequence,
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         qk_norm="head" if said["qk_layernorm"] else "none",
         qkv_bias=f"{layer}.{QKV}.bias" in tensors.kinds,
         tied=not said["untie_embeddings_and_output_weights"],
@@ -345,9 +325,7 @@ def _scaling(said: Arguments) -> dict[str, Any]:
     if not said["use_rope_scaling"]:
         return {"rope_scaling": "linear", "rope_factor": factor} if factor else {}
     if factor not in (0, 1):
-        said.reject(
-            "use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows one of the two"
-        )
+        said.reject("use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two")
     return {"rope_scaling": "llama3", "rope_factor": said.number("rope_scaling_factor"), "rope_original": 8192}
 
 
@@ -372,9 +350,7 @@ def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, 
     """
     capacity, frequency = said["moe_expert_capacity_factor"], said["moe_layer_freq"]
     if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
-        said.reject(
-            f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens, and mjax drops none"
-        )
+        said.reject(f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens and mjax none")
     if frequency is not None and any(type(each) is not int or each != 1 for each in _listed(frequency)):
         said.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
     router = tensors.kinds.get("decoder.layers.0.mlp.router.weight")
@@ -407,15 +383,10 @@ def _groups(said: Arguments, score: str, chosen: int) -> dict[str, int]:
     if top in (0, groups):  # every expert can be chosen
         return {}
     if chosen // top != 2:
-        said.reject(
-            f"moe_router_topk {chosen} and moe_router_group_topk {top} score a group by its best {chosen // top} "
-            "experts, and mjax by its best 2"
-        )
+        best = f"score a group by its best {chosen // top} experts, and mjax by its best 2"
+        said.reject(f"moe_router_topk {chosen} and moe_router_group_topk {top} {best}")
     if score == "softmax" and not said["moe_router_pre_softmax"]:
-        said.reject(
-            f"moe_router_group_topk is {top} without moe_router_pre_softmax, which scores groups before the softmax, "
-            "and mjax scores them after it"
-        )
+        said.reject(f"moe_router_group_topk is {top} without moe_router_pre_softmax, and mjax has groups with it only")
     return {"router_groups": groups, "router_top_groups": top}
 
 
@@ -462,68 +433,58 @@ HARMLESS = re.compile(
         translate(name)
         for name in """
         num_layers hidden_size ffn_hidden_size padded_vocab_size max_position_embeddings num_attention_heads kv_channels
-        num_query_groups hidden_dropout attention_dropout init_method_std norm_epsilon layernorm_epsilon openai_gelu
-        onnx_safe bias_gelu_fusion rotary_base rotary_percent use_rope_scaling rope_scaling_factor
-        rotary_seq_len_interpolation_factor add_qkv_bias encoder_num_layers moe_ffn_hidden_size moe_router_topk
-        moe_router_score_function moe_router_pre_softmax moe_aux_loss_coeff moe_router_topk_scaling_factor
-        moe_router_num_groups moe_router_group_topk moe_router_load_balancing_type moe_shared_expert_intermediate_size
-        moe_z_loss_coeff moe_expert_capacity_factor moe_layer_freq
+        num_query_groups layernorm_epsilon openai_gelu onnx_safe use_rope_scaling rotary_seq_len_interpolation_factor
+        add_qkv_bias encoder_num_layers moe_ffn_hidden_size moe_router_topk_scaling_factor moe_router_num_groups
+        moe_router_group_topk moe_router_load_balancing_type moe_shared_expert_intermediate_size moe_z_loss_coeff
+        moe_expert_capacity_factor moe_layer_freq
 
-        *_parallel_size *_parallel_sizes *_num_weight_shards data_parallel_* rank local_rank world_size nnodes
-        distributed_* DDP_impl ddp_* use_*_ddp *fsdp* *_dp_sharding_strategy num_distributed_optimizer_instances nccl_*
-        tp_comm_* cp_comm_type *_comm_backend overlap_* *_overlap ep_overlap_* delay_* align_* *_p2p_*
-        use_ring_exchange_p2p scatter_gather_tensors_in_pipeline sequence_parallel hybrid_context_parallel
-        *_process_group* enable_full_sharding_in_hsdp *gtp_weight_remat_size expert_parallel create_all_gather_group
-        use_sharp sharp_enabled_group high_priority_* disable_symmetric_registration suggested_communication_unit_size
-        async_tensor_model_parallel_allreduce *_pipeline_num_layers num_layers_in_*_pipeline_stage
-        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_model_parallel_*
-        account_for_*_in_pipeline_split standalone_embedding_stage microbatch_group_size_* num_microbatches_*
-        variable_seq_lengths use_tp_pp_dp_mapping fake_process_group deallocate_pipeline_outputs
+        *parallel_size* *pipeline* *process_group* *overlap* *ddp* *_num_weight_shards data_parallel_* rank local_rank
+        world_size nnodes distributed_* DDP_impl *fsdp* *_dp_sharding_strategy nccl_* tp_comm_* cp_comm_type
+        *_comm_backend delay_* align_* *_p2p_* use_ring_exchange_p2p sequence_parallel hybrid_context_parallel
+        enable_full_sharding_in_hsdp *gtp_weight_remat_size expert_parallel create_all_gather_group use_sharp
+        sharp_enabled_group high_priority_* disable_symmetric_registration suggested_communication_unit_size
+        async_tensor_model_parallel_allreduce standalone_embedding_stage microbatch_group_size_* num_microbatches_*
+        variable_seq_lengths use_tp_pp_dp_mapping
 
-        fp16 bf16 fp32_allreduce fp32_residual_connection fp16_lm_cross_entropy *_dtype autocast* enable_autocast fp8
-        fp8_* *_fp8_* fp4 fp4_* first_last_layers_bf16 num_layers_at_*_in_bf16 disable_bf16_reduced_precision_matmul
-        grad_* gradient_* accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
+        *autocast* *fp8* fp16 bf16 fp32_allreduce fp32_residual_connection fp16_lm_cross_entropy *_dtype fp4 fp4_*
+        first_last_layers_bf16 num_layers_at_*_in_bf16 disable_bf16_reduced_precision_matmul grad_* gradient_*
+        accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
         te_precision_config_file te_rng_tracker use_te_rng_tracker kitchen_* tp_only_amax_red
 
-        optimizer optimizer_* *_optimizer distrib_optim_* reuse_grad_buf_* use_layer_wise_* adam_* *muon_* lion_* soap_*
-        sgd_momentum lr lr_* min_lr decoupled_* head_lr_mult warmup weight_decay weight_decay_incr_style
-        start_weight_decay end_weight_decay no_weight_decay_cond_type apply_wd_to_qk_layernorm clip_grad qk_clip*
-        override_* use_checkpoint_* loss_scale loss_scale_window initial_loss_scale min_loss_scale min_scale hysteresis
-        dynamic_loss_scale
+        *optimizer* *weight_decay* *loss_scale* distrib_optim_* reuse_grad_buf_* use_layer_wise_* adam_* *muon_* lion_*
+        soap_* sgd_momentum lr lr_* min_lr decoupled_* head_lr_mult warmup apply_wd_to_qk_layernorm clip_grad qk_clip*
+        override_* min_scale hysteresis
 
-        train_* *batch_size step_batch_size_schedule seed exit_* skip_train skipped_* iterations_to_skip eval_*
-        start_eval_* full_validation decrease_batch_size_if_needed multiple_validation_sets validation_set_names
-        iteration curr_iteration consumed_* do_train do_valid do_test finetune pretrained_checkpoint manual_gc*
+        *batch_size* *validation* *init_method* train_* seed exit_* skip_train skipped_* iterations_to_skip eval_*
+        start_eval_* iteration curr_iteration consumed_* do_train do_valid do_test finetune manual_gc*
         phase_transition_iterations rerun_mode result_rejected_* error_injection_* fault_injector_* inprocess_*
         *ft_package ft_* calc_ft_timeouts adlr_* run_workload_inspector_server straggler_* disable_straggler_on_startup
         check_* test_mode eod_mask_loss cross_entropy_* calculate_per_token_loss mask_prob mask_factor mask_type
-        short_seq_prob num_floating_point_operations_so_far freeze_all_layers init_method init_method_xavier_uniform
-        embedding_init_method* output_layer_init_method perform_initialization use_cpu_initialization
-        init_model_with_meta_device lazy_mpu_init
+        short_seq_prob num_floating_point_operations_so_far freeze_all_layers perform_initialization
+        use_cpu_initialization init_model_with_meta_device lazy_mpu_init
 
-        save save_* load load_* no_save_* no_load_* ckpt_* *_ckpt_* async_* non_persistent_* dist_ckpt* use_dist_ckpt*
-        replication replication_* verify_integrity stream_ckpt_dequant strict_fsdp_* dump_param_to_param_group_map
-        metadata_path hetereogenous_dist_checkpoint use_mp_args_from_checkpoint_args use_persistent_ckpt_worker
-        use_tokenizer_model_from_checkpoint_args object_storage_cache_path
+        *ckpt* *checkpoint* save save_* load load_* no_save_* no_load_* async_* non_persistent_* replication
+        replication_* verify_integrity strict_fsdp_* dump_param_to_param_group_map metadata_path
+        object_storage_cache_path
 
-        data_* *_data_path per_split_data_args_path per_dataset_* num_dataset_builder_threads mid_level_dataset_surplus
-        dataloader_* split seq_length *_seq_length max_seqlen_* reset_position_ids reset_attention_mask
-        create_attention_mask_in_dataloader num_workers mmap_* mock_data sft sft_* fim_* vocab_* pad_vocab_size
-        make_vocab_size_divisible_by tokenizer_* merge_file tiktoken_* null_tokenizer_* special_tokens use_pin_memory
-        legacy_tokenizer chat_template trust_remote_code allow_ambiguous_pad_tokens logits_save_* logits_load_*
-        sample_rate offset_sampling_seed_by_dp_rank
+        *tokenizer* data_* *_data_path per_split_data_args_path per_dataset_* num_dataset_builder_threads
+        mid_level_dataset_surplus dataloader_* split seq_length *_seq_length max_seqlen_* reset_position_ids
+        reset_attention_mask create_attention_mask_in_dataloader num_workers mmap_* mock_data sft sft_* fim_* vocab_*
+        pad_vocab_size make_vocab_size_divisible_by merge_file tiktoken_* special_tokens use_pin_memory chat_template
+        trust_remote_code allow_ambiguous_pad_tokens logits_save_* logits_load_* sample_rate
+        offset_sampling_seed_by_dp_rank
 
         *_fusion *_fusion_impl use_flash_attn flash_* attention_backend transformer_impl use_te_activation_func
-        *cuda_graph* recompute_* checkpoint_* activations_checkpoint_* *_activations *offload* nvtx_ranges
-        deterministic_mode batch_invariant_mode defer_embedding_wgrad_compute wgrad_deferral_limit persist_layer_norm
-        no_persist_layer_norm memory_efficient_layer_norm fused_residual_rmsnorm fused_single_qkv_rope disable_jit_fuser
+        *cuda_graph* recompute_* *_activations *offload* nvtx_ranges deterministic_mode batch_invariant_mode
+        defer_embedding_wgrad_compute wgrad_deferral_limit persist_layer_norm no_persist_layer_norm
+        memory_efficient_layer_norm fused_residual_rmsnorm fused_single_qkv_rope disable_jit_fuser
         use_fused_weighted_squared_relu use_transformer_engine_op_fuser clone_scatter_output_in_embedding
         mlp_chunks_for_* empty_unused_memory_level pin_* use_legacy_models use_mcore_models *deprecated* yaml_cfg
         enable_experimental model_type mamba_* use_mamba_mem_eff_path enable_msc disable_*_cache
 
-        log_* *_log_interval logging_level tensorboard_* wandb_* *one_logger* timing_log_* profile profile_* *_profiler*
-        record_* memory_snapshot_path app_tag_* barrier_with_L1_time config_logger_dir flight_recorder_*
-        gpu_sniff_test_* report_topk_accuracies
+        *profile* log_* *_log_interval logging_level tensorboard_* wandb_* *one_logger* timing_log_* record_*
+        memory_snapshot_path app_tag_* barrier_with_L1_time config_logger_dir flight_recorder_* gpu_sniff_test_*
+        report_topk_accuracies
 
         inference_* enable_chunked_prefill decode_only_* *_for_prefill num_speculative_tokens refit_method
         max_tokens_to_oom output_bert_embeddings use_legacy_static_engine symmetric_ar_type rl_* grpo_* langrl_*
@@ -538,8 +499,8 @@ HARMLESS = re.compile(
         moe_token_dispatcher_type moe_token_drop_policy moe_flex_* moe_enable_deepep moe_enable_routing_replay
         moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash* moe_permute_* moe_per_layer_logging
         moe_routing_trace_* moe_upcycling_* moe_use_upcycling moe_layer_recompute moe_router_dtype moe_router_fusion
-        moe_router_padding_* moe_pad_* moe_shared_expert_overlap moe_single_grouped_* moe_grouped_gemm
-        moe_use_legacy_grouped_gemm moe_router_bias_update_rate
+        moe_router_padding_* moe_pad_* moe_single_grouped_* moe_grouped_gemm moe_use_legacy_grouped_gemm
+        moe_router_bias_update_rate
         """.split()  # noqa: SIM905
     )
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import TUNING
+from mjax.config.marks import ANY_FAMILY, TUNING, By
 from mjax.config.model import Arrays, Gelu, Metric, register
 from mjax.errors import UsageError
 from mjax.models.gpt.config import TransformerConfig
@@ -35,7 +35,7 @@ class BERTConfig(EncoderConfig):
 
     kind: Literal["bert"] = "bert"
     """Architecture of the model."""
-    mlm_activation: Annotated[Gelu | None, TUNING] = None
+    mlm_activation: Annotated[Gelu | None, TUNING, By("activation"), ANY_FAMILY] = None
     """GELU of the MLM head; by default that of the MLP. Megatron's fused kernel is for the MLP only; its head uses the
     exact form."""
 
@@ -94,11 +94,11 @@ class BERTTaskConfig(EncoderConfig):
     """Architecture of the model."""
     head: Literal["classification", "multiple_choice", "span"] = "classification"
     """Scores of the head: classes of a sequence, choices of a question, or tokens as first and last of an answer."""
-    answers: Count = 2
+    answers: Annotated[Count, ANY_FAMILY] = 2
     """Number of classes (head classification) or choices (head multiple_choice)."""
 
     title: ClassVar[str] = "a BERT with the head of a task"
-    module: ClassVar[str] = "mjax.models.bert.heads:TaskBERT"
+    module: ClassVar[str] = "mjax.models.bert.model:TaskBERT"
     families: ClassVar[str] = "mjax.models.bert.huggingface:OF_TASKS"
     samples: ClassVar[None] = None
 

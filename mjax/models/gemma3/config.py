@@ -6,20 +6,19 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count, Positive
-from mjax.config.marks import NEW_RUN, TUNING
+from mjax.config.marks import NEW_RUN, TUNING, By
 from mjax.config.model import Tuned, register
-from mjax.errors import UsageError
-from mjax.models.llama.config import LlamaConfig
+from mjax.models.llama.config import DecoderConfig
 
 
 @register
 @dataclass(frozen=True)
-class Gemma3Config(LlamaConfig):
+class Gemma3Config(DecoderConfig):
     """A Gemma 3: windows in most layers, two rotary bases, norms around attention and MLP, GeGLU, a tied embedding."""
 
     kind: Literal["gemma3"] = "gemma3"
     """Architecture of the model."""
-    head_dim: Count | None = 256
+    head_dim: Annotated[Count | None, By("head_size")] = 256
     """Width of an attention head, d."""
     window: Annotated[Count | None, TUNING] = 512
     """Tokens that a position sees in a layer with a window, itself included."""
@@ -37,33 +36,4 @@ class Gemma3Config(LlamaConfig):
     title: ClassVar[str] = "a Gemma 3"
     module: ClassVar[str] = "mjax.models.gemma3.model:Gemma3"
     families: ClassVar[str] = "mjax.models.gemma3.huggingface:FAMILIES"
-    # Options of a Llama that every Gemma 3 has the same value of.
-    activation: ClassVar[str] = "gelu_tanh"
-    norms: ClassVar[str] = "pre and post"
-    qk_norm: ClassVar[str] = "head"
-    qkv_bias: ClassVar[bool] = False
-    tied: ClassVar[bool] = True
-    rope_share: ClassVar[float] = 1.0
-
-    @property
-    def rest(self) -> int:
-        """Layers after the last whole group; all have a window."""
-        return self.layers % super().period
-
-    @property
-    def period(self) -> int:
-        """All layers if some follow the last group, because a pipeline cannot split them."""
-        if self.rest == self.layers:
-            return 1
-        return self.layers if self.rest else super().period
-
-    def _check_pattern(self, mesh) -> None:
-        every = self.full_attention_every
-        if mesh.pipe > 1 and self.rest:
-            raise UsageError(
-                f"--mesh.pipe {mesh.pipe} cannot split --model.layers {self.layers}, which is {self.layers // every} "
-                f"groups of {every} and {self.rest} more; use --mesh.pipe 1 with --mesh.zero 3, or --model.layers "
-                f"{self.layers + every - self.rest}"
-            )
-        if mesh.pipe > 1 or self.window is None:
-            super()._check_pattern(mesh)
+    activation = "gelu_tanh"

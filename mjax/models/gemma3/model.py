@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from mjax.models.block import Block, stack
+from mjax.models.block import Block
 from mjax.models.context import Context
 from mjax.models.gemma3.config import Gemma3Config
 from mjax.models.llama.model import Llama, rotary_of
@@ -33,30 +33,9 @@ from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.positions import Positions
 from mjax.models.parts.rotary import Rotary
 from mjax.parallel import random
-from mjax.parallel.layers import recomputed
+from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type
-
-
-class Gemma3(Llama):
-    """A decoder-only language model with layers of two kinds."""
-
-    def __init__(self, key: Array, config: Gemma3Config, dtype=jnp.float32):
-        super().__init__(key, config, dtype)
-        self.final_norm = UnitRMSNorm(config.hidden, config.norm_epsilon, dtype)
-
-    def layers_of(self, key: Array, config: Gemma3Config, dtype):
-        whole = config.layers - config.rest
-
-        def part(layers: int, first: int, period: int):
-            return stack(key, layers, partial(_layer, config=config, dtype=dtype, period=period), first)
-
-        parts = [part(whole, 0, config.full_attention_every or 1)] if whole else []
-        parts += [part(config.rest, whole, 1)] if config.rest else []
-        return nnx.List(parts) if len(parts) > 1 else parts[0]
-
-    def embed(self, batch: dict[str, Array], context: Context) -> Array:
-        x = super().embed(batch, context)
-        return x * jnp.asarray(math.sqrt(self.config.hidden), x.dtype)
+from mjax.parallel.weights import parameter
 
 
 class SandwichBlock(Block):
@@ -85,9 +64,8 @@ class UnitRMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(
-            jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
-        )
+        zeros = jax.nn.initializers.zeros
+        self.scale = parameter(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Array) -> Array:
         return recomputed(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])
@@ -108,11 +86,11 @@ class LocalAndGlobal(Positions):
     def turn(self, q: Array, k: Array, context: Context) -> tuple[Array, Array]:
         config = self.config
         local = Rotary(config.rotary_dim, config.local_rope_theta)
-        rotary = local if config.window_at(context.layer_in_group) else rotary_of(config)
+        rotary = local if context.kind.window else rotary_of(config)
         return rotary.turn(q, k, context)
 
 
-def _layer(key: Array, config: Gemma3Config, dtype, period: int) -> SandwichBlock:
+def _layer(key: Array, config: Gemma3Config, dtype) -> SandwichBlock:
     attention, mlp = jax.random.split(key)
     norm = partial(UnitRMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
     return SandwichBlock(
@@ -132,5 +110,18 @@ def _layer(key: Array, config: Gemma3Config, dtype, period: int) -> SandwichBloc
         mlp=GatedMLP(mlp, config, dtype),
         mlp_out_norm=norm(config.hidden),
         dropout=config.hidden_dropout,
-        period=period,
     )
+
+
+class Gemma3(Llama):
+    """A decoder-only language model with layers of two kinds."""
+
+    layers: ClassVar = {"": _layer}
+
+    def __init__(self, key: Array, config: Gemma3Config, dtype=jnp.float32):
+        super().__init__(key, config, dtype)
+        self.final_norm = UnitRMSNorm(config.hidden, config.norm_epsilon, dtype)
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Array:
+        x = super().embed(batch, context)
+        return x * jnp.asarray(math.sqrt(self.config.hidden), x.dtype)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from mjax.models.block import Block, stack
+from mjax.models.block import Block
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.gpt.config import GPTConfig, TransformerConfig
@@ -27,6 +27,7 @@ from mjax.models.parts.mlp import MLP
 from mjax.models.parts.norms import LayerNorm
 from mjax.models.parts.output import Output
 from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, positions_of
+from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal
 from mjax.parallel.sums import lookup
@@ -47,14 +48,13 @@ class GPT(CausalModel):
                 positions,
                 normal(config.init_std),
                 (config.max_positions, config.hidden),
-                (None, None),
-                dtype,
                 ("position", "out"),
+                dtype,
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
         within = ALiBi(config.heads) if config.positions == "alibi" else NO_POSITIONS
-        self.blocks = stack(blocks, config.layers, lambda key: transformer_layer(key, config, dtype, positions=within))
+        self.blocks = stack(blocks, config, lambda key: transformer_layer(key, config, dtype, positions=within))
         self.final_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
 
     def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:

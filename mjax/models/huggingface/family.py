@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mjax.config.bounds import fields_of
+from mjax.config.marks import ANY_FAMILY, in_use
 from mjax.config.model import ModelConfig, config_class
 from mjax.errors import UsageError
 
@@ -102,10 +104,6 @@ ACTIVATIONS = {
 """transformers' name → ours; the first of each is written."""
 GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
 """The activations of a gated MLP."""
-RESOLVED = {
-    "kv_heads": "groups", "head_dim": "head_size", "expert_width": "width_of_expert", "sequence": "max_positions",
-}  # fmt: skip
-"""Fields whose exported value is a property's: they may be None, or are those of the last run."""
 MOST_WHOLE, MOST = 2**31, 1e30
 """Above any meaningful number in a config.json."""
 ONLY = {"add_cross_attention": False, "is_encoder_decoder": False, "tie_word_embeddings": True}
@@ -126,10 +124,6 @@ WITHOUT_EFFECT = {
     "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed",
     "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
-FREE_FIELDS = {
-    "attention", "vocabulary_multiple", "feed_forward", "mlm_activation", "answers", "max_position_embeddings",
-}  # fmt: skip
-"""Fields of our configs that do not change what a model computes, or have more than one rule."""
 
 
 def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
@@ -140,8 +134,8 @@ def unlike(family: Family, model: ModelConfig) -> dict[str, Any]:
     """
     rows = {ours for ours, _ in family.fields.values()}
     expected = dict(family.fixed)
-    for option in dataclasses.fields(model):
-        if option.name not in rows | family.read_fields | FREE_FIELDS:
+    for option, (_, _, _, marks) in zip(dataclasses.fields(model), fields_of(type(model)), strict=True):
+        if option.name not in rows | family.read_fields and ANY_FAMILY not in marks:
             expected.setdefault(option.name, option.default)
     if "feed_forward" not in rows and getattr(model, "mlp_width", None) != 4 * model.hidden:
         expected["feed_forward"] = 4 * model.hidden
@@ -229,9 +223,11 @@ def config_values(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The settings of an export of `model`."""
     values: dict[str, Any] = {**ONLY, **family.only}
     for name, (ours, default) in family.fields.items():
-        values[name] = getattr(model, RESOLVED.get(ours, ours))
-        if ours == "feed_forward" and default is not None:
-            values[name] = model.mlp_width
+        values[name] = in_use(model, ours)
+        if ours == "sequence":
+            values[name] = model.max_positions
+        elif ours == "feed_forward" and default is None:
+            values[name] = model.feed_forward
         elif ours == "activation":
             values[name] = next(theirs for theirs, known in GATES.items() if known == model.activation)
     values |= family.write(model)

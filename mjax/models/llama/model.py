@@ -21,55 +21,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mjax.models.block import Block, OutputNormBlock, stack
+from mjax.models.block import Block, OutputNormBlock
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
-from mjax.models.llama.config import LlamaConfig
+from mjax.models.llama.config import DecoderConfig, LlamaConfig
 from mjax.models.parts.attention import Attention
+from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import AllHeadsRMSNorm, RMSNorm
 from mjax.models.parts.output import Output
 from mjax.models.parts.rotary import Rotary
+from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding
-
-
-class Llama(CausalModel):
-    """A decoder-only language model of today.
-
-    Attributes:
-      layer: makes one layer from a key, the config and a dtype.
-    """
-
-    layer: ClassVar[Callable[..., Block]] = staticmethod(lambda *how: llama_layer(*how))
-
-    def __init__(self, key: Array, config: LlamaConfig, dtype=jnp.float32):
-        embedding, blocks, head = jax.random.split(key, 3)
-        table = partial(
-            VocabParallelEmbedding,
-            vocabulary=config.vocabulary,
-            rows=config.padded_vocabulary,
-            width=config.hidden,
-            std=config.init_std,
-            dtype=dtype,
-        )
-        self.config = config
-        self.embedding = table(embedding)
-        self.blocks = self.layers_of(blocks, config, dtype)
-        self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
-        if not config.tied:
-            self.head = table(head)
-
-    def layers_of(self, key: Array, config: LlamaConfig, dtype):
-        """The layers of a config, stacked."""
-        return stack(key, config.layers, lambda key: self.layer(key, config, dtype))
-
-    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
-        x = self.embedding(batch["tokens"], context.tokens)
-        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
-
-    def output(self, x: Float[Array, "t h"]) -> Output:
-        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))
 
 
 def llama_layer(
@@ -94,11 +58,10 @@ def llama_layer(
         mlp_norm=norm(config.hidden),
         mlp=mlp(other, config, dtype),
         dropout=config.hidden_dropout,
-        period=config.period,
     )
 
 
-def rotary_of(config: LlamaConfig) -> Rotary:
+def rotary_of(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
     return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
 
@@ -109,3 +72,38 @@ def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
     if config.qk_norm == "heads":
         return AllHeadsRMSNorm(heads, config.head_size, config.norm_epsilon, dtype)
     return None
+
+
+class Llama(CausalModel):
+    """A decoder-only language model of today.
+
+    Attributes:
+      layers: by `LayerKind.weights`, (key, config, dtype) → a layer.
+    """
+
+    layers: ClassVar[dict[str, Callable[..., Block]]] = {"": llama_layer}
+
+    def __init__(self, key: Array, config: DecoderConfig, dtype=jnp.float32):
+        embedding, blocks, head = jax.random.split(key, 3)
+        table = partial(
+            VocabParallelEmbedding,
+            vocabulary=config.vocabulary,
+            rows=config.padded_vocabulary,
+            width=config.hidden,
+            std=config.init_std,
+            dtype=dtype,
+        )
+        self.config = config
+        self.embedding = table(embedding)
+        layers = {name: partial(layer, config=config, dtype=dtype) for name, layer in self.layers.items()}
+        self.blocks = stack(blocks, config, layers)
+        self.final_norm = RMSNorm(config.hidden, config.norm_epsilon, dtype)
+        if not config.tied:
+            self.head = table(head)
+
+    def embed(self, batch: dict[str, Array], context: Context) -> Float[Array, "t h"]:
+        x = self.embedding(batch["tokens"], context.tokens)
+        return context.of_layer(0).dropout(x, self.config.hidden_dropout, random.EMBEDDING)
+
+    def output(self, x: Float[Array, "t h"]) -> Output:
+        return Output(self.embedding if self.config.tied else self.head, self.final_norm(x))

@@ -4,26 +4,46 @@
     x ─┬─ norm ─ attention ─ + ─┬─ norm ─ router ─ k of E experts ─ + ─▶
        └─────────────────────┘  └──────────────────────────────────┘
 
-Some layers may have an MLP as a Llama's instead: the first `dense_layers` (DeepSeek-V3, arXiv 2412.19437), as a stack
-before the others; or all but every `expert_interval`-th, as stacks that take turns, which a pipeline can split.
+Some layers may have an MLP as a Llama's instead: the first `dense_layers` (DeepSeek-V3, arXiv 2412.19437), or all but
+every `expert_interval`-th.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.models.block import Block, Group, Sums, stack
+from mjax.config.pattern import stacks_of
+from mjax.models.block import Block
 from mjax.models.context import Context
 from mjax.models.llama.model import Llama, llama_layer
 from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.router import towards_balance
+from mjax.models.stack import Sums
 from mjax.parallel import mappings, random
+
+
+class MixtureBlock(Block):
+    """A layer with experts: its MLP returns sums beside its result."""
+
+    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
+        y = self.attention(self.attention_norm(x), context)
+        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
+        y, sums = self.mlp(self.mlp_norm(x), context)
+        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], Any]:
+        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x), context)[0], new
 
 
 class Mixture(Llama):
@@ -31,12 +51,9 @@ class Mixture(Llama):
 
     Its losses beside the cross entropy are means over the layers with experts; their coefficients are of every layer's,
     so they count times the number of these layers.
-
-    Attributes:
-      routers: name of the layers with experts among the weights.
     """
 
-    layer = staticmethod(lambda *how: llama_layer(*how, block=MixtureBlock, mlp=Experts))
+    layers: ClassVar = {"": llama_layer, EXPERTS: partial(llama_layer, block=MixtureBlock, mlp=Experts)}
 
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)
@@ -44,29 +61,6 @@ class Mixture(Llama):
         self.loss_weights = {"loss": 1.0} | {
             name: weight * config.expert_layers for name, weight in weights.items() if weight
         }
-
-    def layers_of(self, key: Array, config: MixtureConfig, dtype):
-        def dense(key: Array) -> Block:
-            return llama_layer(key, config, dtype)
-
-        def with_experts(key: Array) -> Block:
-            return self.layer(key, config, dtype)
-
-        first, interval = config.dense_layers, config.expert_interval
-        if interval > 1:
-            kinds = [dense] * (interval - 1) + [with_experts]
-            return Group([
-                stack(key, config.expert_layers, kind, number, interval) for number, kind in enumerate(kinds)
-            ])  # fmt: skip
-        experts = stack(key, config.expert_layers, with_experts, first)
-        return nnx.List([stack(key, first, dense), experts]) if first else experts
-
-    @property
-    def routers(self) -> str:
-        interval = self.config.expert_interval
-        if interval > 1:
-            return f"blocks.turns.{interval - 1}"
-        return "blocks.1" if self.config.dense_layers else "blocks"
 
     def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
         layers = self.config.expert_layers
@@ -91,21 +85,5 @@ class Mixture(Llama):
             return {}
         load = means["expert_load"]
         step = self.config.balance_bias * towards_balance(load).astype(load.dtype)
-        return {f"{self.routers}.mlp.router.bias": step}
-
-
-class MixtureBlock(Block):
-    """A layer with experts: its MLP returns sums beside its result."""
-
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
-        y = self.attention(self.attention_norm(x), context)
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y, sums = self.mlp(self.mlp_norm(x), context)
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
-
-    def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], Any]:
-        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x), context)[0], new
+        (stack,) = (stack for stack in stacks_of(self.config) if stack.kinds[0].weights == EXPERTS)
+        return {f"{stack.name}.mlp.router.bias": step}

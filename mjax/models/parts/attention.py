@@ -96,15 +96,10 @@ class Attention(nnx.Module):
         return self.out(attended.reshape(context.tokens.count, *attended.shape[2:]), context.tokens), cached
 
     def _mask(self, context: Context) -> AttentionMask:
-        return AttentionMask(
-            causal=self.config.causal,
-            window=self.config.window_at(context.layer_in_group),
-            scale=self.scale,
-            rate=self.config.attention_dropout,
-            key=context.key_of(random.ATTENTION),
-            documents=context.documents,
-            slopes=self.positions.slopes(),
-        )
+        config, documents, slopes = self.config, context.documents, self.positions.slopes()
+        key = context.key_of(random.ATTENTION) if config.attention_dropout else None
+        seen = config.causal, context.kind.window, self.scale
+        return AttentionMask(*seen, config.attention_dropout, key, documents, slopes)
 
     def _projections(self) -> tuple[ColumnParallelLinear, ...]:
         return (self.query, self.key_value) if self.grouped else (self.qkv,)

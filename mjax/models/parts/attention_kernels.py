@@ -28,28 +28,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
 from mjax.errors import UsageError
-from mjax.models.parts.flash import Aux, flash_attention
+from mjax.models.parts.flash import FLASH_STAND_IN, Aux, flash_attention, flash_stand_in
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
+from mjax.parallel.overlap import tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
 
-FLASH_STAND_IN = "cudnn, traced only"
-"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
-without them."""
-
 
 @jax.named_scope(scopes.ATTENTION)
 def attend(
-    q: Float[Array, "b s n d"],
-    k: Float[Array, "b S k d"],
-    v: Float[Array, "b S k e"],
-    mask: AttentionMask,
-    kernel: str,
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
 ) -> Float[Array, "b s n e"]:
     """The weighted sums of the values that each query sees.
 
@@ -62,8 +55,11 @@ def attend(
     Raises:
       UsageError: the kernel has no such attention.
     """
+    assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
+    assert mask.window is None or mask.causal, "a window ends at a query's own position"
     _check(kernel, q, v, mask)
-    q, mask = mask.scaled(q), mask.like(q)
+    axes = mappings.varying_axes(q)
+    q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
     if kernel in ("cudnn", FLASH_STAND_IN):
@@ -74,28 +70,20 @@ def attend(
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
         # reads from memory what is free to compute.
-        slopes, _ = jax.lax.optimization_barrier((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
+        slopes, _ = tie((mask.slopes, jax.lax.stop_gradient(q[0, 0, 0, 0])))
         mask = replace(mask, slopes=slopes)
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
     return _attend_in_blocks(q, k, v, mask)
 
 
-LACKS = {
-    "cudnn": ("dropout", "queries of some positions", "values of another width"),
-    "flash": ("values of another width",),
-}
-"""What fused kernels cannot do. By the config `config/kernels.py` chooses one that can."""
-
-
 def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
-    needed = {
-        "dropout": mask.drops,
-        "queries of some positions": mask.position_ids is not None,
-        "values of another width": v.shape[-1] != q.shape[-1],
-    }
-    for feature in LACKS.get(kernel, ()):
-        if needed[feature]:
+    """Refuse what a fused kernel cannot do; by the config `config/kernels.py` chooses one that can."""
+    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
+    if kernel == "cudnn":
+        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
+    for feature, needed in lacks.items():
+        if needed and kernel in FUSED:
             raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
 
 
@@ -133,7 +121,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
         query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
         bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
     if kernel == FLASH_STAND_IN:
-        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
+        return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
     local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
@@ -142,15 +130,13 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
 
 def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
     (positions, heads), rows = q.shape[1:3], mask.position_ids
-    assert not (positions if rows is None else positions // 2) % BLOCK, "flash takes whole blocks of queries"
-    assert not k.shape[1] % BLOCK, "flash takes whole blocks of keys (position_unit)"
-    first = second = None
-    if mask.drops:
-        axes = mappings.varying_axes(q)
+    run = positions if rows is None else positions // 2
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    words = None, None
+    if mask.key is not None:
         words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
-        first, second = (mappings.vary(each, axes) for each in words)
     starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
-    aux = Aux(first, second, mask.documents, mask.slopes, starts)
+    aux = Aux(*words, mask.documents, mask.slopes, starts)
     static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
     return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
@@ -207,39 +193,11 @@ def _attend_block(
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if mask.drops:
+    if mask.key is not None:
         heads = mask.heads(scores.shape[1])
         rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
         probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
-
-
-@jax.custom_vjp
-def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
-    return _flash_stand_in_forward(q, k, v, *biases)[0]
-
-
-def _flash_stand_in_forward(*inputs: Array):
-    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
-    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
-    context, rows = _never_run(like, *inputs)
-    return context, (*inputs, context, rows)
-
-
-def _flash_stand_in_backward(kept: tuple[Array, ...], gradient: Array):
-    inputs = kept[:-2]
-    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
-
-
-_flash_stand_in.defvjp(_flash_stand_in_forward, _flash_stand_in_backward)
-
-
-def _never_run(results, *inputs: Array) -> list[Array]:
-    def refuse(*_):
-        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
-
-    axes = frozenset().union(*map(mappings.varying_axes, inputs))
-    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
 
 
 def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:

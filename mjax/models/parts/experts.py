@@ -38,14 +38,15 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
-from mjax.config.axes import EXPERT, MODEL
+from mjax.config.axes import EXPERT
 from mjax.models.context import Context
-from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import ExpertsConfig
 from mjax.models.parts.mlp import GatedMLP, gated
 from mjax.models.parts.router import Choice, Router, Sums
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
-from mjax.parallel.layers import normal, recomputed
+from mjax.parallel.layers import normal
+from mjax.parallel.overlap import linear_map, recomputed, tie
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.weights import parameter
@@ -54,26 +55,24 @@ from mjax.parallel.weights import parameter
 class Experts(nnx.Module):
     """E gated MLPs of which each token takes k, and a shared one that all take."""
 
-    def __init__(self, key: Array, config: MixtureConfig, dtype):
+    def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
         experts, width, hidden = config.experts, config.width_of_expert, config.hidden
-        self.config = config
+        self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
         self.router = Router(router, config, dtype)
         self.up = parameter(
             up,
             normal(config.init_std),
             (experts, hidden, 2, width),
-            (EXPERT, None, None, MODEL),
+            ("expert", "in", "part", "columns"),
             dtype,
-            ("expert", "in", "part", "out"),
         )
         self.down = parameter(
             down,
             normal(config.residual_std),
             (experts, width, hidden),
-            (EXPERT, MODEL, None),
+            ("expert", "rows", "out"),
             dtype,
-            ("expert", "in", "out"),
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)
@@ -84,7 +83,7 @@ class Experts(nnx.Module):
         region = Region(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
         rows, weights, experts = _entered(x, choice, region)
-        rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
+        rows_of_tile = ROWS.get(self.kernel, ROWS["pallas"])
         which = experts.reshape(-1) - region.rank * local
         groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
         sent = Sent(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
@@ -98,10 +97,10 @@ class Experts(nnx.Module):
     def _of_experts(self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups) -> Float[Array, "r h"]:
         """Each row's expert's result times its weight: this rank's part of a sum."""
         up = self.up[...]
-        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.config.grouped_kernel)
+        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
         both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
         weighted = recomputed(partial(_weighted, activation=self.config.activation))(both, weights)
-        return grouped_product(weighted, self.down[...], groups, self.config.grouped_kernel)
+        return grouped_product(weighted, self.down[...], groups, self.kernel)
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def in_turn(collected: Array, others, waits: bool) -> tuple:
     """The result of a collective, if it `waits`, and the operands of the next one, which then begins after it, and in
     the backward pass before it. Simulated devices may begin two that do not depend on each other in different orders,
     each of them waiting for the other one; a GPU runs them in the order of the program."""
-    return jax.lax.optimization_barrier((collected, others)) if waits else (collected, others)
+    return tie((collected, others)) if waits else (collected, others)
 
 
 def _entered(
@@ -207,28 +206,33 @@ def _sources(row_of: Int[Array, " A"], rows: int) -> Int[Array, " {rows}"]:
     return none.at[row_of].set(jnp.arange(row_of.size, dtype=row_of.dtype), mode="drop", unique_indices=True)
 
 
-@jax.custom_vjp
 def dispatched(x: Float[Array, "t h"], sent: Sent) -> Float[Array, "r h"]:
     """The rows of the assignments, zeros in rows that fill tiles."""
+    return linear_map(_rows_of_tokens, _sum_of_rows, x, sent)
+
+
+def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
+    """The sum of each token's rows, in float32 or wider."""
+    return linear_map(_sum_of_rows, _rows_of_tokens, rows, sent)
+
+
+def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
+    """The weight of each row, 0 for rows that fill tiles."""
+    return linear_map(
+        lambda weights, sent: _looked_up(weights.reshape(-1), sent.sources),
+        lambda gradient, sent: _looked_up(gradient, sent.rows),
+        weights,
+        sent,
+    )
+
+
+def _rows_of_tokens(x: Array, sent: Sent) -> Array:
     return _looked_up(x, sent.tokens)
 
 
-@jax.custom_vjp
-def combined(rows: Float[Array, "r h"], sent: Sent) -> Float[Array, "t h"]:
-    """The sum of each token's rows, in float32 or wider."""
+def _sum_of_rows(rows: Array, sent: Sent) -> Array:
     wide = wide_type(rows.dtype)
     return sum(_looked_up(rows, each).astype(wide) for each in sent.rows.T).astype(rows.dtype)
-
-
-@jax.custom_vjp
-def of_rows(weights: Float[Array, "t k"], sent: Sent) -> Float[Array, " r"]:
-    """The weight of each row, 0 for rows that fill tiles."""
-    return _looked_up(weights.reshape(-1), sent.sources)
-
-
-dispatched.defvjp(lambda x, sent: (dispatched(x, sent), sent), lambda sent, g: (combined(g, sent), None))
-combined.defvjp(lambda rows, sent: (combined(rows, sent), sent), lambda sent, g: (dispatched(g, sent), None))
-of_rows.defvjp(lambda weights, sent: (of_rows(weights, sent), sent), lambda sent, g: (_looked_up(g, sent.rows), None))
 
 
 def _looked_up(table: Shaped[Array, " rows *dims"], ids: Int[Array, "*ids"]) -> Shaped[Array, ...]:

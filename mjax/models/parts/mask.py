@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class AttentionMask:
       causal: a query sees no later position; False: bidirectional (BERT).
       window: how many positions a query sees, including its own; only with `causal`. None: all up to its own.
       scale: factor of the scores besides 1 / √d, such as Gemma 3's, or the square of YaRN's magnitude.
-      rate, key: dropout of the probabilities; without a key there is none.
+      rate, key: dropout of the probabilities; without a key there is none, and `rate` has no effect.
       documents: number of each token's document, [b, S]; None: a sample is one document.
       slopes: of ALiBi for these heads; only with `causal`. None: the scores do not depend on positions.
       first_head: number of the first of these heads among those of all ranks, for dropout; by default that of equal
@@ -47,15 +47,6 @@ class AttentionMask:
     first_head: Int[Array, ""] | None = None
     position_ids: Int[Array, " s"] | None = None
 
-    def __post_init__(self):
-        assert self.slopes is None or self.causal, "ALiBi says nothing about positions after a query's own"
-        assert self.window is None or self.causal, "a window ends at a query's own position"
-
-    @property
-    def drops(self) -> bool:
-        """True if probabilities are dropped."""
-        return self.key is not None and self.rate > 0.0
-
     def scaled(self, q: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         """Queries with `scale`; the kernels divide by √d."""
         return q if self.scale == 1 else q * jnp.asarray(self.scale, q.dtype)
@@ -71,9 +62,3 @@ class AttentionMask:
         """The numbers of this rank's heads among those of all ranks."""
         first = mappings.rank(MODEL) * count if self.first_head is None else self.first_head
         return first + jnp.arange(count)
-
-    def like(self, q: Float[Array, "b s n d"]) -> AttentionMask:
-        """The mask with arrays that vary over the mesh axes of `q`."""
-        axes = mappings.varying_axes(q)
-        vary = lambda x: None if x is None else mappings.vary(x, axes)  # noqa: E731
-        return replace(self, documents=vary(self.documents), slopes=vary(self.slopes))

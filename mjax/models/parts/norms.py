@@ -18,8 +18,10 @@ from jaxtyping import Array, Float
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import local_columns, recomputed
-from mjax.parallel.sums import in_two_stages, wide_type
+from mjax.parallel.layers import local_columns
+from mjax.parallel.overlap import in_two_stages, recomputed, tie, with_backward
+from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import parameter
 
 
 class LayerNorm(nnx.Module):
@@ -27,8 +29,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False)
+        self.scale = parameter(None, jax.nn.initializers.ones, (width,), ("out",), dtype)
+        self.bias = parameter(None, jax.nn.initializers.zeros, (width,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], self.bias[...], self.epsilon)
@@ -42,9 +44,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(
-            jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
-        )
+        ones = jax.nn.initializers.ones
+        self.scale = parameter(None, ones, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], None, self.epsilon)
@@ -59,9 +60,7 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = nnx.Param(
-            jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False, dims=("out", "out")
-        )
+        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = recomputed(_sum_of_squares)(x)
@@ -98,17 +97,20 @@ def _norm(
 # traffic of a GPU: the gradient of x needs sums along rows and those of the weights sums over rows, and no kernel of
 # XLA computes both. From one program it would write the normed rows in float32 for the second kernel. Behind a barrier
 # the second reads x and the statistics of each row.
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Array:
-    statistics = _statistics(x, epsilon, bias is not None)
-    if bias is None:
-        return _scaled(x, *statistics, scale)
-    return (_normed(x, statistics) * scale + bias).astype(x.dtype)
+    def forward(_, saved):
+        x, scale, bias = saved
+        statistics = _statistics(x, epsilon, bias is not None)
+        if bias is None:
+            return _scaled(x, *statistics, scale)
+        return (_normed(x, statistics) * scale + bias).astype(x.dtype)
+
+    return with_backward(forward, partial(_one_dim_backward, epsilon), (), (x, scale, bias))
 
 
-def _one_dim_backward(epsilon: float, residuals, gradient: Array):
-    x, scale, bias = residuals
-    x, gradient = jax.lax.optimization_barrier((x, gradient))
+def _one_dim_backward(epsilon: float, saved, gradient: Array):
+    x, scale, bias = saved
+    x, gradient = tie((x, gradient))
     statistics = _in_one_pass(x, epsilon) if bias is not None else _statistics(x, epsilon, False)
     rows = _normed(x, statistics)
     g = gradient.astype(rows.dtype)
@@ -118,18 +120,13 @@ def _one_dim_backward(epsilon: float, residuals, gradient: Array):
         to_x = to_x - along.mean(-1, keepdims=True)
     to_x = (to_x * statistics[-1]).astype(x.dtype)
 
-    rows = _normed(x, jax.lax.optimization_barrier(statistics))
+    rows = _normed(x, tie(statistics))
     rows = rows.astype(x.dtype) if bias is None else rows
 
     def to_weight(terms, weight):
         return in_two_stages(terms.reshape(-1, terms.shape[-1])).astype(weight.dtype)
 
-    return to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias)
-
-
-_one_dim.defvjp(
-    lambda x, scale, bias, epsilon: (_one_dim(x, scale, bias, epsilon), (x, scale, bias)), _one_dim_backward
-)
+    return None, (to_x, to_weight(g * rows, scale), None if bias is None else to_weight(g, bias))
 
 
 def _statistics(x: Float[Array, "*rows h"], epsilon: float, centred: bool) -> tuple[Float[Array, "*rows 1"], ...]:

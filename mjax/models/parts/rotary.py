@@ -21,13 +21,13 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
 from mjax.models.parts.positions import Positions
+from mjax.parallel.overlap import linear_map
 from mjax.parallel.sums import wide_type
 
 LOW, HIGH = 1.0, 4.0  # of llama3: what the original length is divided by for the two limits of a wavelength
@@ -85,9 +85,9 @@ class Rotary(Positions):
 
 # Written out because a rotation is linear: all its gradient needs is the positions, where autodiff would keep cos and
 # sin of every layer.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rotate(x: Float[Array, "b s n d"], positions: Int[Array, "#b s"], rotary: Rotary) -> Float[Array, "b s n d"]:
-    return _rotate_by(x, positions, rotary, 1.0)
+    forward, backward = (partial(_rotate_by, rotary=rotary, direction=direction) for direction in (1.0, -1.0))
+    return linear_map(forward, backward, x, positions)
 
 
 def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> Array:
@@ -97,9 +97,3 @@ def _rotate_by(x: Array, positions: Array, rotary: Rotary, direction: float) -> 
     a, b = jnp.split(x[..., : rotary.dims].astype(wide), 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([rotated, x[..., rotary.dims :]], axis=-1) if rotary.dims < x.shape[-1] else rotated
-
-
-_rotate.defvjp(
-    lambda x, positions, rotary: (_rotate(x, positions, rotary), positions),
-    lambda rotary, positions, gradient: (_rotate_by(gradient, positions, rotary, -1.0), None),
-)
