@@ -704,18 +704,13 @@ def with_tokens(config: Config, tokens: int) -> Config:
 def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
-    words = [axes.in_words(mesh, axes.PIPE)]
-    if mesh.pipe > 1:
-        words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
-    words.append(f"micro-batches of {train.micro_batch}")
-    if train.recompute == "offload":
-        words.append("full recomputation from inputs in host memory")
-    else:
-        words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
-    if mesh.splits_tokens:
-        words.append("sequence parallelism")
-    if mesh.zero:
-        words.append(f"ZeRO-{mesh.zero}")
-    if train.loss_chunks > 1:
-        words.append(f"the loss in {train.loss_chunks} chunks")
-    return ", ".join(words)
+    words = (
+        axes.in_words(mesh, axes.PIPE),
+        f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.pipe > 1 else "",
+        f"micro-batches of {train.micro_batch}",
+        f"recomputation {train.recompute}",
+        "sequence parallelism" if mesh.splits_tokens else "",
+        f"ZeRO-{mesh.zero}" if mesh.zero else "",
+        f"the loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else "",
+    )
+    return ", ".join(filter(None, words))
