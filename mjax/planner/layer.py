@@ -289,13 +289,20 @@ def head(of: Traced) -> Head:
 @lru_cache(maxsize=4096)
 def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none") -> Any:
     """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
-    key = hashlib.sha256(repr((of, kind.__name__, kernel, recompute)).encode()).hexdigest()
-    if _STORES and key in _STORES[-1]:
-        return kind.of_plain(*_STORES[-1][key])
-    record = _trace(of, of.config(kernel, recompute), _TRACERS[kind])
-    if _STORES and type(of.model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
-        _STORES[-1][key] = record
-    return record
+    key = of, kind.__name__, kernel, recompute
+    trace = lambda: _trace(of, of.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
+    return traced_once(key, of.model, trace, lambda plain: kind.of_plain(*plain))
+
+
+def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[[Any], Any]) -> Any:
+    """The result of `trace`, or what an earlier command has left of it under `key`, as JSON has it, by `of_plain`."""
+    if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
+        return trace()
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    if digest not in _STORES[-1]:
+        _STORES[-1][digest] = trace()
+        return _STORES[-1][digest]
+    return of_plain(_STORES[-1][digest])
 
 
 _STORES: list[dict[str, Any]] = []

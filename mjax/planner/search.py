@@ -154,14 +154,19 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     many as the config has."""
     model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
-    nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
-    parts = [n for n in divisors(model.sequence) if n <= nearest]
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // model.period)):
             rest = devices // (tensor * pipe)
-            for part in parts if context is None else [context]:
+            for part in _parts_of_sequence(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def _parts_of_sequence(model: ModelConfig) -> Iterator[int]:
+    """Ranks of `context` that leave each `LEAST_POSITIONS`."""
+    yield 1  # the others need a trace of the model
+    if model.sequence >= 2 * LEAST_POSITIONS and not mixing_class(model):
+        yield from (n for n in divisors(model.sequence)[1:] if n * LEAST_POSITIONS <= model.sequence)
 
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
@@ -281,7 +286,7 @@ def search(
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def find(
     config: Config,
     devices: int,
