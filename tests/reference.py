@@ -16,9 +16,12 @@ import numpy as np
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
+GEMMA = {"norms": "pre and post", "qk_norm": "head", "tied": True}
+
+
 def option(model, name, default=None):
     """A field of the config of a model, which may not have it."""
-    return getattr(model, name, default)
+    return getattr(model, name, GEMMA.get(name, default) if model.kind == "gemma3" else default)
 
 
 # --- Dropout ----------------------------------------------------------------------------------------------------------
@@ -110,7 +113,7 @@ def frequencies(model, window=False):
     the factor of sines and cosines. Gemma 3 has another base in layers with a window (arXiv 2503.19786, section 2)."""
     if window and option(model, "local_rope_theta"):
         return model.local_rope_theta ** (-np.arange(0, model.head_size, 2) / model.head_size), 1.0
-    dims = int(model.head_size * model.rope_share)
+    dims = int(model.head_size * option(model, "rope_share", 1.0))
     plain = np.array([model.rope_theta ** (-2 * i / dims) for i in range(dims // 2)])
     lowered, original = plain / model.rope_factor, model.rope_original
     if model.rope_scaling == "linear":

@@ -35,7 +35,7 @@ from tests.conftest import ROOT
 
 # Of the models on Hugging Face the parameters, and of config.json rope_theta, rms_norm_eps and what has no parameters.
 LLAMA3 = {"rope_scaling": "llama3", "rope_original": 8192}
-GEMMA3 = {"full_attention_every": 6, "norms": "pre and post", "qk_norm": "head", "activation": "gelu_tanh"}
+GEMMA3 = {"full_attention_every": 6, "activation": "gelu_tanh"}
 DECODERS = {
     "llama2_7b": (6_738_415_616, 1e4, 1e-5, {}),
     "llama3_8b": (8_030_261_248, 5e5, 1e-5, {}),
@@ -62,7 +62,7 @@ DECODERS = {
 WITHOUT_PARAMETERS = {
     "window": None, "full_attention_every": None, "norms": "pre", "qk_norm": "none", "activation": "silu",
     "rope_share": 1.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_original": None,
-    "experts_per_token": None, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
+    "experts_per_token": 0, "router": "softmax", "router_normalized": True, "router_scale": 1.0,
 }  # fmt: skip
 
 

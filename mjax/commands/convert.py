@@ -182,7 +182,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    family = names.MIXTURE if model.parted_experts() else names.DECODER
+    family = names.MIXTURE if model.experts else names.DECODER
     if checkpoint.architecture != "decoder":
         family = names.family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     tensor_names = weights.find_tensors(family, tensors, model, folder)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from mjax.config import Config, DataConfig
 from mjax.config.model import ModelConfig
@@ -49,25 +50,16 @@ def choose_kernel(
     Raises:
       UsageError: cuDNN's or `flash` was requested by name and does not support the run.
     """
-    if model.attention == "flash" or (model.attention == "auto" and chunks > 1 and platform == "gpu"):
-        obstacle = _flash_obstacle(model, compute, platform, capability, chunks)
-        if obstacle and model.attention == "auto":
-            return "xla", obstacle
-        if obstacle:
-            raise UsageError(
-                f"--model.attention flash cannot be used: {obstacle}; change that, or use --model.attention auto"
-            )
-        return "flash", None
-    obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
-    if model.attention == "cudnn" and obstacle:
-        raise UsageError(
-            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
-        )
-    if model.attention != "auto":
-        return model.attention, obstacle
-    if platform != "gpu":
-        return "xla_blocks", obstacle
-    return ("xla" if obstacle else "cudnn"), obstacle
+    asked = model.attention
+    if asked == "flash" or (asked == "auto" and chunks > 1 and platform == "gpu"):
+        fused, obstacle = "flash", _flash_obstacle(model, compute, platform, capability, chunks)
+    else:
+        fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
+    if asked == fused and obstacle:
+        raise UsageError(f"--model.attention {asked} cannot be used: {obstacle}; change that, or set it to auto")
+    if asked != "auto":
+        return asked, obstacle
+    return (("xla" if obstacle else fused) if platform == "gpu" else "xla_blocks"), obstacle
 
 
 def position_unit(config: Config) -> int:
@@ -130,9 +122,15 @@ def _attention_on_gpu(
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
     """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
     model = replace(config.model, attention=attention_on_gpu(config, capability))
-    if model.grouped_kernel:
-        model = model.with_grouped(choose_grouped(config, "gpu", capability)[0])
+    if model.grouped:
+        model = with_grouped(model, choose_grouped(config, "gpu", capability)[0])
     return replace(config, model=model)
+
+
+def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:
+    """The same model with this kernel for the products of its experts, if it has some."""
+    changes: dict[str, Any] = {"grouped": kernel} if model.grouped else {}
+    return replace(model, **changes)
 
 
 def choose_grouped(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[str, str | None]:

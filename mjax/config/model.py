@@ -90,6 +90,9 @@ class ModelConfig:
       biased_scores: whether something other than documents is added to the scores of attention.
       attention_dropout: dropout rate on attention probabilities.
       window: tokens that a position sees, itself included; None: all up to its own.
+      experts: of each layer that has some, which `mesh.expert` has to divide; 0 for a dense model.
+      experts_per_token: that each token is routed to.
+      grouped: kernel of the products of experts.
     """
 
     kind: str = ""
@@ -134,10 +137,11 @@ class ModelConfig:
     sequences: ClassVar[int] = 1
     causal: ClassVar[bool] = True
     learned_positions: ClassVar[bool] = False
-    head_dim: ClassVar[int | None] = None
     biased_scores: ClassVar[bool] = False
-    attention_dropout: ClassVar[float] = 0.0
-    window: ClassVar[int | None] = None
+    # Fields of some models. As a ClassVar they would hide these where a config derives from several parts.
+    head_dim = window = grouped = None
+    attention_dropout = 0.0
+    experts = experts_per_token = 0
 
     @property
     def head_size(self) -> int:
@@ -233,23 +237,6 @@ class ModelConfig:
         return all(size % ranks == 0 for size in self.columns().values()) and all(
             size % ranks == 0 or ranks % size == 0 for size in self.shared_columns().values()
         )
-
-    @property
-    def grouped_kernel(self) -> str | None:
-        """The kernel of the products of experts; None for a model without them, which has no field `grouped`."""
-        return None
-
-    def with_grouped(self, kernel: str) -> Self:
-        """The same model with this kernel for the products of experts."""
-        return self
-
-    def parted_experts(self) -> int:
-        """The number that `mesh.expert` has to divide: the experts of each layer, 0 for a model without them."""
-        return 0
-
-    def taken_experts(self) -> int:
-        """Number of experts that each token is routed to; 0 for a dense model."""
-        return 0
 
     def check(self, config) -> None:
         """Refuse settings of the run, a `Config`, that this model does not support.

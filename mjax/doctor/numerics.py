@@ -151,7 +151,7 @@ def check_experts(facts: Facts) -> list[Finding]:
       UsageError: it does not support the config.
     """
     config, device = facts.config, jax.local_devices()[0]
-    if config is None or not config.model.grouped_kernel:
+    if config is None or not config.model.grouped:
         return []
     kernel, obstacle = choose_grouped(config, device.platform, capability_of(device))
     findings = judge(

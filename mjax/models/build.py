@@ -119,6 +119,6 @@ def count_active(config: ModelConfig) -> int:
 
     def used(shape: tuple[int, ...], spec: P) -> int:
         size = math.prod(shape)
-        return size * config.taken_experts() // config.parted_experts() if EXPERT in spec else size
+        return size * config.experts_per_token // config.experts if EXPERT in spec else size
 
     return sum(used(*weight) for weight in abstract_weights(config).values())

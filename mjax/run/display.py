@@ -255,7 +255,7 @@ def announce_start(
     parameters, compute = count_parameters(model), config.precision.compute
     choices = ", layers without a loop" if train.unroll == "on" else ""
     choices += f", over context by {config.across}" if config.across else ""
-    choices += f", experts by {model.grouped}" if model.grouped_kernel else ""
+    choices += f", experts by {model.grouped}" if model.grouped else ""
     choices += f", loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else ""
     own = count_parameters(model, trained=True)
     choices += "" if own == parameters else f"; {own:,} of them are trained, {own / parameters:.2%}"
@@ -306,7 +306,7 @@ def announce_results(display: Display, result: Result, folder: Path, config: Con
         for line in verdict(result.validation_loss, result.validation_metrics, sequences, shown):
             display.say(line)
     display.say(f"curve       {folder / 'loss.png'}")
-    if config.model.parted_experts():
+    if config.model.experts:
         display.say(f"experts     {folder / 'experts.png'}")
     display.say(f"checkpoint  {folder / 'checkpoints' / str(result.step)}")
     if not config.model.causal or not (folder / "tokenizer").is_dir():

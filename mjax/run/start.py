@@ -163,7 +163,7 @@ def describe_environment(config: Config, say: Callable[[str], None]) -> dict:
         "mesh": axes.as_typed(config.mesh),
         "parameters": count_parameters(config.model),
         "attention": config.model.attention,
-        **({"grouped": config.model.grouped} if config.model.grouped_kernel else {}),
+        **({"grouped": config.model.grouped} if config.model.grouped else {}),
         "nvidia": nvidia_versions(),
         "memory_fraction": next((os.environ[name] for name in launch.MEMORY_FRACTIONS if name in os.environ), None),
         "flags": {name: value for name, value in sorted(os.environ.items()) if FLAGS.fullmatch(name)},

@@ -11,7 +11,7 @@ from dataclasses import replace
 import jax
 
 from mjax.config import Config
-from mjax.config.kernels import capability_of, choose_grouped, choose_kernel
+from mjax.config.kernels import capability_of, choose_grouped, choose_kernel, with_grouped
 from mjax.step.unrolling import with_unrolling
 
 
@@ -33,9 +33,9 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
         announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
     if kernel == "cudnn" and documents:
         announce("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
-    if model.grouped_kernel:
+    if model.grouped:
         grouped, obstacle = choose_grouped(config, jax.default_backend(), capability)
         if model.grouped == "auto" and on_gpu and obstacle:
             announce(f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}")
-        model = model.with_grouped(grouped)
+        model = with_grouped(model, grouped)
     return with_unrolling(replace(config, model=replace(model, attention=kernel)), on_gpu)

@@ -23,7 +23,7 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
     if train.unroll != "auto":
         return train.unroll == "on"
     from_servers = mesh.zero == 3 and mesh.devices > SERVER
-    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.parted_experts()
+    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
     return on_gpu and not (by_layer or mesh.pipe > 1 or len(stacks_of(model)) > 1 or model.layers > MOST_UNROLLED)
 
 

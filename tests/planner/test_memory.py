@@ -59,7 +59,7 @@ def test_memory_is_off_by_one_percent_on_average(names):
     limits, errors = {"dense": 0.011, "mixture": 0.025, "over context": 0.03}, defaultdict(list)
     for row in map(ROWS.get, names):
         config = config_of(row)
-        kind = "mixture" if config.model.parted_experts() else "dense"
+        kind = "mixture" if config.model.experts else "dense"
         error = abs(predict_memory(config).total / row["total"] - 1)
         errors["over context" if config.mesh.context > 1 else kind].append(error)
     assert errors.keys() == limits.keys()

@@ -98,7 +98,7 @@ class BERTTaskConfig(EncoderConfig):
     """Number of classes (head classification) or choices (head multiple_choice)."""
 
     title: ClassVar[str] = "a BERT with the head of a task"
-    module: ClassVar[str] = "mjax.models.bert.heads:TaskBERT"
+    module: ClassVar[str] = "mjax.models.bert.model:TaskBERT"
     families: ClassVar[str] = "mjax.models.bert.huggingface:OF_TASKS"
     samples: ClassVar[None] = None
 

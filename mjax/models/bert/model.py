@@ -17,7 +17,20 @@ The place of LayerNorm is an option (arXiv 1909.08053, figure 7). `post` is the 
 LayerNorm too. `pre` leaves the residual stream free from embedding to heads, with one LayerNorm at its end; beyond 336M
 parameters only this one improved with size.
 
-`Encoder` is the part that stays when the model is fine-tuned for a task, with another head (`heads.py`).
+`Encoder` is the part that stays when the model is fine-tuned for a task, with another head (`TaskBERT`):
+
+    classification    pooler ─ dropout ─ linear, to one score per class       is the second sentence implied?
+    multiple choice   the same to one score; each choice of a question is     which of four answers?
+                      a separate sequence, and their scores are compared
+    span              linear, of each token to two scores: first token,       where in the text is the answer?
+                      and last token of the answer
+
+The loss is the cross entropy of the label among the scores: classes, choices, or positions of a sequence, for a span
+the mean of both ends. Padding positions are excluded. Sources: Megatron-LM v1.0, megatron/model/classification.py and
+multiple_choice.py; for spans arXiv 1810.04805, section 4.2, with neither pooler nor dropout.
+
+Heads are replicated over `model`, like those of pre-training. With sequence parallelism a rank has the scores of its
+own rows only; they are few, and are combined before the loss.
 """
 
 from __future__ import annotations
@@ -32,10 +45,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.models.bert.config import BERTConfig, EncoderConfig
+from mjax.models.bert.config import BERTConfig, BERTTaskConfig, EncoderConfig
 from mjax.models.block import Block, PostNormBlock
 from mjax.models.context import Context
 from mjax.models.gpt.model import transformer_layer
+from mjax.models.parts.mask import MASKED
 from mjax.models.parts.mlp import activate
 from mjax.models.parts.norms import LayerNorm
 from mjax.models.parts.output import Output
@@ -50,19 +64,23 @@ from mjax.parallel.layers import (
 )
 from mjax.parallel.overlap import recomputed
 from mjax.parallel.products import linear
+from mjax.parallel.random import dropout
 from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens
 from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2
 
+HEAD = "head."
+"""What the names of a task's head begin with: another task's has another meaning, whatever its shape."""
+
 
 class Linear(nnx.Module):
     """y = x A + b, replicated over `model`."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
-        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype, ("in", "out"), muon=False)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
+        self.kernel = parameter(key, normal(std), (width, out), ("in", "out"), dtype, muon=False)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
         return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
@@ -75,7 +93,7 @@ class MLMHead(nnx.Module):
         self.activation = config.mlm_activation or config.activation
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype, ("token",))
+        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), ("token",), dtype)
 
     def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
         activation = recomputed(partial(activate, name=self.activation))
@@ -85,6 +103,8 @@ class MLMHead(nnx.Module):
 class Encoder(LanguageModel):
     """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
 
+    after_layers = ("final_norm", "head", "mlm", "order", "pooler")
+
     def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
         embedding, positions, token_types, blocks = keys
         self.config = config
@@ -92,7 +112,7 @@ class Encoder(LanguageModel):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
-        rows = partial(parameter, initializer=normal(std), spec=(None, None), dtype=dtype, dims=("position", "out"))
+        rows = partial(parameter, initializer=normal(std), dims=("position", "out"), dtype=dtype)
         self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock
@@ -204,3 +224,64 @@ class BERT(Encoder):
         sums = jnp.stack([order.sum(where=owned), correct.sum(where=owned, dtype=order.dtype)])
         order_loss, order_found = mappings.leave(sums) if tokens.split else sums
         return {"mlm_loss": masked, "order_loss": order_loss, "order_accuracy": order_found}
+
+
+class TaskBERT(Encoder):
+    """An encoder with the head of a task, `config.head`."""
+
+    loss_weights: ClassVar[dict[str, float]] = {"loss": 1.0}
+
+    def __init__(self, key: Array, config: BERTTaskConfig, dtype=jnp.float32):
+        *encoder, pooler, head = jax.random.split(key, 6)
+        super().__init__(encoder, config, dtype)
+        if config.head != "span":
+            self.pooler = Linear(pooler, config.hidden, config.hidden, config.init_std, dtype)
+        self.head = Linear(head, config.hidden, config.outputs, config.init_std, dtype)
+
+    def scores(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> Float[Array, "b ..."]:
+        """The scores of each sample, from the stream after the last layer.
+
+        Args:
+          x: this rank's rows.
+          batch: the arrays of `BERTTaskConfig.batch`, c sequences per sample, [b · c, s].
+          context: of its tokens.
+
+        Returns:
+          Scores of the classes [b, classes], of the choices [b, c], or of being the first and the last token of the
+          answer [b, 2, s], −1e30 at padding; float32 or wider, replicated over `model`.
+        """
+        x, tokens = self.normed(x), context.tokens
+        if self.config.head == "span":
+            scores = self.head(x)
+            if tokens.split:
+                scores = mappings.gather_whole(scores.T, MODEL, -1).T
+            scores = tokens.all_positions(tokens.by_sequence(_wide(scores))).swapaxes(1, 2)  # [b, 2, s]
+            return jnp.where(context.documents[:, None] == 0, scores, MASKED)
+        pooled, owned = self.pooled(x, tokens)
+        pooled = dropout(pooled, self.config.hidden_dropout, context.of_layer(0).key_of(random.HEAD))
+        scores = _wide(self.head(pooled))
+        axes = [axis for axis, splits in ((MODEL, tokens.split), (CONTEXT, tokens.across)) if splits]
+        if axes:
+            scores = jnp.where(owned[:, None], scores, 0)
+        for axis in axes:
+            scores = mappings.leave(scores, axis)
+        return scores.reshape(-1, self.config.answers)
+
+    def counts(self, batch: dict[str, Array]) -> dict[str, Array | int]:
+        """The number of samples."""
+        samples = mappings.counted_once(len(batch[self.config.label_names[0]]))
+        return {"loss": samples, "accuracy": samples}
+
+    def loss(self, x: Float[Array, "t h"], batch: dict[str, Array], context: Context) -> dict[str, Array]:
+        """The cross entropy of the labels, and the number of samples whose labels have the highest scores."""
+        scores = self.scores(x, batch, context)
+        labels = jnp.stack([batch[name] for name in self.config.label_names], axis=1)  # [b, 1], for a span [b, 2]
+        scores = scores.reshape(*labels.shape, -1)
+        log_probabilities = jax.nn.log_softmax(scores, axis=-1)
+        losses = -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1).mean((1, 2))
+        right = (scores.argmax(-1) == labels).all(1)
+        return {"loss": mappings.once(losses.sum()), "accuracy": mappings.once(right.sum(dtype=losses.dtype))}
+
+
+def _wide(scores: Array) -> Array:
+    return scores.astype(jnp.promote_types(scores.dtype, jnp.float32))

@@ -8,12 +8,12 @@ from typing import Annotated, ClassVar, Literal
 from mjax.config.bounds import Count, Positive
 from mjax.config.marks import NEW_RUN, TUNING, By
 from mjax.config.model import Tuned, register
-from mjax.models.llama.config import LlamaConfig
+from mjax.models.llama.config import DecoderConfig
 
 
 @register
 @dataclass(frozen=True)
-class Gemma3Config(LlamaConfig):
+class Gemma3Config(DecoderConfig):
     """A Gemma 3: windows in most layers, two rotary bases, norms around attention and MLP, GeGLU, a tied embedding."""
 
     kind: Literal["gemma3"] = "gemma3"
@@ -36,10 +36,4 @@ class Gemma3Config(LlamaConfig):
     title: ClassVar[str] = "a Gemma 3"
     module: ClassVar[str] = "mjax.models.gemma3.model:Gemma3"
     families: ClassVar[str] = "mjax.models.gemma3.huggingface:FAMILIES"
-    # Options of a Llama that every Gemma 3 has the same value of.
-    activation: ClassVar[str] = "gelu_tanh"
-    norms: ClassVar[str] = "pre and post"
-    qk_norm: ClassVar[str] = "head"
-    qkv_bias: ClassVar[bool] = False
-    tied: ClassVar[bool] = True
-    rope_share: ClassVar[float] = 1.0
+    activation = "gelu_tanh"

@@ -6,21 +6,16 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import ANY_FAMILY, FILE_ONLY, TUNING, UNPLANNED, By, Elsewhere
-from mjax.config.model import Gelu, ModelConfig, Rate, Tuned, register
+from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Elsewhere
+from mjax.config.model import Rate, Tuned, register
 from mjax.errors import UsageError
+from mjax.models.parts.config import MLPConfig
 
 
 @dataclass(frozen=True)
-class TransformerConfig(ModelConfig):
+class TransformerConfig(MLPConfig):
     """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
-    feed_forward: Annotated[
-        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
-    ] = None
-    """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
-    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
     hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
     attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
@@ -29,18 +24,6 @@ class TransformerConfig(ModelConfig):
     """Added to the variance in LayerNorm."""
 
     learned_positions: ClassVar[bool] = True
-
-    @property
-    def mlp_width(self) -> int:
-        """Width of the MLP, f."""
-        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
-
-    def columns(self) -> dict[str, int]:
-        return {
-            "heads": self.heads,
-            "feed-forward width": self.mlp_width,
-            "padded vocabulary": self.padded_vocabulary,
-        }
 
 
 @register

@@ -15,6 +15,7 @@ from typing import Any
 from mjax.errors import UsageError
 from mjax.models.huggingface.family import Family
 from mjax.models.llama.config import LlamaConfig
+from mjax.models.parts.config import RotaryConfig
 
 LAYER = "model.layers.{0}"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -82,7 +83,7 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": original}
 
 
-def _write(model: LlamaConfig) -> dict[str, Any]:
+def _write(model: RotaryConfig) -> dict[str, Any]:
     """The settings of positions in config.json, in both spellings."""
     rope: dict[str, Any] = {"rope_type": "default" if model.rope_scaling == "none" else model.rope_scaling}
     if model.rope_scaling != "none":

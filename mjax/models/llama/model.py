@@ -24,8 +24,9 @@ from jaxtyping import Array, Float
 from mjax.models.block import Block, OutputNormBlock
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
-from mjax.models.llama.config import LlamaConfig
+from mjax.models.llama.config import DecoderConfig, LlamaConfig
 from mjax.models.parts.attention import Attention
+from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
 from mjax.models.parts.norms import AllHeadsRMSNorm, RMSNorm
 from mjax.models.parts.output import Output
@@ -60,7 +61,7 @@ def llama_layer(
     )
 
 
-def rotary_of(config: LlamaConfig) -> Rotary:
+def rotary_of(config: RotaryConfig) -> Rotary:
     """The rotary positions of a config."""
     return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_factor, config.rope_original)
 
@@ -82,7 +83,7 @@ class Llama(CausalModel):
 
     layers: ClassVar[dict[str, Callable[..., Block]]] = {"": llama_layer}
 
-    def __init__(self, key: Array, config: LlamaConfig, dtype=jnp.float32):
+    def __init__(self, key: Array, config: DecoderConfig, dtype=jnp.float32):
         embedding, blocks, head = jax.random.split(key, 3)
         table = partial(
             VocabParallelEmbedding,

@@ -21,7 +21,8 @@ from mjax.config.pattern import stacks_of
 from mjax.models.block import Block
 from mjax.models.context import Context
 from mjax.models.llama.model import Llama, llama_layer
-from mjax.models.mixture.config import EXPERTS, MixtureConfig
+from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.router import towards_balance
 from mjax.models.stack import Sums

@@ -38,9 +38,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
-from mjax.config.axes import EXPERT, MODEL
+from mjax.config.axes import EXPERT
 from mjax.models.context import Context
-from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import ExpertsConfig
 from mjax.models.parts.mlp import GatedMLP, gated
 from mjax.models.parts.router import Choice, Router, Sums
 from mjax.parallel import mappings
@@ -55,26 +55,24 @@ from mjax.parallel.weights import parameter
 class Experts(nnx.Module):
     """E gated MLPs of which each token takes k, and a shared one that all take."""
 
-    def __init__(self, key: Array, config: MixtureConfig, dtype):
+    def __init__(self, key: Array, config: ExpertsConfig, dtype):
         router, up, down, shared = jax.random.split(key, 4)
         experts, width, hidden = config.experts, config.width_of_expert, config.hidden
-        self.config = config
+        self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
         self.router = Router(router, config, dtype)
         self.up = parameter(
             up,
             normal(config.init_std),
             (experts, hidden, 2, width),
-            (EXPERT, None, None, MODEL),
+            ("expert", "in", "part", "columns"),
             dtype,
-            ("expert", "in", "part", "out"),
         )
         self.down = parameter(
             down,
             normal(config.residual_std),
             (experts, width, hidden),
-            (EXPERT, MODEL, None),
+            ("expert", "rows", "out"),
             dtype,
-            ("expert", "in", "out"),
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)
@@ -85,7 +83,7 @@ class Experts(nnx.Module):
         region = Region(context.tokens, self.config.experts // local, EXPERT in mappings.varying_axes(x))
         choice = self.router(x)
         rows, weights, experts = _entered(x, choice, region)
-        rows_of_tile = ROWS.get(self.config.grouped_kernel, ROWS["pallas"])
+        rows_of_tile = ROWS.get(self.kernel, ROWS["pallas"])
         which = experts.reshape(-1) - region.rank * local
         groups, row_of = group(which, local, rows_of_tile, at_once=region.count)
         sent = Sent(row_of.reshape(experts.shape), _sources(row_of, len(groups.of_tile) * groups.rows))
@@ -99,10 +97,10 @@ class Experts(nnx.Module):
     def _of_experts(self, x: Float[Array, "r h"], weights: Float[Array, " r"], groups: Groups) -> Float[Array, "r h"]:
         """Each row's expert's result times its weight: this rank's part of a sum."""
         up = self.up[...]
-        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.config.grouped_kernel)
+        both = grouped_product(x, up.reshape(*up.shape[:2], -1), groups, self.kernel)
         both = checkpoint_name(both, "mlp_up").reshape(len(x), 2, -1)
         weighted = recomputed(partial(_weighted, activation=self.config.activation))(both, weights)
-        return grouped_product(weighted, self.down[...], groups, self.config.grouped_kernel)
+        return grouped_product(weighted, self.down[...], groups, self.kernel)
 
 
 @dataclass(frozen=True)

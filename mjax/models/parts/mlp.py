@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from mjax.models.context import Context
-from mjax.models.gpt.config import TransformerConfig
-from mjax.models.llama.config import LlamaConfig
+from mjax.models.parts.config import GatedMLPConfig, MLPConfig
 from mjax.parallel import random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mjax.parallel.overlap import recomputed
@@ -25,7 +24,7 @@ from mjax.parallel.sums import wide_type
 class MLP(nnx.Module):
     """y = gelu(x A + a) B + b."""
 
-    def __init__(self, key: Array, config: TransformerConfig, dtype):
+    def __init__(self, key: Array, config: MLPConfig, dtype):
         up, down = jax.random.split(key)
         self.activation = config.activation
         self.up = ColumnParallelLinear(up, config.hidden, (config.mlp_width,), 0, config.init_std, dtype)
@@ -44,7 +43,7 @@ class GatedMLP(nnx.Module):
     A and B are one product [h, 2, f]: a rank has the same columns of both.
     """
 
-    def __init__(self, key: Array, config: LlamaConfig, dtype, width: int | None = None):
+    def __init__(self, key: Array, config: GatedMLPConfig, dtype, width: int | None = None):
         up, down = jax.random.split(key)
         width, std = config.mlp_width if width is None else width, config.init_std
         self.activation = config.activation

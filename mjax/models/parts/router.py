@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
 from mjax.models.context import Context
-from mjax.models.mixture.config import MixtureConfig
+from mjax.models.parts.config import ExpertsConfig
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal
 from mjax.parallel.sums import wide_type
@@ -66,20 +66,19 @@ class Router(nnx.Module):
     """Score and choose experts. The weight [h, E] is replicated, and so is the bias [E], without gradient and weight
     decay, in the master weights' dtype: `Mixture.adjustments` moves it."""
 
-    def __init__(self, key: Array, config: MixtureConfig, dtype):
+    def __init__(self, key: Array, config: ExpertsConfig, dtype):
         self.config = config
         self.kernel = parameter(
             key,
             normal(config.init_std),
             (config.hidden, config.experts),
-            (None, None),
-            dtype,
             ("in", "out"),
+            dtype,
             muon=False,
             keep_fp32=True,
         )
         if config.balance_bias:
-            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, keep_fp32=True)
+            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> Choice:
         config, wide = self.config, wide_type(x.dtype)

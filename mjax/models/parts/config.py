@@ -1,0 +1,256 @@
+"""Fields of a config that belong to a part of a model: the config of an architecture derives from the parts it has. No
+JAX is imported here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
+from mjax.config.marks import ANY_FAMILY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.model import Gelu, ModelConfig, Rate, Tuned
+from mjax.config.pattern import LayerKind, Pattern
+from mjax.errors import UsageError
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+EXPERTS = "experts"
+"""The name of weights of layers with experts; the others have one MLP."""
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(ModelConfig):
+    """Attention whose heads share keys and values, with a window in all layers or some."""
+
+    kv_heads: Annotated[Count | None, By("groups")] = None
+    """Heads of keys and values, k, each for heads / kv_heads neighbouring heads of queries (grouped-query attention,
+    arXiv 2305.13245); as many as heads when not given."""
+    head_dim: Annotated[Count | None, By("head_size")] = None
+    """Width of an attention head, d; hidden / heads when not given."""
+    window: Annotated[Count | None, TUNING] = None
+    """Tokens that a position sees in attention, itself included (sliding window); all before it when not given."""
+    full_attention_every: Annotated[Count | None, TUNING] = None
+    """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
+    given."""
+    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
+    """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values, k."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def pattern(self) -> Pattern:
+        if self.full_attention_every is None:
+            return super().pattern
+        return Pattern((LayerKind(self.window),) * (self.full_attention_every - 1) + (LayerKind(),))
+
+    def shared_columns(self) -> dict[str, int]:
+        return {"key-value heads": self.groups}
+
+    def check(self, config) -> None:
+        super().check(config)
+        if self.full_attention_every is not None and self.window is None:
+            raise UsageError(
+                f"--model.full-attention-every {self.full_attention_every} does nothing without a window; "
+                "add --model.window, such as 4096"
+            )
+        if self.heads % self.groups:
+            raise UsageError(
+                f"--model.kv-heads {self.groups} does not divide --model.heads {self.heads}; use one of "
+                f"{', '.join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)}"
+            )
+
+
+@dataclass(frozen=True)
+class RotaryConfig(ModelConfig):
+    """Rotary positions."""
+
+    rope_theta: Annotated[Positive, NEW_RUN] = 10_000.0
+    """Base of the rotary frequencies, θ (arXiv 2104.09864)."""
+    rope_scaling: Annotated[RopeScaling, TUNING] = "none"
+    """How frequencies are lowered for sequences longer than those of pretraining: all equally, as Llama 3.1 does, or by
+    YaRN (arXiv 2309.00071)."""
+    rope_factor: Annotated[float, Bounds(ge=1), TUNING] = 1.0
+    """By how much: the new length over the old one."""
+    rope_original: Annotated[Count | None, TUNING] = None
+    """Positions of pretraining, which llama3 and yarn need."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that rotary positions turn."""
+        return self.head_size
+
+    @property
+    def unscaled_sequence(self) -> int:
+        return self.rope_original or round(self.max_positions / self.rope_factor)
+
+    def check(self, config) -> None:
+        super().check(config)
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise UsageError(
+                f"rotary positions turn pairs of dims, and here {self.rotary_dim} of a head's {self.head_size}; choose "
+                "--model.head-dim and --model.rope-share so that it is an even number"
+            )
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise UsageError(
+                f"--model.rope-factor {self.rope_factor:g} does nothing with --model.rope-scaling none; add "
+                "--model.rope-scaling yarn, llama3 or linear"
+            )
+        if self.rope_scaling in ("llama3", "yarn") and self.rope_original is None:
+            raise UsageError(
+                f"--model.rope-scaling {self.rope_scaling} needs the length of pretraining; add "
+                "--model.rope-original, such as 8192"
+            )
+
+
+@dataclass(frozen=True)
+class MLPConfig(ModelConfig):
+    """An MLP with GELU."""
+
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
+    """Width of the MLP, f; by default 4 × hidden."""
+    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
+    """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, f."""
+        return 4 * self.hidden if self.feed_forward is None else self.feed_forward
+
+    def columns(self) -> dict[str, int]:
+        return {**super().columns(), "feed-forward width": self.mlp_width}
+
+
+@dataclass(frozen=True)
+class GatedMLPConfig(ModelConfig):
+    """An MLP with a gate."""
+
+    feed_forward: Annotated[
+        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
+    ] = None
+    """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
+
+    activation = "silu"
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, f."""
+        return -(-8 * self.hidden // 768) * 256 if self.feed_forward is None else self.feed_forward
+
+    def columns(self) -> dict[str, int]:
+        return {**super().columns(), "feed-forward width": self.mlp_width}
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(GatedMLPConfig):
+    """Layers with experts, and layers with one MLP."""
+
+    experts: Annotated[Count, Elsewhere("num-experts num-local-experts n-routed-experts")] = 8
+    """Experts of a layer, E: gated MLPs."""
+    experts_per_token: Annotated[Count, Elsewhere("moe-router-topk num-experts-per-tok")] = 2
+    """Experts that a token takes, those with the best scores, k."""
+    expert_width: Annotated[Count | None, By("width_of_expert"), Elsewhere("moe-ffn-hidden-size")] = None
+    """Width of an expert; that of the MLP (feed_forward) when not given."""
+    dense_layers: Annotated[CountOrZero, Elsewhere("first-k-dense-replace")] = 0
+    """The first layers, so many, have one MLP, of width feed_forward, instead of experts (DeepSeek-V3: 3)."""
+    expert_interval: Annotated[Count, Elsewhere("moe-layer-freq decoder-sparse-step")] = 1
+    """Of so many layers the last has experts, and the others have one MLP, of width feed_forward; 1: all have experts,
+    2: every second one."""
+    grouped: Annotated[Literal["auto", "pallas", "xla"], Elsewhere("moe-grouped-gemm")] = "auto"
+    """Kernel of the products of experts: auto takes pallas on an NVIDIA GPU, and elsewhere xla, which runs one product
+    after the other."""
+    router: Annotated[Literal["softmax", "sigmoid"], Elsewhere("moe-router-score-function")] = "softmax"
+    """Function from the router's scores to the weights of the experts: a softmax over all of them, or a sigmoid of each
+    (DeepSeek-V3, arXiv 2412.19437)."""
+    router_normalized: bool = True
+    """Divide the weights of a token's experts by their sum. With softmax it is the same as a softmax over the scores of
+    those k only (Mixtral)."""
+    router_scale: Annotated[Positive, Elsewhere("moe-router-topk-scaling-factor routed-scaling-factor")] = 1.0
+    """Factor of the weights (DeepSeek-V3: 2.5)."""
+    router_groups: Count = 1
+    """Groups of neighbouring experts: a token first chooses groups, by the sum of their two best scores, and then
+    experts in them (DeepSeek-V3)."""
+    router_top_groups: Count | None = None
+    """Groups that a token chooses; all when not given."""
+    shared_width: Annotated[CountOrZero, Elsewhere("moe-shared-expert-intermediate-size")] = 0
+    """Width of the shared expert, which every token takes besides the others, of several together; 0: none."""
+    balance_loss: Annotated[Tuned, Elsewhere("moe-aux-loss-coeff router-aux-loss-coef")] = 0.0
+    """Coefficient of the loss that balances experts, of every layer: E · Σ f P, with f the share of assignments and P
+    the mean weight of an expert, over what balance_over says; 1 when balanced."""
+    balance_bias: Annotated[Tuned, Elsewhere("moe-router-bias-update-rate moe-router-enable-expert-bias")] = 0.0
+    """Balance experts without a loss (DeepSeek-V3; arXiv 2408.15664): a step moves the bias with which an expert is
+    chosen by so much, up if it had fewer tokens than the mean of its layer, down if more; 0.001 there, 0: no bias."""
+    balance_over: Annotated[Literal["sequence", "micro_batch"], TUNING] = "sequence"
+    """Tokens that the balance loss compares: those of each sequence, which depends on neither mesh nor micro-batch; or,
+    as Megatron's aux_loss, those of a micro-batch, which change with train.micro_batch and the mesh."""
+    z_loss: Annotated[Tuned, Elsewhere("moe-z-loss-coeff")] = 0.0
+    """Coefficient of the mean of logsumexp(scores)² over tokens, of every layer: keeps the router's scores small
+    (arXiv 2202.08906)."""
+
+    @property
+    def width_of_expert(self) -> int:
+        """Width of an expert."""
+        return self.mlp_width if self.expert_width is None else self.expert_width
+
+    @property
+    def top_groups(self) -> int:
+        """Groups that a token chooses."""
+        return self.router_groups if self.router_top_groups is None else self.router_top_groups
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with experts."""
+        return (self.layers - self.dense_layers) // self.expert_interval
+
+    @property
+    def pattern(self) -> Pattern:
+        windows, interval, dense = super().pattern.group, self.expert_interval, self.dense_layers
+        kinds = [windows[i % len(windows)] for i in range(dense + math.lcm(len(windows), interval))]
+        for i in range(dense + interval - 1, len(kinds), interval):
+            kinds[i] = kinds[i]._replace(weights=EXPERTS)
+        return Pattern(tuple(kinds[dense:]), tuple(kinds[:dense]))
+
+    def columns(self) -> dict[str, int]:
+        found = {**super().columns(), "expert width": self.width_of_expert}
+        if self.expert_layers == self.layers:
+            del found["feed-forward width"]
+        return found | ({"shared expert width": self.shared_width} if self.shared_width else {})
+
+    def check(self, config) -> None:
+        super().check(config)
+        if self.expert_layers < 1:
+            raise UsageError(
+                f"--model.dense-layers {self.dense_layers} and --model.expert-interval {self.expert_interval} leave no "
+                f"layer of --model.layers {self.layers} with experts; lower them, or use --model.kind llama"
+            )
+        if config.precision.compute == "fp8":
+            raise UsageError(
+                "--precision.compute fp8 is not there for a mixture of experts, whose grouped products are in bf16; "
+                "use --precision.compute bf16"
+            )
+        in_groups = self.experts // self.router_groups * self.top_groups
+        if self.experts % self.router_groups or not 1 <= self.top_groups <= self.router_groups:
+            raise UsageError(
+                f"--model.router-groups {self.router_groups} and --model.router-top-groups {self.top_groups} do not "
+                f"cut {self.experts} experts into groups of which that many can be chosen; use a divisor of "
+                f"--model.experts {self.experts}, and at most as many"
+            )
+        if self.router_groups > 1 and self.experts // self.router_groups < 2:
+            raise UsageError(
+                f"--model.router-groups {self.router_groups} leaves one expert a group, and a group is scored by its "
+                f"best two; use at most {self.experts // 2}"
+            )
+        if self.experts_per_token > in_groups:
+            raise UsageError(
+                f"--model.experts-per-token {self.experts_per_token} is more than the {in_groups} experts that a token "
+                "can choose from; lower it, or raise --model.experts"
+            )
+        if self.balance_bias and self.experts_per_token == self.experts:
+            raise UsageError(
+                f"--model.balance-bias {self.balance_bias:g} does nothing where a token takes all {self.experts} "
+                "experts; leave it out, or lower --model.experts-per-token"
+            )
