@@ -13,6 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from mjax.config.pattern import LAYERS
 from mjax.errors import RunError, UsageError
 from mjax.utils.names import leaf_name
 
@@ -117,7 +118,7 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # same order in memory and on disk.
 
 
-STACKED = ".blocks."
+STACKED = f".{LAYERS}."
 """In the name of an array of which dim 0 is the layers."""
 
 
@@ -175,9 +176,8 @@ def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in stored:
-            raise UsageError(
-                f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
-            )
+            needed = f"this config needs one of shape {tuple(shape)}"
+            raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
         if stored_shape != shape and not _same_layers(name, stored_shape, shape):
             has, needs = tuple(stored_shape), tuple(shape)
@@ -198,7 +198,5 @@ def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any])
     # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
-            raise RunError(
-                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
-                "set jax_enable_x64 for the whole process, not in a context"
-            )
+            types = f"{arrays[name].dtype}, not {leaf.dtype}; set jax_enable_x64 for the whole process"
+            raise RunError(f"{name} of checkpoint {step} came back in {types}, not in a context")

@@ -50,25 +50,16 @@ def choose_kernel(
     Raises:
       UsageError: cuDNN's or `flash` was requested by name and does not support the run.
     """
-    if model.attention == "flash" or (model.attention == "auto" and chunks > 1 and platform == "gpu"):
-        obstacle = _flash_obstacle(model, compute, platform, capability, chunks)
-        if obstacle and model.attention == "auto":
-            return "xla", obstacle
-        if obstacle:
-            raise UsageError(
-                f"--model.attention flash cannot be used: {obstacle}; change that, or use --model.attention auto"
-            )
-        return "flash", None
-    obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
-    if model.attention == "cudnn" and obstacle:
-        raise UsageError(
-            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
-        )
-    if model.attention != "auto":
-        return model.attention, obstacle
-    if platform != "gpu":
-        return "xla_blocks", obstacle
-    return ("xla" if obstacle else "cudnn"), obstacle
+    asked = model.attention
+    if asked == "flash" or (asked == "auto" and chunks > 1 and platform == "gpu"):
+        fused, obstacle = "flash", _flash_obstacle(model, compute, platform, capability, chunks)
+    else:
+        fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
+    if asked == fused and obstacle:
+        raise UsageError(f"--model.attention {asked} cannot be used: {obstacle}; change that, or set it to auto")
+    if asked != "auto":
+        return asked, obstacle
+    return (("xla" if obstacle else fused) if platform == "gpu" else "xla_blocks"), obstacle
 
 
 def position_unit(config: Config) -> int:

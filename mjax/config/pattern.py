@@ -32,6 +32,8 @@ class LayerKind(NamedTuple):
     weights: str = ""
 
 
+LAYERS = "blocks"
+"""The first part of the name of every weight of layers."""
 PLAIN = LayerKind()
 
 
@@ -69,7 +71,7 @@ class Stack:
 
     def name_in_layer(self, weight: str) -> str:
         """The name of a weight of the stack as in a model with equal layers: 'blocks.1.mlp.up' → 'blocks.mlp.up'."""
-        return f"blocks{weight.removeprefix(self.name)}"
+        return f"{LAYERS}{weight.removeprefix(self.name)}"
 
 
 @lru_cache(maxsize=256)
@@ -77,7 +79,7 @@ def stacks_of(model) -> tuple[Stack, ...]:
     """The stacks of the layers of a model, a `ModelConfig`, in order."""
     runs, stacks, first = model.pattern.runs(model.layers), [], 1
     for run, (kinds, groups) in enumerate(runs):
-        name = "blocks" if len(runs) == 1 else f"blocks.{run}"
+        name = LAYERS if len(runs) == 1 else f"{LAYERS}.{run}"
         count = len(_shortest(tuple(kind.weights for kind in kinds))[0])
         behind = first + groups * len(kinds)
         for i in range(count):

@@ -39,6 +39,7 @@ from mjax.config.plain_values import read
 from mjax.data.batches import of_positions
 from mjax.data.sources import TrainingData
 from mjax.errors import UnhealthyError
+from mjax.models.bert.model import HEAD
 from mjax.models.build import build_model
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
@@ -375,9 +376,6 @@ def mean_loss(scores: dict[str, np.ndarray], validation: dict[str, Examples]) ->
 # The checkpoint is that of a pre-trained or a fine-tuned BERT. Every weight that the task's model also has, by name, is
 # loaded; the heads for masked tokens and for the order are dropped, and weights that the checkpoint does not have,
 # mainly the head, are drawn from N(0, init_std).
-
-
-HEAD = "head."  # of a task: another task's head has another meaning, whatever its shape
 
 
 class Start:

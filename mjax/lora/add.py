@@ -15,12 +15,11 @@ import jax
 from flax import nnx
 from jax import Array
 
-from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 from mjax.lora.adapters import ColumnAdapter, RowAdapter
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mjax.parallel.weights import IN, LAYER, OUT, PART, parameter
+from mjax.parallel.weights import COLUMNS, IN, INPUTS, LAYER, OUT, OUTPUTS, PART, ROWS, parameter
 
 Linear = ColumnParallelLinear | RowParallelLinear
 
@@ -53,7 +52,7 @@ def add_adapters(model: nnx.Module, key: Array, dtype) -> nnx.Module:
 def linear_layers(model: nnx.Module) -> Iterator[tuple[str, str, Linear]]:
     """The column- and row-parallel layers of the stacked layers: dotted path, last name, and the layer."""
     for path, layer in nnx.iter_modules(model):
-        if path and path[0] == "blocks" and isinstance(layer, Linear):
+        if isinstance(layer, Linear) and LAYER in layer.kernel.get_metadata()["dims"]:
             yield ".".join(map(str, path)), str(path[-1]), layer
 
 
@@ -68,10 +67,9 @@ def _beside_columns(
     """For a kernel [*layers, h, (parts,) *out]."""
     (layers, (width,), out), rank = _sizes_of(layer), config.lora_rank
     _check_rank(rank, width, math.prod(out))
-    make = partial(_matrix, key, layers, dtype=dtype)
-    spec, count = (None, None, MODEL, *(None,) * (len(out) - 1)), len(parts)
-    a = make((width, count, rank), (None, None, None), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
-    b = make((count, rank, *out), spec, (PART, IN, *(OUT,) * len(out)))
+    make, count = partial(_matrix, key, layers, dtype=dtype), len(parts)
+    a = make((width, count, rank), (IN, PART, OUT), uniform(width), grad_partial_over_model=True)
+    b = make((count, rank, *out), (PART, IN, COLUMNS, *(OUT,) * (len(out) - 1)))
     return ColumnAdapter(a, b, config.lora_scale, config.lora_dropout, parts=parts)
 
 
@@ -80,25 +78,21 @@ def _beside_rows(key: Array, layer: RowParallelLinear, config: ModelConfig, _, d
     (layers, into, (width,)), rank = _sizes_of(layer), config.lora_rank
     _check_rank(rank, math.prod(into), width)
     make = partial(_matrix, key, layers, dtype=dtype)
-    spec, dims = (MODEL, *(None,) * len(into)), (*(IN,) * len(into), OUT)
-    a = make((*into, rank), spec, dims, uniform(math.prod(into)))
-    b = make((rank, width), (None, None), (IN, OUT), grad_partial_over_model=True)
+    a = make((*into, rank), (ROWS, *(IN,) * (len(into) - 1), OUT), uniform(math.prod(into)))
+    b = make((rank, width), (IN, OUT), grad_partial_over_model=True)
     return RowAdapter(a, b, config.lora_scale, config.lora_dropout)
 
 
-def _matrix(
-    key: Array, layers, shape, spec, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks
-) -> nnx.Param:
+def _matrix(key: Array, layers, shape, dims, initializer=jax.nn.initializers.zeros, *, dtype, **marks) -> nnx.Param:
     """A matrix of an adapter, in all stacked `layers`; by default zero."""
-    lead, stacked = (None,) * len(layers), (LAYER,) * len(layers)
-    shape, spec, dims = (*layers, *shape), (*lead, *spec), (*stacked, *dims)
-    return parameter(key, initializer, shape, spec, dtype, dims, muon=False, **marks)
+    shape, dims = (*layers, *shape), ((LAYER,) * len(layers) + dims)
+    return parameter(key, initializer, shape, dims, dtype, muon=False, **marks)
 
 
 def _sizes_of(layer: Linear) -> list[tuple[int, ...]]:
     """The sizes of a layer's kernel along dims that are layers, inputs, and outputs."""
     sizes = list(zip(layer.kernel.get_metadata()["dims"], layer.kernel.shape, strict=True))
-    return [tuple(size for dim, size in sizes if dim == name) for name in (LAYER, IN, OUT)]
+    return [tuple(size for dim, size in sizes if dim in kind) for kind in ((LAYER,), INPUTS, OUTPUTS)]
 
 
 def uniform(inputs: int):

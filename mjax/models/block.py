@@ -22,7 +22,7 @@ of this rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -35,6 +35,9 @@ from mjax.parallel import random
 
 class Block(nnx.Module):
     """One transformer layer, with norms before attention and MLP, of this rank's rows of the stream."""
+
+    backward: ClassVar[tuple[str, ...]] = ("mlp", "mlp_norm", "attention", "attention_norm")
+    """The order in which the backward pass reaches the parts of a layer."""
 
     def __init__(
         self,

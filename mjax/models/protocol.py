@@ -13,7 +13,7 @@ them, wherever they are computed.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -90,7 +90,13 @@ class Model(Protocol):
 
 
 class LanguageModel(nnx.Module):
-    """The methods of a `Model` that most architectures leave as they are."""
+    """What most architectures leave as it is of a `Model`.
+
+    Attributes:
+      after_layers: names of the parts behind the layers, whose gradients are the first of the backward pass.
+    """
+
+    after_layers: ClassVar[tuple[str, ...]] = ("final_norm", "head")
 
     def summary(self, means: dict[str, Array]) -> dict[str, Array]:
         return means

@@ -26,7 +26,7 @@ from mjax.parallel.products import enter, leave, linear, linear_with_bias, rows_
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.sums import add_bias, lookup
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import IN, OUT, PART, TOKEN, is_frozen, parameter
+from mjax.parallel.weights import COLUMNS, IN, OUT, PART, ROWS, TOKEN, is_frozen, parameter
 
 
 def normal(std: float):
@@ -59,11 +59,10 @@ class ColumnParallelLinear(nnx.Module):
         unfused: bool = False,
         parts: tuple[str, ...] = (),
     ):
-        spec = tuple(MODEL if dim == split else None for dim in range(len(out)))
         self.columns, self.split, self.unfused, self.parts = out[split], split, unfused, parts
-        dims = (PART,) * split + (OUT,) * (len(out) - split)
-        self.kernel = parameter(key, normal(std), (width, *out), (None, *spec), dtype, (IN, *dims), float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, out, spec, dtype, dims) if bias else None
+        dims = (PART,) * split + (COLUMNS,) + (OUT,) * (len(out) - split - 1)
+        self.kernel = parameter(key, normal(std), (width, *out), (IN, *dims), dtype, float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, out, dims, dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, "t h"], tokens: Tokens, key: DropoutKey | None = None
@@ -133,10 +132,9 @@ class RowParallelLinear(nnx.Module):
     """LoRA's, if it has one (`lora/adapters.py`)."""
 
     def __init__(self, key: Array, into: tuple[int, ...], width: int, std: float, dtype, bias: bool = True):
-        spec = (MODEL, *(None,) * len(into))
-        dims = (IN,) * len(into) + (OUT,)
-        self.kernel = parameter(key, normal(std), (*into, width), spec, dtype, dims, float8=True)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (None,), dtype) if bias else None
+        dims = (ROWS, *(IN,) * (len(into) - 1), OUT)
+        self.kernel = parameter(key, normal(std), (*into, width), dims, dtype, float8=True)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (width,), (OUT,), dtype) if bias else None
 
     def __call__(
         self, x: Float[Array, " bs *into"], tokens: Tokens, key: DropoutKey | None = None
@@ -158,7 +156,7 @@ class VocabParallelEmbedding(nnx.Module):
 
     def __init__(self, key: Array, vocabulary: int, rows: int, width: int, std: float, dtype):
         self.vocabulary, self.rows = vocabulary, rows
-        self.table = parameter(key, normal(std), (rows, width), (MODEL, None), dtype, (TOKEN, OUT))
+        self.table = parameter(key, normal(std), (rows, width), (TOKEN, OUT), dtype)
 
     def __call__(self, ids: Int[Array, "b s"], tokens: Tokens) -> Float[Array, "t h"]:
         """Embed `ids`, the same on every rank of `model`, and return this rank's rows of the stream."""

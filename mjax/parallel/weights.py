@@ -1,19 +1,20 @@
 """Weights, and what each says of itself: its card.
 
-`parameter` makes a weight of the whole model. Its PartitionSpec says how the mesh splits it, and `dims` what each of
-its dims is. From the names of the dims follow its layout in other software's files, the matrices that Muon and LoRA
-see, and whether weight decay applies to it. So nothing outside an architecture knows a weight by its name.
+`parameter` makes a weight of the whole model, and `dims` names what each of its dims is. From the names follow how the
+mesh splits the weight, whether it belongs to stacked layers, its layout in other software's files, the matrices that
+Muon and LoRA see, and whether weight decay applies. So nothing outside an architecture knows a weight by its name.
 
     weight of                       shape           dims
-    q, k and v in one product       [h, 3, n, d]    in    part  out  out
-    attention's output              [n, d, h]       in    in    out
-    a gated MLP's gate and up       [h, 2, f]       in    part  out
-    those of experts                [E, h, 2, f]    expert  in  part  out
+    q, k and v in one product       [h, 3, n, d]    in    part  columns  out
+    attention's output              [n, d, h]       rows  in    out
+    a gated MLP's gate and up       [h, 2, f]       in    part  columns
+    those of experts                [E, h, 2, f]    expert  in  part  columns
     an embedding                    [v, h]          token  out
     learned positions               [s, h]          position  out
     a bias, or the scale of a norm  [h]             out
 
-A stack of layers puts `layer` in front (`models/stack.py`).
+`rows` are inputs and `columns` outputs that `model` splits, as it does tokens. A stack of layers puts `layer` in front
+(`models/stack.py`).
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ import jax
 from flax import nnx
 from jax import Array
 
-LAYER, PART, IN, OUT, EXPERT, TOKEN, POSITION = "layer", "part", "in", "out", "expert", "token", "position"
-DIMS = frozenset({LAYER, PART, IN, OUT, EXPERT, TOKEN, POSITION})
+from mjax.config import axes
+
+LAYER, PART, EXPERT, TOKEN, POSITION = "layer", "part", "expert", "token", "position"
+IN, ROWS, OUT, COLUMNS = "in", "rows", "out", "columns"
+DIMS = frozenset({LAYER, PART, EXPERT, TOKEN, POSITION, IN, ROWS, OUT, COLUMNS})
+INPUTS, OUTPUTS = (IN, ROWS), (OUT, COLUMNS)
+SPLIT = {EXPERT: axes.EXPERT, TOKEN: axes.MODEL, ROWS: axes.MODEL, COLUMNS: axes.MODEL}
+"""The mesh axis that splits a dim during the computation."""
 
 Dims = tuple[str | None, ...]
 
 
 def parameter(
-    key: Array,
+    key: Array | None,
     initializer,
     shape: tuple[int, ...],
-    spec: tuple[str | None, ...],
+    dims: Dims,
     dtype,
-    dims: Dims = (),
     *,
     muon: bool = True,
     float8: bool = False,
@@ -44,17 +50,17 @@ def parameter(
     """A weight of the whole model.
 
     Args:
-      spec: names, dim by dim, the mesh axis that splits it.
-      dims: what each dim is, of `DIMS`; by default a vector is an output, and of others nothing is known.
+      dims: what each dim is, of `DIMS`.
       muon: whether Muon may train it, if it has inputs and outputs (`matrix_of`).
       float8, keep_fp32, grad_partial_over_model: as in `zero.Storage`.
 
     Raises:
-      ValueError: spec or dims do not fit the shape.
+      ValueError: the dims do not fit the shape.
     """
-    if {len(spec), len(dims or spec)} != {len(shape)} or not DIMS.issuperset(dims):
-        raise ValueError(f"a weight {shape} needs a spec and dims with a name each ({sorted(DIMS)}): {spec}, {dims}")
+    if len(dims) != len(shape) or not DIMS.issuperset(dims):
+        raise ValueError(f"a weight {shape} needs dims with a name each, of {', '.join(sorted(DIMS))}: {dims}")
     marks = {"muon": muon, "float8": float8, "keep_fp32": keep_fp32, "grad_partial_over_model": grad_partial_over_model}
+    spec = tuple(map(SPLIT.get, dims))
     return nnx.Param(initializer(key, shape, dtype), out_sharding=spec, eager_sharding=False, dims=dims, **marks)
 
 
@@ -76,6 +82,11 @@ def dims_of(weights) -> list[Dims]:
     return [_dims_of(weight, jax.tree.leaves(weight)[0].ndim) for weight in _parameters(weights)]
 
 
+def are_stacked(weights) -> list[bool]:
+    """For each leaf of `weights` whether it has a leading layer dim."""
+    return [LAYER in dims for dims in dims_of(weights)]
+
+
 def metadata_of(weights, name: str) -> list:
     """For each leaf of `weights`, in the order of `jax.tree.leaves`: what its `nnx.Param` has under this name, or
     None."""
@@ -92,7 +103,7 @@ def _parameters(weights) -> list[nnx.Param]:
 
 def matrix_of(dims: Dims) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Rows and columns of the matrices of a weight, as dims counted from its end; None if it has none."""
-    rows, columns = (tuple(i - len(dims) for i, dim in enumerate(dims) if dim == name) for name in (IN, OUT))
+    rows, columns = (tuple(i - len(dims) for i, dim in enumerate(dims) if dim in kind) for kind in (INPUTS, OUTPUTS))
     return (rows, columns) if rows and columns else None
 
 
@@ -104,7 +115,7 @@ def muon_matrices(weights) -> list[tuple[tuple[int, ...], tuple[int, ...]] | Non
 
 def decays(dims: Dims) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to biases and the scales of norms."""
-    return None in dims or (OUT in dims and not {IN, TOKEN, POSITION}.isdisjoint(dims))
+    return None in dims or not ({*OUTPUTS}.isdisjoint(dims) or {*INPUTS, TOKEN, POSITION}.isdisjoint(dims))
 
 
 # --- Trained and frozen weights ---------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from mjax.parallel import float8, mappings, scopes
 from mjax.parallel.float8 import Float8
 from mjax.parallel.mappings import Gathers
 from mjax.parallel.overlap import linear_map
-from mjax.parallel.weights import metadata_of
+from mjax.parallel.weights import are_stacked, metadata_of
 from mjax.utils.names import leaf_name
 
 REPLICAS = axes.holding()
@@ -57,6 +57,7 @@ class Storage:
         gradient.
       float8: whether its products are in float8 where those of the run are: then it may be gathered so.
       keep_fp32: whether the computation has it in the dtype of the master weights.
+      stacked: whether its first dim, or its first two with chunks, are layers.
     """
 
     spec: P
@@ -65,6 +66,7 @@ class Storage:
     grad_partial_over_model: bool = False
     float8: bool = False
     keep_fp32: bool = False
+    stacked: bool = False
 
 
 def plan_storage(shapes, specs, mesh: MeshConfig):
@@ -78,13 +80,14 @@ def plan_storage(shapes, specs, mesh: MeshConfig):
     Returns:
       A tree like `shapes` of `Storage`.
     """
-    said = zip(*(metadata_of(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")), strict=True)
+    marks = [metadata_of(shapes, name) for name in ("grad_partial_over_model", "float8", "keep_fp32")]
+    cards = zip(are_stacked(shapes), *marks, strict=True)
 
-    def one(path: tuple, leaf, spec: P) -> Storage:
-        partial, float8, keep_fp32 = map(bool, next(said))
-        return replace(storage_of(leaf_name(path), leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
+    def one(leaf, spec: P) -> Storage:
+        stacked, partial, float8, keep_fp32 = map(bool, next(cards))
+        return replace(storage_of(stacked, leaf.shape, spec, mesh, partial), float8=float8, keep_fp32=keep_fp32)
 
-    return jax.tree_util.tree_map_with_path(one, shapes, specs)
+    return jax.tree.map(one, shapes, specs)
 
 
 def cut_into_chunks(model, mesh: MeshConfig):
@@ -92,15 +95,11 @@ def cut_into_chunks(model, mesh: MeshConfig):
     if mesh.chunks == 1:
         return model
 
-    def cut(path: tuple, weight):
-        return weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if is_layer(leaf_name(path)) else weight
-
-    return jax.tree_util.tree_map_with_path(cut, model)
-
-
-def is_layer(name: str) -> bool:
-    """Whether the weight with this name has a leading layer dim."""
-    return name.startswith("blocks.")
+    leaves, structure = jax.tree.flatten(model)
+    weights = zip(leaves, are_stacked(model), strict=True)
+    return structure.unflatten(
+        weight.reshape(mesh.chunks, -1, *weight.shape[1:]) if stacked else weight for weight, stacked in weights
+    )
 
 
 def layer_dims(mesh: MeshConfig) -> int:
@@ -123,9 +122,10 @@ def computed_spec(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> P:
     return P(*(None if is_whole(dim, entry) else entry for dim, entry in zip(shape, entries, strict=True)))
 
 
-def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
-    """The storage of the weight `name` with this whole shape and its module's `spec`; `partial` as in `Storage`."""
-    layers = layer_dims(mesh) if is_layer(name) else 0
+def storage_of(stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig, partial: bool = False) -> Storage:
+    """The storage of a weight with this whole shape and its module's `spec`; `stacked` and `partial` as in
+    `Storage`."""
+    layers = layer_dims(mesh) if stacked else 0
     computed = computed_spec(shape, spec, mesh)
     partial = mesh.model > 1 and (partial or (MODEL in spec and MODEL not in computed))
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
@@ -150,7 +150,8 @@ def storage_of(name: str, shape: tuple[int, ...], spec: P, mesh: MeshConfig, par
     if mesh.zero and copies:
         split(*copies)
     entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
-    return Storage(P(*entries), tuple(gathers), mesh.zero == 3 and layers > 0 and bool(gathers), partial)
+    gather_per_layer = mesh.zero == 3 and stacked and bool(gathers)
+    return Storage(P(*entries), tuple(gathers), gather_per_layer, partial, stacked=stacked)
 
 
 def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
@@ -161,7 +162,7 @@ def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):
         added = remaining.pop(leaf_name(path), None)
         if added is None:
             return shard
-        if mesh.chunks > 1 and is_layer(leaf_name(path)):
+        if mesh.chunks > 1 and storage.stacked:
             added = added.reshape(mesh.chunks, -1, *added.shape[1:])
         return shard + local_shard(added.astype(shard.dtype), storage.spec)
 

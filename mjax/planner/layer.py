@@ -59,21 +59,20 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
-from mjax.models.parts.attention_kernels import FLASH_STAND_IN
+from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
 from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
-from mjax.parallel.weights import joined, metadata_of, split_trained
-from mjax.parallel.zero import gather_weights, is_layer
-from mjax.planner.program import STAND_IN, Product, Program, bytes_of, inner_jaxprs
+from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
+from mjax.parallel.zero import gather_weights
+from mjax.planner.program import Product, Program, bytes_of, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
 from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
-from mjax.utils.names import leaf_name
 from mjax.utils.packages import source_hashes
 
 MAX_TRACES = 2000
@@ -126,7 +125,6 @@ class Backward(NamedTuple):
       largest: the largest array that a kernel writes, without scores.
       scores: the largest scores of attention that a kernel writes.
       gathered: the largest result of a collective that is larger than its operand.
-      biases: the largest written-out bias of attention.
     """
 
     kept: int
@@ -136,7 +134,6 @@ class Backward(NamedTuple):
     largest: int
     scores: int
     gathered: int
-    biases: int
 
     @classmethod
     def of_plain(cls, *plain: int) -> Backward:
@@ -423,7 +420,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
     written = {value for operation in kernels for value in operation.outputs}
     scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
-    biases = {value for op in kernels if op.name == STAND_IN for value in op.inputs}
 
     def largest(values: Iterable[int]) -> int:
         return max(map(program.bytes, values), default=0)
@@ -436,7 +432,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
         largest=largest(written - scores),
         scores=largest(written & scores),
         gathered=largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part)),
-        biases=largest(biases & scores),
     )
 
 
@@ -454,7 +449,7 @@ def _head(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> Head:
     products = tuple(product for product in every if product.of_weight and product.m == tokens.size)
     logits = products[-1].m * products[-1].n if products else 0
     others = [bytes_of(variable.aval) for variable in kept if variable.aval.size != logits]
-    trained = any(not is_layer(leaf_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(own))
+    trained = not all(are_stacked(own))
     return Head(products, sum(others) + max(others, default=0), sum(product.flops for product in every), trained)
 
 

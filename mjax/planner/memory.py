@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -48,10 +48,11 @@ from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
-from mjax.models.build import abstract_weights, frozen_weights, matrix_dims
+from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
 from mjax.parallel.cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
-from mjax.parallel.zero import computed_spec, is_layer, storage_of
+from mjax.parallel.weights import LAYER, OUT, TOKEN
+from mjax.parallel.zero import computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.program import Product, Program
@@ -153,13 +154,12 @@ class _Sizes:
       kept: residuals of a chunk's layers on the device.
       host: the same in host memory.
       work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
-      biases: written-out bias of cuDNN's attention, and its unused gradient.
       logits: vocabulary scores, of a chunk of the loss.
       heads: other residuals of the head, and their gradients.
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
+      masters, computed, sums, activations: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -170,12 +170,11 @@ class _Sizes:
         self.master = max(4, self.width)
         alone = of_layers(mesh)
         of_run = model, config.data, config.precision.compute
-        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
+        kinds, arrays = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
         for count, kind, sample in kinds:
             of_kind = own if kind is None else all_and_trained(model, mesh, kind)
             self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
-        samples = train.micro_batch
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -186,8 +185,6 @@ class _Sizes:
         self.kept = self.of_layers(self._kept)
         self.host = self.of_layers(lambda kind: kind.sample.offloaded)
         self.work = sample.work + masks * sample.scores
-        biases = max(sample.biases for sample in of_kinds)
-        self.biases = biases / (samples if shared else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
@@ -196,7 +193,7 @@ class _Sizes:
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
         self.masters = self.stored(self.weights.stored, self.trained.stored)
         self.computed, self.sums = _computed(self), _sums(self)
-        self.activations, self.messages = _activations(self), _messages(self)
+        self.activations = _activations(self)
 
     def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
         """The sum of something over the layers of a chunk."""
@@ -253,7 +250,6 @@ class _Sample(NamedTuple):
     kept_unrolled: float
     factors: float
     work: float
-    biases: float
     scores: float
     logits: float
     heads: float
@@ -280,7 +276,6 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         kept_unrolled=samples * backward.kept_unrolled + more_rows,
         factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.of_trained),
         work=samples * (STREAMS_IN_HAND * backward.stream + gathered) + temporaries,
-        biases=2 * samples * backward.biases,
         scores=samples * max(scores, default=0),
         logits=samples * width * head.logits,
         heads=samples * head.kept,
@@ -291,14 +286,14 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
 def _of_micro_batch(
     model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
     kernel: str, recompute: str, samples: int,
-) -> tuple[list[tuple[int, int | None, _Sample]], int, bool]:  # fmt: skip
-    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
-    sample in a batch; and whether all samples share the bias of attention."""
+) -> tuple[list[tuple[int, int | None, _Sample]], int]:  # fmt: skip
+    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; bytes of a
+    sample in a batch."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
     kinds = [(n, of.kind, _sizes_of(of, kernel, recompute, samples)) for n, of in trace.kinds_of(config)]
     arrays = config.batch_arrays()
     bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
-    return kinds, bytes_of_sample, "documents" not in arrays
+    return kinds, bytes_of_sample
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -361,15 +356,6 @@ def _activations(sizes: _Sizes) -> float:
     return sizes.kept * (_in_flight(sizes.config) + 1)
 
 
-def _messages(sizes: _Sizes) -> float:
-    """Buffers of a pipeline [slots + 1, R, h]: activations and gradients that have arrived, streams for the head."""
-    mesh = sizes.config.mesh
-    if mesh.pipe == 1:
-        return 0.0
-    outputs = sizes.config.micro_batches if mesh.schedule == "gpipe" else 1
-    return sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two in flight
-
-
 def _weights_in_hand(sizes: _Sizes) -> float:
     """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
     the copy of a chunk's weights, if a stage has several."""
@@ -402,7 +388,7 @@ def _backward(sizes: _Sizes) -> Memory:
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
     gradients = of_layers + sizes.sums + waiting
-    work = sizes.work + _weights_in_hand(sizes) + sizes.messages + sizes.biases + sizes.batch
+    work = sizes.work + _weights_in_hand(sizes) + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
 
@@ -410,15 +396,11 @@ def _backward(sizes: _Sizes) -> Memory:
 def _head(sizes: _Sizes) -> Memory:
     """The logits, which their gradient overwrites; or the logits of a chunk of the vocabulary."""
     layers, shared = sizes.computed
-    table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = sizes.sums + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
-    work = sizes.heads + sizes.messages + sizes.biases / 2 + sizes.batch
+    work = sizes.heads + sizes.batch
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
-    untied = shared >= 2 * table  # it includes what embeds, which nobody needs here
-    if sizes.config.train.loss_chunks > 1 and (sizes.accumulates or (not untied and (sizes.sharded or not shared))):
-        work += table  # cut into chunks; otherwise each is cut and cast in one
     kept = {"activations": sizes.activations, "logits": logits}
     return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 
@@ -430,10 +412,7 @@ def _reduction(sizes: _Sizes) -> Memory:
     wide = sizes.master * (whole + weights.gathered_shards)
     if copies(mesh) == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
-    # They are converted one by one, so the last one that exists in both dtypes is the largest.
-    both = not (weights.gathered or sizes.accumulates or sizes.width == sizes.master)
-    narrow = sizes.width * weights.largest if both else 0.0
-    return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
+    return _memory(sizes, "reduction", 0.0, wide, workspace=sizes.batch)
 
 
 def _update(sizes: _Sizes) -> Memory:
@@ -532,13 +511,14 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
             continue
         if kind is not None and stack_of(model, name) != stacks_of(model)[kind]:
             continue
-        storage, computed_as = storage_of(name, shape, spec, mesh), computed_spec(shape, spec, mesh)
+        dims = weight_dims(model)[name]
+        storage, computed_as = storage_of(LAYER in dims, shape, spec, mesh), computed_spec(shape, spec, mesh)
         stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
         total["stored"] += stored
         total["matrices"] += stored if name in matrix_dims(model) else 0
-        if not is_layer(name):
+        if not storage.stacked:
             total["shared"] += computed
-            total["table"] += computed if name == "embedding.table" else 0
+            total["table"] = computed if dims == (TOKEN, OUT) else total["table"]
             continue
         computed //= mesh.pipe
         total["layers"] += computed
@@ -557,7 +537,12 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
 def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
     mesh = _mesh(*sizes)
     return tuple(
-        Matrices(shape, storage_of(name, shape, spec, mesh).spec, *matrix_dims(model)[name], mesh)
+        Matrices(
+            shape,
+            storage_of(LAYER in weight_dims(model)[name], shape, spec, mesh).spec,
+            *matrix_dims(model)[name],
+            mesh,
+        )
         for name, (shape, spec) in abstract_weights(model).items()
         if name in matrix_dims(model)
     )
@@ -570,22 +555,6 @@ def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
 
 
 # --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
-
-
-class MuonCollective(NamedTuple):
-    """A collective of the update of one weight.
-
-    Attributes:
-      operation: all-to-all, all-gather or all-reduce.
-      axis: of the mesh.
-      elements: in the whole tensor of an all-gather or all-reduce, in a device's operand of an all-to-all.
-      times: in a step.
-    """
-
-    operation: str
-    axis: str
-    elements: int
-    times: int
 
 
 def muon_width(config: Config) -> int:
@@ -616,35 +585,21 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
 
 
 def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices become whole and results go back, by mesh axis."""
+    """Seconds in which matrices become whole and results go back, by mesh axis: an all-to-all there and back over an
+    axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
+    not."""
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
-    for sent in muon_collectives(config):
-        inner = axes.NAMES[axes.NAMES.index(sent.axis) + 1 :]
-        stride = math.prod(sizes[axis] for axis in inner)
-        # An all-to-all sends as much as a gather.
-        collective = rates.sum if sent.operation == "all-reduce" else rates.gather
-        seconds[sent.axis] += sent.times * collective(sizes[sent.axis], stride, sent.elements * muon_width(config))
-    return seconds
-
-
-def muon_collectives(config: Config) -> Iterator[MuonCollective]:
-    """The collectives of a device's update, weight by weight."""
-    sizes = axes.sizes(config.mesh)
     for matrices in matrices_of(config.model, config.mesh):
         count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
+        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
         for axis, dim in matrices.moves:
-            part //= 1 if dim is None else sizes[axis]
-        for axis, dim in matrices.moves:
-            ranks = sizes[axis]
+            ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
             share = -(-count // ranks)
-            if dim is not None:
-                yield MuonCollective("all-to-all", axis, share * ranks * part, times=2)
-                part *= ranks
-            elif ranks <= count:
-                yield MuonCollective("all-gather", axis, share * ranks * part, times=1)
-            else:
-                yield MuonCollective("all-reduce", axis, count * part, times=1)
-            count = share
+            moved = 2 * count if dim is None and ranks > count else share * ranks
+            times = 1 if dim is None else 2
+            seconds[axis] += times * rates.gather(ranks, stride, moved * part * muon_width(config))
+            count, part = share, part * (1 if dim is None else ranks)
+    return seconds
 
 
 @lru_cache(maxsize=4096)

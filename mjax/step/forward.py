@@ -24,10 +24,9 @@ from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_su
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.schedules import forward_only, schedule_of
 from mjax.parallel.tokens import Tokens
-from mjax.parallel.weights import joined, split_trained
-from mjax.parallel.zero import is_layer, layer_gather
+from mjax.parallel.weights import are_stacked, joined, split_trained
+from mjax.parallel.zero import layer_gather
 from mjax.step.precision import COMPUTE_TYPES, in_float8, parameter_type
-from mjax.utils.names import leaf_name
 
 MicroBatch = dict[str, Array]
 
@@ -195,4 +194,6 @@ def sum_over_stages(forward: Forward, weights: Model, micro_batches: dict[str, A
 
 def _without_blocks(weights: Model) -> Model:
     """The embedding and the head only: the model with nothing in place of its layers."""
-    return jax.tree_util.tree_map_with_path(lambda path, w: None if is_layer(leaf_name(path)) else w, weights)
+    leaves, structure = jax.tree.flatten(weights)
+    pairs = zip(leaves, are_stacked(weights), strict=True)
+    return structure.unflatten(None if stacked else weight for weight, stacked in pairs)

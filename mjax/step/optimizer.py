@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from mjax.config import Config, MeshConfig, OptimizerConfig
 from mjax.config.axes import PIPE
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of
+from mjax.models.block import Block
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import decays, dims_of
-from mjax.parallel.zero import is_layer, layer_dims
+from mjax.parallel.weights import are_stacked, decays, dims_of
+from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
@@ -158,14 +159,14 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
         All but the first of a group may have none for some weights (`has_none`).
     """
 
-    def on_device(path, *leaves):
-        layers = layer_dims(mesh) if is_layer(leaf_name(path)) else 0
+    def on_device(stacked, *leaves):
+        layers = layer_dims(mesh) if stacked else 0
         sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not has_none(leaf))
         return _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
 
     parts: dict[frozenset[str], list[tuple[int, Array]]] = {}
     sizes = []
-    for sums in jax.tree.leaves([jax.tree_util.tree_map_with_path(on_device, *trees) for trees in groups]):
+    for sums in [each for trees in groups for each in map(on_device, are_stacked(trees[0]), *map(leaves_of, trees))]:
         parts.setdefault(varying_axes(sums), []).append((len(sizes), sums))
         sizes.append(sums.shape[0])
     ordered: list[Array | None] = [None] * len(sizes)
@@ -177,6 +178,11 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
             start += sums.shape[0]
     of_group = len(ordered) // len(groups)
     return [jnp.concatenate(ordered[i : i + of_group]) for i in range(0, len(ordered), of_group)]
+
+
+def leaves_of(tree) -> list:
+    """The leaves of a tree with a model's structure, with those that an optimizer has not (`has_none`)."""
+    return jax.tree.leaves(tree, is_leaf=has_none)
 
 
 def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:
@@ -195,22 +201,22 @@ def gradient_names(model, config: ModelConfig) -> list[str]:
     return names
 
 
-# Parameters after the last layer.
-HEADS = ("mlm.", "order.", "pooler.", "head.", "final_norm.")
-
-
-def backward_order(names: list[str]) -> list[int]:
+def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     """Indices of `gradient_names` in the order in which the backward pass reaches them.
 
-    The heads of a BERT and the final LayerNorm come first, then the layers from last to first, then the embeddings: the
-    problem began at the first gradient in this order that is not finite.
+    The parts `after_layers` come first, such as the heads of a BERT, then the layers from last to first, then the
+    embeddings: the problem began at the first gradient in this order that is not finite.
     """
 
     def reached(index: int) -> tuple:
         name, _, layer = names[index].partition(" of layer ")
+        parts = name.split(".")
         if layer:
-            sublayers = ("mlp.", "mlp_norm", "attention.", "attention_norm")
-            return 1, -int(layer), next((i for i, part in enumerate(sublayers) if part in name), len(sublayers))
-        return (0,) if name.startswith(HEADS) else (2,)
+            return (
+                1,
+                -int(layer),
+                next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward)),
+            )
+        return (0,) if parts[0] in after_layers else (2,)
 
     return sorted(range(len(names)), key=reached)

@@ -146,7 +146,7 @@ def build_program(
 
     names = gradient_names(trained(shapes.model), config.model)
     shard_map = partial(jax.shard_map, mesh=mesh, check_vma=True)
-    order = np.array(backward_order(names))
+    order = np.array(backward_order(names, getattr(shapes.model, "after_layers", ())))
 
     def train_step(state, batch, limit=math.inf):
         step = partial(_train_step, at_length(config, batch), transform, rate_after, layout.plan, order, loss)

@@ -1,41 +1,47 @@
 """The card of a weight. What follows from it is compared with files of other software, with Muon's and LoRA's tests."""
 
+import ast
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+import mjax
 from mjax.config.model import ModelConfig
 from mjax.models.stack import stack
 from mjax.parallel.weights import decays, dims_of, matrix_of, muon_matrices, parameter
 
 
 def weight(shape, *dims, **marks):
-    return parameter(
-        jax.random.key(0), jax.nn.initializers.ones, shape, (None,) * len(shape), jnp.float32, dims, **marks
-    )
+    return parameter(jax.random.key(0), jax.nn.initializers.ones, shape, dims, jnp.float32, **marks)
 
 
 @pytest.mark.parametrize("dims", [("in",), ("in", "outs"), ("in", "out", "out")], ids=str)
 def test_card_that_does_not_fit_is_refused(dims):
-    with pytest.raises(ValueError, match=r"a weight \(2, 3\) needs a spec and dims with a name each"):
+    with pytest.raises(ValueError, match=r"a weight \(2, 3\) needs dims with a name each"):
         weight((2, 3), *dims)
 
 
 @pytest.mark.parametrize(
-    ("dims", "matrix", "decayed"),
+    ("dims", "matrix", "decayed", "spec"),
     [
-        (("in", "part", "out", "out"), ((-4,), (-2, -1)), True),
-        (("expert", "in", "out"), ((-2,), (-1,)), True),
-        (("token", "out"), None, True),
-        (("part", "out", "out"), None, False),
-        (("token",), None, False),
+        (("in", "part", "columns", "out"), ((-4,), (-2, -1)), True, P(None, None, "model", None)),
+        (("expert", "rows", "out"), ((-2,), (-1,)), True, P("expert", "model", None)),
+        (("token", "out"), None, True, P("model", None)),
+        (("part", "columns", "out"), None, False, P(None, "model", None)),
+        (("token",), None, False, P("model")),
     ],
     ids=str,
 )
-def test_dims_say_matrix_and_decay(dims, matrix, decayed):
-    [found] = dims_of(weight((2, 3, 4, 5)[: len(dims)], *dims))
+def test_dims_say_matrix_decay_and_spec(dims, matrix, decayed, spec):
+    made = weight((2, 3, 4, 5)[: len(dims)], *dims)
+    [found] = dims_of(made)
     assert (matrix_of(found), decays(found)) == (matrix, decayed)
+    assert nnx.get_partition_spec(made).get_value() == spec
 
 
 def test_weight_without_card_is_known_by_its_rank():
@@ -55,3 +61,29 @@ def test_weight_without_card_is_known_by_its_rank():
     }  # fmt: skip
     assert muon_matrices(stacked) == [None, None, None, ((-2,), (-1,))]
     assert [decays(dims) for dims in dims_of([nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones((2, 2)))])] == [False, True]
+
+
+FAMILIES = r"models/(gpt|bert|llama|mixture|gemma3)/|models/huggingface/|interop/|config/pattern\.py"
+"""Where weights may be named: folders of architectures, tables of other software's names, and where stacks are."""
+NAMES = re.compile(
+    r"^blocks$|\bblocks\.|(^|\.)(mlp|attention|embedding|head|final_norm)\.|\.(kernel|table|qkv|scale|bias)\b"
+)
+
+
+def strings(tree):
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def test_no_weight_is_named_outside_its_architecture():
+    root = Path(mjax.__file__).parent
+    named = [
+        f"{name}:{line}: {text}"
+        for file in root.rglob("*.py")
+        if not re.match(FAMILIES, name := file.relative_to(root).as_posix())
+        for line, text in strings(ast.parse(file.read_text()))
+        if NAMES.search(text)
+    ]
+    assert not named, "\n".join(named)

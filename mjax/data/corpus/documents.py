@@ -215,7 +215,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
                 raise UsageError(
-                    f"the folder {given} has no {either(ENDINGS)} file, nor other text such as .md; name another"
+                    f"the folder {given} has no {either(ENDINGS)} nor other text such as .md; name another"
                 )
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):

@@ -71,13 +71,16 @@ from mjax.parallel.weights import parameter
 
 TOKEN_TYPES = 2
 
+HEAD = "head."
+"""What the names of a task's head begin with: another task's has another meaning, whatever its shape."""
+
 
 class Linear(nnx.Module):
     """y = x A + b, replicated over `model`."""
 
     def __init__(self, key: Array, width: int, out: int, std: float, dtype):
-        self.kernel = parameter(key, normal(std), (width, out), (None, None), dtype, ("in", "out"), muon=False)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), (None,), dtype)
+        self.kernel = parameter(key, normal(std), (width, out), ("in", "out"), dtype, muon=False)
+        self.bias = parameter(key, jax.nn.initializers.zeros, (out,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "t into"]) -> Float[Array, "t out"]:
         return add_bias(linear(self.kernel[...], x, 1), self.bias[...])
@@ -90,7 +93,7 @@ class MLMHead(nnx.Module):
         self.activation = config.mlm_activation or config.activation
         self.transform = Linear(key, config.hidden, config.hidden, config.init_std, dtype)
         self.norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)
-        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), (MODEL,), dtype, ("token",))
+        self.bias = parameter(key, jax.nn.initializers.zeros, (config.padded_vocabulary,), ("token",), dtype)
 
     def __call__(self, x: Float[Array, "t h"], embedding: VocabParallelEmbedding) -> Output:
         activation = recomputed(partial(activate, name=self.activation))
@@ -100,6 +103,8 @@ class MLMHead(nnx.Module):
 class Encoder(LanguageModel):
     """Embeddings and layers: a BERT without its heads. `pooled` is for models with a pooler."""
 
+    after_layers = ("final_norm", "head", "mlm", "order", "pooler")
+
     def __init__(self, keys: Sequence[Array], config: EncoderConfig, dtype):
         embedding, positions, token_types, blocks = keys
         self.config = config
@@ -107,7 +112,7 @@ class Encoder(LanguageModel):
         self.embedding = VocabParallelEmbedding(
             embedding, config.vocabulary, config.padded_vocabulary, hidden, std, dtype
         )
-        rows = partial(parameter, initializer=normal(std), spec=(None, None), dtype=dtype, dims=("position", "out"))
+        rows = partial(parameter, initializer=normal(std), dims=("position", "out"), dtype=dtype)
         self.positions = rows(positions, shape=(config.max_positions, hidden))
         self.token_types = rows(token_types, shape=(TOKEN_TYPES, hidden))
         block = Block if config.layernorm == "pre" else PostNormBlock

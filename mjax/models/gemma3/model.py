@@ -35,6 +35,7 @@ from mjax.models.parts.rotary import Rotary
 from mjax.parallel import random
 from mjax.parallel.overlap import recomputed
 from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import parameter
 
 
 class SandwichBlock(Block):
@@ -63,9 +64,8 @@ class UnitRMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(
-            jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
-        )
+        zeros = jax.nn.initializers.zeros
+        self.scale = parameter(None, zeros, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Array) -> Array:
         return recomputed(partial(_unit_rms_norm, epsilon=self.epsilon))(x, self.scale[...])

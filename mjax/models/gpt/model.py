@@ -48,9 +48,8 @@ class GPT(CausalModel):
                 positions,
                 normal(config.init_std),
                 (config.max_positions, config.hidden),
-                (None, None),
-                dtype,
                 ("position", "out"),
+                dtype,
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)

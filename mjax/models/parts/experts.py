@@ -38,7 +38,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
-from mjax.config.axes import EXPERT, MODEL
+from mjax.config.axes import EXPERT
 from mjax.models.context import Context
 from mjax.models.parts.config import ExpertsConfig
 from mjax.models.parts.mlp import GatedMLP, gated
@@ -64,17 +64,15 @@ class Experts(nnx.Module):
             up,
             normal(config.init_std),
             (experts, hidden, 2, width),
-            (EXPERT, None, None, MODEL),
+            ("expert", "in", "part", "columns"),
             dtype,
-            ("expert", "in", "part", "out"),
         )
         self.down = parameter(
             down,
             normal(config.residual_std),
             (experts, width, hidden),
-            (EXPERT, MODEL, None),
+            ("expert", "rows", "out"),
             dtype,
-            ("expert", "in", "out"),
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)

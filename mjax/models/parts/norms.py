@@ -21,6 +21,7 @@ from mjax.parallel import mappings
 from mjax.parallel.layers import local_columns
 from mjax.parallel.overlap import in_two_stages, recomputed, tie, with_backward
 from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import parameter
 
 
 class LayerNorm(nnx.Module):
@@ -28,8 +29,8 @@ class LayerNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(width, dtype), out_sharding=(None,), eager_sharding=False)
+        self.scale = parameter(None, jax.nn.initializers.ones, (width,), ("out",), dtype)
+        self.bias = parameter(None, jax.nn.initializers.zeros, (width,), ("out",), dtype)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], self.bias[...], self.epsilon)
@@ -43,9 +44,8 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype, of_heads: bool = False):
         self.epsilon = epsilon
-        self.scale = nnx.Param(
-            jnp.ones(width, dtype), out_sharding=(None,), eager_sharding=False, grad_partial_over_model=of_heads
-        )
+        ones = jax.nn.initializers.ones
+        self.scale = parameter(None, ones, (width,), ("out",), dtype, grad_partial_over_model=of_heads)
 
     def __call__(self, x: Float[Array, "*rows h"]) -> Float[Array, "*rows h"]:
         return _norm(x, self.scale[...], None, self.epsilon)
@@ -60,9 +60,7 @@ class AllHeadsRMSNorm(nnx.Module):
 
     def __init__(self, heads: int, size: int, epsilon: float, dtype):
         self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = nnx.Param(
-            jnp.ones((heads, size), dtype), out_sharding=(MODEL, None), eager_sharding=False, dims=("out", "out")
-        )
+        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
 
     def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
         squares = recomputed(_sum_of_squares)(x)

@@ -72,14 +72,13 @@ class Router(nnx.Module):
             key,
             normal(config.init_std),
             (config.hidden, config.experts),
-            (None, None),
-            dtype,
             ("in", "out"),
+            dtype,
             muon=False,
             keep_fp32=True,
         )
         if config.balance_bias:
-            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), (None,), dtype, keep_fp32=True)
+            self.bias = parameter(key, jax.nn.initializers.zeros, (config.experts,), ("out",), dtype, keep_fp32=True)
 
     def __call__(self, x: Float[Array, "t h"]) -> Choice:
         config, wide = self.config, wide_type(x.dtype)
