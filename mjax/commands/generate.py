@@ -37,10 +37,10 @@ def generate(arguments: GenerateArguments) -> int:
       RunError: the checkpoint is damaged.
     """
     check_bounds(arguments)
-    if arguments.num_samples > 1 and arguments.sampling.temperature == 0:
+    copies = arguments.num_samples
+    if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(
-            f"--num-samples {arguments.num_samples} with --temperature 0 would be one text {arguments.num_samples} "
-            "times; leave one of them out"
+            f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one of them out"
         )
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
@@ -158,8 +158,7 @@ def _chat(arguments: GenerateArguments) -> int:
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(
-            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt TEXT, or "
-            "leave it out"
+            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt"
         )
 
     run = arguments.checkpoint

@@ -222,8 +222,7 @@ def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:
     """
     if min(stages, micro_batches, chunks) < 1:
         raise UsageError(
-            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks is not possible; "
-            "each must be at least 1"
+            f"a pipeline has {stages} stages, {micro_batches} micro-batches, {chunks} chunks; each must be at least 1"
         )
     if chunks > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages

@@ -86,8 +86,7 @@ def _check_shapes(config: Config) -> None:
         )
     if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
-            f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
-            "leave it out"
+            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
         )
     if train.global_batch % mesh.data:
         raise UsageError(
@@ -114,8 +113,7 @@ def _check_lora(config: Config) -> None:
         raise UsageError(f"{rank} does not work with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
         raise UsageError(
-            f"{rank} does not work with --optimizer.name {config.optimizer.name}, which is for whole matrices; "
-            "type --optimizer.name adamw"
+            f"{rank} does not work with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
         )
 
 
@@ -150,8 +148,7 @@ def check_offload(config: Config) -> None:
     given = "--train.recompute offload does not work with"
     if mesh.pipe > 1:
         raise UsageError(
-            f"{given} --mesh.pipe {mesh.pipe}, whose stages keep activations by slot on the device; "
-            "use --train.recompute full"
+            f"{given} --mesh.pipe {mesh.pipe}: stages keep activations by slot; use --train.recompute full"
         )
     if train.unroll == "on":
         # Compiled for H100s, all copies to the host stood in the backward pass
@@ -188,8 +185,7 @@ def _check_schedules(config: Config) -> None:
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
-            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
-            f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
+            f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
         )
     sizes = BatchSizes.of(config)  # of conversations, some padding may fill the last batch
     needed = (
@@ -197,13 +193,11 @@ def _check_schedules(config: Config) -> None:
     )
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
-            f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "
-            "leave it out or raise it"
+            f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
         )
     if config.health.spike != "announce" and config.health.spike_deviations == 0:
         raise UsageError(
-            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
-            "leave one of them out"
+            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0; leave one of them out"
         )
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from mjax.config import Config, DataConfig
+from mjax.config import Config
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 
@@ -108,15 +107,9 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     Raises:
       UsageError: as in `choose_kernel`.
     """
-    return _attention_on_gpu(config.model, config.data, config.precision.compute, capability, config.sequence_chunks)
-
-
-@lru_cache(maxsize=1024)
-def _attention_on_gpu(
-    model: ModelConfig, data: DataConfig, compute: str, capability: tuple[int, ...], chunks: int
-) -> str:
-    documents = "documents" in model.batch(data)
-    return choose_kernel(model, compute, "gpu", documents, capability, chunks)[0]
+    documents = "documents" in config.model.batch(config.data)
+    compute, chunks = config.precision.compute, config.sequence_chunks
+    return choose_kernel(config.model, compute, "gpu", documents, capability, chunks)[0]
 
 
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:

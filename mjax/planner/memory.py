@@ -165,7 +165,7 @@ class _Sizes:
     def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
-        self.weights, self.trained = own = all_and_trained(model, mesh)
+        self.weights, self.trained = (weights_of_device(model, mesh, trained=trained) for trained in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         alone = of_layers(mesh)
@@ -173,7 +173,7 @@ class _Sizes:
         kinds, arrays = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
         for count, kind, sample in kinds:
-            of_kind = own if kind is None else all_and_trained(model, mesh, kind)
+            of_kind = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
             self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
@@ -459,19 +459,12 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    return all_and_trained(model, mesh, kind)[trained]
-
-
-def all_and_trained(
-    model: ModelConfig, mesh: MeshConfig, kind: int | None = None
-) -> tuple[DeviceWeights, DeviceWeights]:
-    """`weights_of_device` of all weights, and of those that are trained."""
-    return _device_weights(model, _sizes(mesh), kind)
+    return _elements(model, STORED_BY(mesh), kind, trained and bool(frozen_weights(model)))
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, _sizes(mesh))
+    return _matrices(model, STORED_BY(mesh))
 
 
 @lru_cache(maxsize=16384)
@@ -487,7 +480,7 @@ def of_layers(mesh: MeshConfig) -> MeshConfig:
     )
 
 
-_sizes = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
 """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
 
 
@@ -495,16 +488,9 @@ def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int
     return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
 
 
-@lru_cache(maxsize=4096)
-def _device_weights(
-    model: ModelConfig, sizes: tuple[int, ...], kind: int | None
-) -> tuple[DeviceWeights, DeviceWeights]:
-    """Return the elements of all weights, and of those that are trained."""
-    every = _elements(model, _mesh(*sizes), kind, trained=False)
-    return every, _elements(model, _mesh(*sizes), kind, trained=True) if frozen_weights(model) else every
-
-
-def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: bool) -> DeviceWeights:
+@lru_cache(maxsize=8192)
+def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
+    mesh = _mesh(*stored_by)
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         if trained and name in frozen_weights(model):
@@ -534,8 +520,8 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
-    mesh = _mesh(*sizes)
+def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[Matrices, ...]:
+    mesh = _mesh(*stored_by)
     return tuple(
         Matrices(
             shape,

@@ -155,14 +155,19 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     many as the config has."""
     model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
-    nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
-    parts = [n for n in divisors(model.sequence) if n <= nearest]
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
-            for part in parts if context is None else [context]:
+            for part in _parts_of_sequence(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def _parts_of_sequence(model: ModelConfig) -> Iterator[int]:
+    """Ranks of `context` that leave each `LEAST_POSITIONS`."""
+    yield 1  # the others need a trace of the model
+    if model.sequence >= 2 * LEAST_POSITIONS and not mixing_class(model):
+        yield from (n for n in divisors(model.sequence)[1:] if n * LEAST_POSITIONS <= model.sequence)
 
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
@@ -282,7 +287,7 @@ def search(
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def find(
     config: Config,
     devices: int,
@@ -705,18 +710,13 @@ def with_tokens(config: Config, tokens: int) -> Config:
 def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
-    words = [axes.in_words(mesh, axes.PIPE)]
-    if mesh.pipe > 1:
-        words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
-    words.append(f"micro-batches of {train.micro_batch}")
-    if train.recompute == "offload":
-        words.append("full recomputation from inputs in host memory")
-    else:
-        words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
-    if mesh.splits_tokens:
-        words.append("sequence parallelism")
-    if mesh.zero:
-        words.append(f"ZeRO-{mesh.zero}")
-    if train.loss_chunks > 1:
-        words.append(f"the loss in {train.loss_chunks} chunks")
-    return ", ".join(words)
+    words = (
+        axes.in_words(mesh, axes.PIPE),
+        f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.pipe > 1 else "",
+        f"micro-batches of {train.micro_batch}",
+        f"recomputation {train.recompute}",
+        "sequence parallelism" if mesh.splits_tokens else "",
+        f"ZeRO-{mesh.zero}" if mesh.zero else "",
+        f"the loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else "",
+    )
+    return ", ".join(filter(None, words))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,14 +132,12 @@ def _open_ranks(folder: Path) -> Checkpoint:
     }
     kind = _architecture(arguments, [name for share in shares.values() for name in share], folder)
     current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
-    pieces = [
-        [
-            gathered([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
-            for rank in range(ranks)
-        ]
-        for chunk in chunks
-        for stage in range(stages)
-    ]
+
+    def piece(chunk: str, stage: int) -> list[Share]:
+        of_ranks = [[current[chunk, rank, stage, expert] for expert in range(experts)] for rank in range(ranks)]
+        return [gathered(shares, str(folder)) for shares in of_ranks]
+
+    pieces = [piece(*at) for at in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for share in shares.values() for name in share)
     version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
@@ -162,7 +161,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
     if not files:
         raise incomplete(f"{folder} holds neither mp_rank_00 nor .metadata")
     first, second, third = (1 + max(numbers) for numbers in zip(*files, strict=True))
-    for place in ((i, j, k) for i in range(first) for j in range(second) for k in range(third)):
+    for place in product(range(first), range(second), range(third)):
         if place not in files:
             name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
             raise incomplete(f"{folder} lacks {name}")
