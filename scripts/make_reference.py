@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import mjax  # noqa: E402
 from mjax.commands import cli  # noqa: E402
-from mjax.commands.flags import all_fields  # noqa: E402
+from mjax.commands.flags import list_fields  # noqa: E402
 from mjax.commands.train import TrainArguments  # noqa: E402
 from mjax.config import Config, available_configs, load_config  # noqa: E402
 from mjax.config.bounds import Bounds, fields_of  # noqa: E402
@@ -60,7 +60,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
 ```
 """
     by_section: dict[str, list[tuple[str, ...]]] = {}
-    for flag in all_fields(TrainArguments, TrainArguments(settings=Config())):
+    for flag in list_fields(TrainArguments, TrainArguments(settings=Config())):
         section = flag.name.rpartition(".")[0] or "run"
         if section != "model":
             by_section.setdefault(section, []).append(_row(flag))
@@ -69,7 +69,7 @@ python train.py --config gpt_demo --train.steps 100 --mesh.data 2 --simulate 2
     for title, cls, names in [("model", ModelConfig, common), *((f"model: {k}", c, None) for k, c in REGISTRY.items())]:
         if cls.__module__.startswith("mjax."):
             default = next(iter(REGISTRY.values()))() if cls is ModelConfig else cls()
-            found = all_fields(type(default), default, "model.")
+            found = list_fields(type(default), default, "model.")
             shown.append((title, [_row(flag) for flag in found if (flag.field in common) == (names is not None)]))
     for title, rows in [*by_section.items(), *shown]:
         if rows:

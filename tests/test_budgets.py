@@ -1,5 +1,6 @@
 """Budgets of the house: its size, the time of a test, and the way from `train.py` to the loss and to attention."""
 
+import inspect
 import re
 import sys
 import traceback
@@ -9,6 +10,7 @@ import pytest
 
 from mjax.models import causal
 from mjax.parallel import products
+from mjax.run import loop
 from tests.small import small_config
 from tests.test_docs import PAGES, code_lines
 from tests.test_train_command import run_here
@@ -78,6 +80,13 @@ def test_what_orders_xla_is_in_one_file():
     written = {name: count for name, text in texts.items() if (count := text.count("jax.custom_vjp"))}
     assert sum(written.values()) <= 9, written
     assert len(written) <= 5, written
+
+
+def test_the_loop_fits_on_a_screen():
+    """And what happens around the steps stands in callbacks."""
+    for function in (loop.Run.take_steps, loop.Run._take_steps):
+        assert len(inspect.getsource(function).splitlines()) <= 36
+    assert sum(map(code_lines, (ROOT / "mjax" / "run").glob("*.py"))) <= 2_060
 
 
 def test_readme_counts_the_lines_of_the_core():

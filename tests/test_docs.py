@@ -20,7 +20,7 @@ import tyro
 
 from mjax.checkpoint import mirror
 from mjax.commands import cli
-from mjax.commands.flags import typed_flags
+from mjax.commands.flags import flag_names
 from mjax.commands.sft import DEFAULTS, SftArguments
 from mjax.commands.train import TrainArguments, choose_config
 from mjax.config import DataConfig
@@ -120,7 +120,7 @@ def test_command_of_page_is_understood(page, words, monkeypatch):
         chosen = choose_config(argv)
         settings = tyro.cli(TrainArguments, args=argv, default=chosen).settings
         mock = replace(settings, data=DataConfig(mock=True))
-        validate(resolve(mock, chosen.settings, typed_flags(argv), page, ROOT)[0], page)
+        validate(resolve(mock, chosen.settings, flag_names(argv), page, ROOT)[0], page)
     elif command == "sft" and "--init" in argv:  # a run whose config has the defaults
         argv = ["--data.path" if word == "--data" else word for word in argv]
         tyro.cli(SftArguments, args=argv, default=SftArguments(settings=DEFAULTS))

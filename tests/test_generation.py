@@ -22,8 +22,7 @@ from mjax.config.kernels import padded_width
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.generation import text as generation
-from mjax.generation.decoding import inference_weights, layers_of
-from mjax.generation.generate import Generator, Sampling
+from mjax.generation.generate import Generator, Sampling, inference_weights, layers_of
 from mjax.models.build import build_model
 from mjax.models.gpt.model import GPT
 from mjax.models.parts.attention import KeyValues, attend_cached

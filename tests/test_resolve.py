@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mjax.commands import cli
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, load_config, save_config
 from mjax.config.datasets import DatasetMetadata
@@ -37,7 +37,7 @@ def resolved(typed, file="", run="runs/it"):
     given = parse(TrainArguments, shlex.split(file), "mjax train", TrainArguments(settings=GPT))
     argv = shlex.split(typed)
     settings = parse(TrainArguments, argv, "mjax train", given).settings
-    return resolve(settings, given.settings, typed_flags(argv), "gpt_345m", Path(run))
+    return resolve(settings, given.settings, flag_names(argv), "gpt_345m", Path(run))
 
 
 VOCABULARY, WARMUP, STEPS = "model.vocabulary", "optimizer.warmup_steps", "train.steps"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mjax.commands import cli
-from mjax.commands.flags import documented_flags
-from mjax.commands.sft import DEFAULTS, SftArguments, prepared_key
+from mjax.commands.flags import list_flags
+from mjax.commands.sft import DEFAULTS, SftArguments, cache_key
 from mjax.config import read_config
 from mjax.data.tokenizers import ends_of_text
 from mjax.run.metrics import read_metrics
@@ -79,9 +79,9 @@ def test_help_shows_data_first_and_real_defaults(base, monkeypatch, capsys):
     runs = []
     monkeypatch.setattr("mjax.commands.sft.train", lambda argv, of, _: runs.append(of(None)) or 0)
     assert sft() == sft("--lora.rank", "4") == 0
-    shown = list(documented_flags(SftArguments, SftArguments(settings=DEFAULTS)))
+    shown = list(list_flags(SftArguments, SftArguments(settings=DEFAULTS)))
     for run_of_model in runs:
-        real = {flag.name: flag.default for flag in documented_flags(SftArguments, run_of_model)}
+        real = {flag.name: flag.default for flag in list_flags(SftArguments, run_of_model)}
         wrong = [flag.name for flag in shown if flag.default != real.get(flag.name)]
         derived = (SftArguments.derived.keys() & {name, name.partition(".")[0]} for name in wrong)
         assert [name for name, words in zip(wrong, derived, strict=True) if not words] == ["init"]
@@ -175,7 +175,7 @@ def test_prepared_data_depend_on_every_input(base, tmp_path):
     given = SftArguments(init=Path("runs/base"))
 
     def key(given=given, file="chat.jsonl", template=None, longest=None):
-        return prepared_key(given, file, template, longest)
+        return cache_key(given, file, template, longest)
 
     keys = [
         key(),

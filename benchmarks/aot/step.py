@@ -26,7 +26,7 @@ from benchmarks.aot.schedule import Overlapped, read_launches, read_overlaps
 from benchmarks.command import in_one_sentence
 from mjax.cluster import launch
 from mjax.cluster.hardware import gpu_named
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import choose_config
 from mjax.config import Config
 from mjax.config.bounds import Count
@@ -58,7 +58,7 @@ def main() -> int:
     argv = sys.argv[1:]
     chosen = choose_config(argv).settings
     arguments = parse(Arguments, argv, "step.py", Arguments(settings=chosen))
-    config, _ = resolve(arguments.settings, chosen, typed_flags(argv), arguments.config, Path("runs"))
+    config, _ = resolve(arguments.settings, chosen, flag_names(argv), arguments.config, Path("runs"))
     config = replace(config, data=replace(config.data, mock=True))
     validate(config, arguments.config)
     check_compile(config, arguments.gpu, arguments.devices_per_node)

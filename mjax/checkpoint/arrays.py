@@ -176,9 +176,8 @@ def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field
     for name, leaf in wanted.items():
         dtype, shape = type_and_shape(leaf)
         if name not in stored:
-            raise UsageError(
-                f"checkpoint {step} has no {name}, this config needs one of shape {tuple(shape)}; {advice}"
-            )
+            needed = f"this config needs one of shape {tuple(shape)}"
+            raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
         if stored_shape != shape and not _same_layers(name, stored_shape, shape):
             has, needs = tuple(stored_shape), tuple(shape)
@@ -199,7 +198,5 @@ def check_types(step: int, arrays: dict[str, jax.Array], wanted: dict[str, Any])
     # Orbax reads in its own threads, where a float64 mode that this thread entered as a context is off.
     for name, leaf in wanted.items():
         if arrays[name].dtype != leaf.dtype:
-            raise RunError(
-                f"{name} of checkpoint {step} came back in {arrays[name].dtype}, not {leaf.dtype}; "
-                "set jax_enable_x64 for the whole process, not in a context"
-            )
+            types = f"{arrays[name].dtype}, not {leaf.dtype}; set jax_enable_x64 for the whole process"
+            raise RunError(f"{name} of checkpoint {step} came back in {types}, not in a context")

@@ -48,13 +48,11 @@ def folder_of(base: Base, run: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     if not may_fetch:
-        raise UsageError(
-            f"{run} has adapters of {address}, which is not fetched because only {BASE} names it; if you trust that "
-            f"store, type: mjax runs --runs {address.rpartition('/')[0]}, and then this command again"
-        )
-    raise UsageError(
-        f"{run} has adapters of {base.run}, which is gone; put that run back, or write its path into {run / BASE}"
-    )
+        runs = address.rpartition("/")[0]
+        remedy = f"if you trust that store, type: mjax runs --runs {runs}, and then this command again"
+        raise UsageError(f"{run} has adapters of {address}, not fetched because only {BASE} names it; {remedy}")
+    remedy = f"put that run back, or write its path into {run / BASE}"
+    raise UsageError(f"{run} has adapters of {base.run}, which is gone; {remedy}")
 
 
 def _is_named_by_user(address: str, run: Path) -> bool:
@@ -111,10 +109,9 @@ def check_base(base: Base, digest: str, folder: Path, run: Path) -> None:
       UsageError: they are others.
     """
     if digest != base.digest:
-        raise UsageError(
-            f"{run} has adapters of weights with the digest {base.digest}, and checkpoint {base.step} of {folder} has "
-            f"{digest}; restore that run, or write the path of the right one into {run / BASE}"
-        )
+        digests = f"{base.digest}, and checkpoint {base.step} of {folder} has {digest}"
+        remedy = f"restore that run, or write the path of the right one into {run / BASE}"
+        raise UsageError(f"{run} has adapters of weights with the digest {digests}; {remedy}")
 
 
 def read_frozen(folder: Path, step: int | None, target: Model, say: Callable[[str], None]) -> tuple[Model, Base]:

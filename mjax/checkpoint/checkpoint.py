@@ -178,9 +178,8 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
         if error is not None:
-            raise UsageError(
-                f"{self.folder.parent} can hold no checkpoints: {reason(error)}; correct that, or choose another folder"
-            ) from error
+            problem = f"{self.folder.parent} can hold no checkpoints: {reason(error)}"
+            raise UsageError(f"{problem}; correct that, or choose another folder") from error
 
     def save(
         self, step: int, state: Any, host: dict[str, Any] | None = None, rotate: bool = True, last: bool = False
@@ -273,7 +272,7 @@ class Checkpoints:
             return False
         if not from_first(error is not None):
             try:
-                with self._orbax(), self._saving, jax.transfer_guard("allow"):  # processes agree through the devices
+                with self._orbax(), self._saving:
                     response = ocp.save_checkpointables_async(self._unfinished(save.step), arrays.by_field(leaves))
             except Exception as problem:
                 error = problem

@@ -62,15 +62,10 @@ def check_run_folder(folder: Path) -> None:
       UsageError: it is an address that no run can be at, or has one of * ? [ in its path.
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(folder)):
-        raise UsageError(
-            f"{folder} is an address that cannot be used here; s3:// and gs:// go with --runs, --run, --init: give a "
-            "local folder, and copy it"
-        )
+        raise UsageError(f"{folder} is an address, which only --runs, --run and --init take; give a local folder")
     if wrong := [letter for letter in "*?[" if letter in str(folder.absolute())]:
-        raise UsageError(
-            f"{folder.absolute()} has {wrong[0]} in its path, where no checkpoint could be restored; choose a folder "
-            "and a --name without * ? ["
-        )
+        problem = f"has {wrong[0]} in its path, where no checkpoint could be restored"
+        raise UsageError(f"{folder.absolute()} {problem}; choose a folder and a --name without * ? [")
 
 
 @contextlib.contextmanager
@@ -226,10 +221,9 @@ def read_manifest(folder: Path, say: Callable[[str], None] = print) -> dict[str,
     except UsageError as error:
         raise Damaged(f"{MANIFEST} has names of no checkpoint: {error}") from None
     if folder.name.isdecimal() and manifest.get("step", int(folder.name)) != int(folder.name):
-        raise Misnamed(
-            f"{MANIFEST} says that it is checkpoint {manifest['step']}; type: "
-            f"mv {shlex.quote(str(folder))} {shlex.quote(str(folder.with_name(str(manifest['step']))))}"
-        )
+        renamed = folder.with_name(str(manifest["step"]))
+        command = shlex.join(["mv", str(folder), str(renamed)])
+        raise Misnamed(f"{MANIFEST} says that it is checkpoint {renamed.name}; type: {command}")
     return manifest
 
 

@@ -455,15 +455,11 @@ class Mirror:
             self.lock.released.set()
         if self.lost:
             aside = set_aside(self.folder, "not-copied")
-            raise RunError(
-                f"{self.address} is trained by {self.lost} now, so this process has stopped; what it saved is kept on "
-                f"this machine as {aside}, which --run and --init take"
-            )
+            saved = f"what it saved is kept on this machine as {aside}, which --run and --init take"
+            raise RunError(f"{self.address} is trained by {self.lost} now, so this process has stopped; {saved}")
         if lacking:
-            raise RunError(
-                f"{self.address} lacks {', '.join(lacking)} ({[*lacking.values()][-1]}); this machine has it, and "
-                f"copies it with: mjax train --run {self.address}"
-            )
+            what = f"{', '.join(lacking)} ({[*lacking.values()][-1]})"
+            raise RunError(f"{self.address} lacks {what}; this machine copies it with: mjax train --run {self.address}")
 
     # --- What is due --------------------------------------------------------------------------------------------------
 

@@ -52,11 +52,11 @@ class Gpu:
     memory_bytes: float
     peak_tflops: dict[str, float] = field(hash=False)
     memory_bandwidth: float
-    gpus_per_node: int
     node_bandwidth: float
     network_bandwidth_per_node: float
     host_bandwidth: float
     host_memory_per_node: float | None
+    gpus_per_node: int = 8
     node_latency: float = 3.4e-6
     network_latency: float = 14e-6
 
@@ -123,7 +123,6 @@ V100 = Gpu(
     memory_bytes=32_510 * MIB,
     peak_tflops=_peaks(125.0, 15.7, bf16=False),
     memory_bandwidth=900 * GB,
-    gpus_per_node=8,
     node_bandwidth=150 * GB,
     network_bandwidth_per_node=50 * GB,
     host_bandwidth=_PCIE_3,
@@ -158,7 +157,6 @@ A100 = Gpu(
     memory_bytes=81_251 * MIB,
     peak_tflops=_peaks(312.0, 156.0),
     memory_bandwidth=2039 * GB,
-    gpus_per_node=8,
     node_bandwidth=300 * GB,
     network_bandwidth_per_node=200 * GB,
     host_bandwidth=_PCIE_4,
@@ -200,7 +198,6 @@ H100 = Gpu(
     memory_bytes=81_559 * MIB,
     peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
     memory_bandwidth=3352 * GB,
-    gpus_per_node=8,
     node_bandwidth=450 * GB,
     network_bandwidth_per_node=400 * GB,
     host_bandwidth=_PCIE_5,
@@ -228,7 +225,8 @@ H200 = replace(
 )
 # HGX B200, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32. DGX B200: 64 TB/s on eight
 # GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards.
-B200 = Gpu(
+B200 = replace(
+    H100,
     name="b200",
     device_kinds=("NVIDIA B200",),
     compute_capability=(10, 0),
@@ -236,10 +234,7 @@ B200 = Gpu(
     memory_bytes=183_359 * MIB,
     peak_tflops=_peaks(2250.0, 1125.0, fp8=4500.0),
     memory_bandwidth=8000 * GB,
-    gpus_per_node=8,
     node_bandwidth=900 * GB,
-    network_bandwidth_per_node=400 * GB,
-    host_bandwidth=_PCIE_5,
     host_memory_per_node=None,
 )
 GPUS = (V100_16GB, V100, V100_DGX2H, V100_DGX2, A100_40GB, A100, A100_40GB_PCIE, A100_PCIE, H100, H100_PCIE, H200, B200)

@@ -274,25 +274,17 @@ def is_first() -> bool:
 
 def wait_for_all(what: str) -> None:
     """Return when every process has reached this point, named `what`."""
-    if jax.process_count() > 1:
-        with jax.transfer_guard("allow"):  # the loop forbids implicit transfers; this one is intended
-            multihost_utils.sync_global_devices(what)
+    multihost_utils.sync_global_devices(what)
 
 
 def from_first(number: int) -> int:
     """Process 0's `number` (32 bits), in every process."""
-    if jax.process_count() == 1:
-        return number
-    with jax.transfer_guard("allow"):
-        return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def any_process(flag: bool) -> bool:
     """True in every process if `flag` is true in one of them."""
-    if jax.process_count() == 1:
-        return flag
-    with jax.transfer_guard("allow"):
-        return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
 
 
 def bytes_from_first(message: bytes) -> bytes:

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):  # none, or not a real one
             stream.reconfigure(errors="replace")  # of a terminal that cannot show … or ×
     try:
-        with _flushed_output():
+        with _flush_at_end():
             if argv and argv[0] in ("-V", "--version"):
                 print(f"mjax {__version__}")
                 return 0
@@ -95,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 launch.leave_accelerators_alone()
             if command.early and {"-h", "--help", "--help-all"} & set(rest):
                 words = prog.rpartition(" ")[2].split("-")
-                parse(_named(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
+                parse(_import_object(f"arguments:{''.join(map(str.title, words))}Arguments"), rest, prog)
             if command.run != "train:train":  # which tells the other processes of a run what is wrong
                 from mjax.checkpoint.mirror import localized
 
                 also = prog in ("mjax runs compare", "mjax runs remove", "mjax convert to-hf")
                 rest = localized(rest, also, trains=prog == "mjax sft")
-            function = _named(command.run)
+            function = _import_object(command.run)
             parameter = next(iter(inspect.signature(function).parameters))
             result = function(rest if parameter == "argv" else parse(get_type_hints(function)[parameter], rest, prog))
             return result if isinstance(result, int) else 0
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _flushed_output() -> Iterator[None]:
+def _flush_at_end() -> Iterator[None]:
     """Flush stdout after the block, so that a closed pipe is noticed by `main` and not while Python exits.
 
     After an error nothing is flushed: the error has to be reported.
@@ -130,7 +130,7 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _named(place: str) -> Any:
+def _import_object(place: str) -> Any:
     module, name = place.split(":")
     return getattr(importlib.import_module(f"mjax.commands.{module}"), name)
 

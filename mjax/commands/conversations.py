@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -119,18 +119,13 @@ def conversations_of(arguments: ConversationArguments) -> TextFiles:
 def show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -> None:
     """Print the first conversations, with what is trained in green."""
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
-    left = arguments.preview
-    for block in corpus.blocks():
-        for document in parse(block, "")[0][:left]:
-            try:
-                encoded = encode(chat, document.fields, _trained(arguments))
-            except Unfit as error:
-                raise refused(document.source, error, document.fields) from None
-            left -= 1
-            console.rule(document.source, style="dim")
-            console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
-        if left <= 0:
-            break
+    for document in islice(corpus, arguments.preview):
+        try:
+            encoded = encode(chat, document.fields, _trained(arguments))
+        except Unfit as error:
+            raise refused(document.source, error, document.fields) from None
+        console.rule(document.source, style="dim")
+        console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
     console.rule(style="dim")
 
 

@@ -124,8 +124,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
     source, output, run = arguments.source, arguments.output, arguments.base
     if run is None:
         raise UsageError(
-            f"{source} holds adapters; add --base RUN, the run of the model that they belong to: mjax convert from-hf "
-            "MODEL RUN makes it"
+            f"{source} holds adapters; add --base RUN, the run of their base: mjax convert from-hf MODEL RUN makes it"
         )
     config = read_settings(run / "config.json")
     if config.model.lora_rank:

@@ -58,9 +58,7 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
         check_picture("--figure", arguments.figure)
     data, metadata = IndexedDataset(arguments.prefix), read_metadata(arguments.prefix)
     if not 0 <= arguments.document < data.documents:
-        raise UsageError(
-            f"--document is {arguments.document}; {arguments.prefix} has documents 0 to {data.documents - 1}"
-        )
+        raise UsageError(f"--document {arguments.document}: {data.prefix} has documents 0 to {data.documents - 1}")
     lengths = document_lengths(data)
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
     summary = {

@@ -61,14 +61,14 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
         short = "--help-all" not in argv and hasattr(cls, "usual")
         print((_short_help if short else _whole_help)(cls, default, prog))
         raise SystemExit(0)
-    _check(argv, {flag.name: flag for flag in all_fields(cls, default)}, prog)
+    _check(argv, {flag.name: flag for flag in list_fields(cls, default)}, prog)
     parsed = tyro.cli(cls, args=argv, prog=prog, **({} if default is None else {"default": default}))
     check_bounds(parsed)
     paths = {name: value for name, value in vars(parsed).items() if isinstance(value, Path)}
     return dataclasses.replace(parsed, **{name: without_parents(path) for name, path in paths.items()})
 
 
-def typed_flags(argv: Sequence[str]) -> set[str]:
+def flag_names(argv: Sequence[str]) -> set[str]:
     """Names of the flags in a command line, without leading dashes: 'config', 'train.steps'."""
     return {name for name, _, _ in _words(argv)}
 
@@ -114,7 +114,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
             lists.add(name)
         if not any(_accepts(option, words) for option in _options(flag.kind)):
             typed = " ".join([f"--{name}", *words[: len(get_args(options[0])) if _is_tuple(options[0]) else 1]])
-            raise UsageError(f"{typed}: it takes {' or '.join(map(_in_words, options))}")
+            raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -147,10 +147,10 @@ def _plain(word: str) -> Any:
     return None if word == "None" else word
 
 
-def _in_words(kind: Any) -> str:
+def _describe_option(kind: Any) -> str:
     """'a whole number', '3 whole numbers', 'one of bf16, fp16'."""
     if _is_tuple(kind) and ... not in get_args(kind):
-        return f"{len(get_args(kind))} {_in_words(get_args(kind)[0]).removeprefix('a ')}s"
+        return f"{len(get_args(kind))} {_describe_option(get_args(kind)[0]).removeprefix('a ')}s"
     return describe(str if kind is Path else kind)
 
 
@@ -170,12 +170,12 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
     """The flag to type instead of an unknown one."""
     section, _, last = name.lower().rpartition(".")
     flags, value = [flag for flag in fields.values() if not flag.hidden], "".join(words[:1])
-    ours = [(flag, known) for flag in flags if (known := _elsewhere(flag.marks, last, value)) is not None]
+    ours = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
     ours = ours or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
     if ours := [(flag, value) for flag, value in ours if flag.name.startswith(f"{section}.")] or ours:
-        return "; type " + either([_typed(flag, value, len(ours) > 1) for flag, value in ours])
+        return "; type " + either([_format_flag(flag, value, len(ours) > 1) for flag, value in ours])
     for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
-        if last == flag.name.rpartition(".")[2] or _elsewhere(flag.marks, last, "") is not None:
+        if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
     for field, kinds in _fields_of_models(last).items():
         known = "" if field == last else f"--model.{field}, "
@@ -184,12 +184,12 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
     return f"{close or f'; `{prog} --help` lists its flags'}"
 
 
-def _elsewhere(marks: Sequence, name: str, given: str) -> str | None:
+def _translate_value(marks: Sequence, name: str, given: str) -> str | None:
     """The value to type for a field in place of `name`, which it has elsewhere; None: it has no such name."""
     return next((mark.value(name, given) for mark in marks if isinstance(mark, Elsewhere)), None)
 
 
-def _typed(flag: Flag, value: str, of_several: bool) -> str:
+def _format_flag(flag: Flag, value: str, of_several: bool) -> str:
     """A flag and its value; its meaning, where one of several has to be chosen or the value would be another."""
     meaning = re.split(r"[.;]( |$)" if of_several else r"\.( |$)", flag.text)[0]
     meaning = f" ({meaning[0].lower()}{meaning[1:]})" if of_several or not value else ""
@@ -201,7 +201,7 @@ def _fields_of_models(name: str) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {}
     for kind, cls in REGISTRY.items():
         for _, flag, _, marks in fields_of(cls):
-            if flag == name or _elsewhere(marks, name, "") is not None:
+            if flag == name or _translate_value(marks, name, "") is not None:
                 kinds.setdefault(flag, []).append(kind)
     return kinds
 
@@ -211,13 +211,13 @@ def _fields_of_models(name: str) -> dict[str, list[str]]:
 
 def _short_help(cls: type, default: object, prog: str) -> str:
     """The usual flags of a command by topic, each in a sentence with its default, and examples."""
-    known = {flag.name: flag for flag in documented_flags(cls, cls() if default is None else default)}
+    known = {flag.name: flag for flag in list_flags(cls, cls() if default is None else default)}
     lines = [f"usage: {prog} [flags]", "", inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]]
     for topic, names in cls.usual.items():
         lines += ["", f"{topic}:"]
         for flag in map(known.get, names):
             sentence = flag.text.partition(". ")[0].rstrip(".")
-            lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _shown_default(cls, flag))
+            lines += _entry(f"--{flag.name} {flag.form}".rstrip(), sentence + _format_default(cls, flag))
     lines += ["", "examples:", *(f"  {example}" for example in cls.examples)]
     return "\n".join([*lines, "", f"{len(known)} flags in all: {prog} --help-all"])
 
@@ -231,13 +231,13 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
             positional[name] = _form(marks) or name.upper()
             sections[""] += _entry(positional[name], _field_texts(cls)[name])
     by_field = lambda flag: (flag.owner, flag.field, flag.name.count("."))  # noqa: E731
-    for _, group in itertools.groupby(documented_flags(cls, default), by_field):  # a flag and its aliases
+    for _, group in itertools.groupby(list_flags(cls, default), by_field):  # a flag and its aliases
         flag, *aliases = group
         typed = ", ".join(f"--{one.name}" for one in (*reversed(aliases), flag)) + f" {flag.form}".rstrip()
         if flag.kind is bool and flag.default is True:
             typed += f", --{_negative(flag.name)}"
         title = "required" if flag.default is dataclasses.MISSING else flag.name.rpartition(".")[0] or "flags"
-        shown = "" if flag.kind is bool else _shown_default(cls, flag)
+        shown = "" if flag.kind is bool else _format_default(cls, flag)
         sections.setdefault(title, []).extend(_entry(typed, flag.text + shown))
     lines = [f"usage: {' '.join([prog, *positional.values()])} [flags]", ""]
     lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), WIDTH_OF_HELP)
@@ -247,7 +247,7 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
     return "\n".join(lines)
 
 
-def _shown_default(cls: type, flag: Flag) -> str:
+def _format_default(cls: type, flag: Flag) -> str:
     """' [24]'; in words if it follows from other flags, which `derived` of `cls` says for flags and whole sections."""
     derived = getattr(cls, "derived", {})
     value = derived.get(flag.name) or derived.get(flag.name.partition(".")[0], flag.default)
@@ -295,15 +295,15 @@ class Flag(NamedTuple):
         return _form(self.marks) or _placeholder(self.kind)
 
 
-def documented_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
+def list_flags(cls: type, default: object, prefix: str = "") -> Iterator[Flag]:
     """Every field of `cls` that is a flag, once for each of its names.
 
     A field may hold a subclass of its type, as the config's model does: its flags are those of `default`.
     """
-    return (flag for flag in all_fields(cls, default, prefix) if not flag.hidden)
+    return (flag for flag in list_fields(cls, default, prefix) if not flag.hidden)
 
 
-def all_fields(
+def list_fields(
     cls: type, default: object, prefix: str = "", hidden: str = "", without: Mark | None = None
 ) -> Iterator[Flag]:
     """The flags of `cls`, and its fields that are no flags (`hidden`): by default those with the mark `cls.without`."""
@@ -315,7 +315,7 @@ def all_fields(
             if value is dataclasses.MISSING:
                 value = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             inner = kind if value is None else type(value)
-            yield from all_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
+            yield from list_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
         elif tyro.conf.Positional not in marks:
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
             aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())

@@ -37,10 +37,10 @@ def generate(arguments: GenerateArguments) -> int:
       RunError: the checkpoint is damaged.
     """
     check_bounds(arguments)
-    if arguments.num_samples > 1 and arguments.sampling.temperature == 0:
+    copies = arguments.num_samples
+    if copies > 1 and arguments.sampling.temperature == 0:
         raise UsageError(
-            f"--num-samples {arguments.num_samples} with --temperature 0 would be one text {arguments.num_samples} "
-            "times; leave one of them out"
+            f"--num-samples {copies} with --temperature 0 is one text {copies} times; leave one of them out"
         )
     if arguments.system is not None and not arguments.chat:
         raise UsageError("--system is for a conversation; add --chat, or leave it out")
@@ -122,7 +122,7 @@ class Writer:
 def _prompts(arguments: GenerateArguments) -> list[str]:
     """The prompts of the command line, and those of stdin in place of -."""
     prompts = []
-    for prompt in arguments.prompt or (() if _on_terminal() else ("-",)):
+    for prompt in arguments.prompt or (() if _is_terminal() else ("-",)):
         prompts += [line for line in lines_of(_stdin()) if line.strip()] if prompt == "-" else [prompt]
     if not prompts:
         raise UsageError("there is no prompt; add --prompt TEXT, or write one a line to stdin")
@@ -137,7 +137,7 @@ def _stdin() -> str:
         raise UsageError(f"stdin is not UTF-8 ({error}); convert it, or give --prompt TEXT") from None
 
 
-def _on_terminal() -> bool:
+def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -149,17 +149,16 @@ def _chat(arguments: GenerateArguments) -> int:
     from mjax.generation.chat import Chat, read_conversations
 
     prompts = _prompts(arguments) if arguments.prompt else []
-    on_terminal = not prompts and _on_terminal()
+    on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
     is_json = stdin.lstrip()[:1] in ("[", "{")
     conversations = read_conversations(stdin) if is_json else [([_user(text)], None) for text in prompts]
-    questions = iter([]) if prompts or is_json else _typed() if on_terminal else iter(lines_of(stdin))
+    questions = iter([]) if prompts or is_json else _read_questions() if on_terminal else iter(lines_of(stdin))
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(
-            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt TEXT, or "
-            "leave it out"
+            f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt"
         )
 
     run = arguments.checkpoint
@@ -187,7 +186,7 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _typed():
+def _read_questions():
     """Questions typed on a terminal, until it ends."""
     while True:
         try:

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from mjax.cluster.hardware import Gpu, gpu_named
-from mjax.commands.flags import parse, typed_flags
+from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
@@ -41,7 +41,7 @@ class PlanArguments:
 
     config: str = "gpt_demo"
     """Name of a file in configs/, or path to a .py file that defines `config`."""
-    run: Annotated[Path | None, tyro.conf.arg(aliases=["--resume"]), RUN_ELSEWHERE] = None
+    run: Annotated[Path | None, RUN_ELSEWHERE] = None
     """Use the config of the run in this folder instead of --config."""
     schedule_figure: Path | None = None
     """Plot the pipeline schedule into this file: .png, .pdf or .svg."""
@@ -113,9 +113,9 @@ def plan(argv: Sequence[str]) -> int:
     arguments = parse(PlanArguments, argv, "mjax plan", default)
     if chosen.resume is None:
         folder = TrainArguments.runs / name_of(config)
-        settings, taken = resolve(arguments.settings, chosen.settings, typed_flags(argv), config, folder)
+        settings, taken = resolve(arguments.settings, chosen.settings, flag_names(argv), config, folder)
     else:
-        settings, taken = resolve_steps(arguments.settings, typed_flags(argv))
+        settings, taken = resolve_steps(arguments.settings, flag_names(argv))
     for line in taken:
         print(line, file=sys.stderr)
     from mjax.planner.layer import earlier_traces
@@ -131,8 +131,8 @@ def plan(argv: Sequence[str]) -> int:
 
 def _with_default(argv: Sequence[str]) -> Sequence[str]:
     """The command line; for a budget with the config whose sizes are tried by default."""
-    typed = typed_flags(argv)
-    given = typed & {"config", "run", "resume"}
+    typed = flag_names(argv)
+    given = typed & {"config", "run"}
     if "days" not in typed:
         if "devices" in typed and not given:
             raise UsageError(

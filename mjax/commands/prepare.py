@@ -253,7 +253,9 @@ class PrepareJob(tasks.Job):
             encoder=min(share["encoder"] for share in shares),  # gigatoken, if it took some
             workers=(how.workers or self.tasks) if how.sbatch else max(self.processes, 1),
             seconds=now - self.began,
-            encoding_seconds=now - (self._tokenizer_folder / DESCRIPTION).stat().st_mtime,
+            encoding_seconds=max(
+                now - (self._tokenizer_folder / DESCRIPTION).stat().st_mtime, 1e-3
+            ),  # of another clock
             for_bert=isinstance(tokenizer, BertTokenizer),
             **{name: counts[name] for name in ("dropped", "cut", "endless")},
         )
@@ -265,16 +267,28 @@ class PrepareJob(tasks.Job):
 
     def show(self, result: PrepareSummary) -> None:
         """Print the summary, as JSON with --json."""
-        if self.arguments.json:
-            rates = {"documents_per_second": result.metadata.documents / result.encoding_seconds}
-            rates["megabytes_per_second"] = result.metadata.text_bytes / result.encoding_seconds / 1e6
+        how, metadata, seconds = self.arguments, result.metadata, result.encoding_seconds
+        if how.json:
+            rates = {"documents_per_second": metadata.documents / seconds}
+            rates["megabytes_per_second"] = metadata.text_bytes / seconds / 1e6
             values = dataclasses.asdict(result)
             values = {**values, **values.pop("metadata"), "files": result.files, **rates}
             print(json.dumps(values, ensure_ascii=False, default=str))
             return
-        show(self.arguments, result)
+        console = Console(soft_wrap=True, highlight=False)
+        tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(how) else how.tokenizer
+        console.print(f"{how.output} is ready after {result.seconds:.1f} s", markup=False)
+        console.print(facts(_facts(result, tokenizer)))
+        if result.endless:
+            note = f"note: {result.endless:,} conversations end without a special token: the model never learns to stop"
+            console.print(f"{note}; another chat template can write one (--template)")
+        for example in metadata.malformed_examples:
+            console.print(f"left out: {example}", markup=False)
+        workers = f"{result.workers} worker{'s' * (result.workers > 1)}"
+        rates = speed(metadata.documents, metadata.text_bytes, seconds)
+        console.print(f"encoded with {result.encoder}, {workers}: {rates}", markup=False)
         if self.following:
-            print(f"\nNext: {_following(self.arguments, result.metadata, result.for_bert)}")
+            print(f"\nNext: {_following(how, metadata, result.for_bert)}")
 
 
 # --- The steps --------------------------------------------------------------------------------------------------------
@@ -396,25 +410,6 @@ def split_sentences(text: str, splitter: Any) -> list[str]:
 
 
 # --- On the terminal --------------------------------------------------------------------------------------------------
-
-
-def show(arguments: PrepareArguments, summary: PrepareSummary) -> None:
-    """Print what was written."""
-    metadata = summary.metadata
-    tokenizer = f"{metadata.tokenizer}, trained on this text" if _trains(arguments) else arguments.tokenizer
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{arguments.output} is ready after {summary.seconds:.1f} s", markup=False)
-    console.print(facts(_facts(summary, tokenizer)))
-    if summary.endless:
-        console.print(
-            f"note: {summary.endless:,} conversations end without a special token, so the model does not learn to "
-            "stop; another chat template can write one (--template)"
-        )
-    for example in metadata.malformed_examples:
-        console.print(f"left out: {example}", markup=False)
-    rates = speed(metadata.documents, metadata.text_bytes, summary.encoding_seconds)
-    workers = f"{summary.workers} worker{'s' * (summary.workers > 1)}"
-    console.print(f"encoded with {summary.encoder}, {workers}: {rates}", markup=False)
 
 
 def _following(arguments: PrepareArguments, metadata: DatasetMetadata, for_bert: bool) -> str:

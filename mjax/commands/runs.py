@@ -28,7 +28,6 @@ from rich import filesize
 from rich.cells import cell_len
 from rich.console import Console
 from rich.prompt import Confirm
-from rich.table import Table
 
 from mjax.checkpoint import mirror
 from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
@@ -43,7 +42,7 @@ from mjax.pictures.runs import Curve, draw_runs, smoothed
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
-from mjax.utils.figures import duration
+from mjax.utils.figures import duration, table
 from mjax.utils.files import path_below, rename, without_parents
 from mjax.utils.stores import address_of, with_addresses
 
@@ -158,10 +157,7 @@ def list_runs(arguments: ListArguments) -> int:
 
 def show_goodput(arguments: ListArguments) -> int:
     """`mjax runs --goodput`: shares of the time in which each run existed, and hours. Returns the exit code."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("run", "starts", "time", *KINDS.values(), "between"):
-        table.add_column(title, justify="left" if title == "run" else "right", overflow="fold")
-    unknown, problems = [], []
+    rows, unknown, problems = [], [], []
     for folder in _run_folders(arguments.runs):
         try:
             starts = read_goodput(folder)
@@ -175,13 +171,13 @@ def show_goodput(arguments: ListArguments) -> int:
         elif total:
             shares = [f"{seconds[kind] / total:.1%}" if seconds[kind] else "-" for kind in KINDS]
             between = duration(seconds["between"]) if len(starts) > 1 else "-"
-            table.add_row(folder.name, str(len(starts)), duration(total), *shares, between)
+            rows.append([folder.name, len(starts), duration(total), *shares, between])
         else:
             unknown.append(folder.name)
     if not arguments.json:
-        if table.rows:
-            Console(highlight=False, markup=False).print(table)
-        if unknown or not (table.rows or problems):
+        if rows:
+            print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
+        if unknown or not (rows or problems):
             print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
     for problem in problems:
         print(json.dumps(problem, ensure_ascii=False) if arguments.json else "{name}: {problem}".format(**problem))
@@ -235,7 +231,7 @@ def row_of(folder: Path) -> Row:
     state = ("done" if step >= config.train.steps else "stopped") if checkpoints else "no checkpoint"
     if checkpoints == [0] and not end.last:
         state = "imported"
-    state = "running" if _in_use(folder) else state
+    state = "running" if _is_running(folder) else state
     if end.skipped:
         state += f", {end.skipped} of the last {end.steps} steps skipped"
     parameters = attempt(_parameters, folder, config, default=None)
@@ -255,7 +251,7 @@ def row_of(folder: Path) -> Row:
     )
 
 
-class _Start(TypedDict, total=False):
+class _StartRecord(TypedDict, total=False):
     parameters: int
 
 
@@ -265,7 +261,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
     file = folder / "environment.json"
-    starts = read(list[_Start], file, "remove it, and the next start writes another") if file.exists() else []
+    starts = read(list[_StartRecord], file, "remove it, and the next start writes another") if file.exists() else []
     if starts and "parameters" in starts[-1]:
         return starts[-1]["parameters"]
     steps = [] if config.model.lora_rank else checkpoint_steps(folder)  # of adapters, without the weights below them
@@ -278,7 +274,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
     return count_parameters(config.model)
 
 
-def _in_use(folder: Path) -> bool:
+def _is_running(folder: Path) -> bool:
     """True if a process trains the run; nothing is written to find out."""
     return mirror.is_locked(folder) or mirror.is_running_elsewhere(folder)
 
@@ -318,17 +314,9 @@ def compare_runs(arguments: CompareArguments) -> int:
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
         return 0
-    table = Table(box=None, pad_edge=False)
-    for title in ("", *names):
-        table.add_column(title, justify="right" if title else "left", overflow="fold")
-    for result in results[names[0]]:
-        table.add_row(result, *(_shown(results[name][result]) for name in names))
-    table.add_section()
-    for setting, values in settings.items():
-        table.add_row(setting, *(_shown(values[name]) for name in names))
-    console = Console(highlight=False, markup=False)
-    console.print(table)
-    console.print(f"\n{len(settings) or 'no'} settings differ; curves in {figure}", soft_wrap=True)
+    rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
+    rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
+    print("\n".join([*table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}"]))
     return 0
 
 
@@ -412,7 +400,7 @@ def _different_settings(configs: dict[str, Config]) -> dict[str, dict[str, Any]]
     return settings
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -477,7 +465,7 @@ def _check_removable(folder: Path) -> None:
         foreign += [f"checkpoints/{entry.name}" for entry in checkpoints.iterdir() if not _is_of_a_save(entry)]
     if foreign:
         raise UsageError(f"{folder} contains {foreign[0]}, which no run writes; move it away, or use rm")
-    if _in_use(folder):
+    if _is_running(folder):
         raise UsageError(f"{folder} is in use by another process; stop it first")
 
 

@@ -20,13 +20,13 @@ import tyro
 
 from mjax import __version__
 from mjax.cluster import launch
-from mjax.commands.flags import first_values, parse, typed_flags
+from mjax.commands.flags import first_values, flag_names, parse
 from mjax.commands.train import TrainArguments, train
 from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Elsewhere
-from mjax.config.run import as_flag, differences
+from mjax.config.run import BLENDS, as_flag, differences
 from mjax.data.corpus.blocks import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
@@ -39,7 +39,6 @@ DEFAULTS = Config(
 """Of a run that trains all weights; its steps and validations follow from the data."""
 LORA_RATES = {"learning_rate": 2e-4, "min_learning_rate": 2e-5}
 """Of a run that trains adapters: ten times those of all weights."""
-PATHS = ("path", "train_path", "valid_path")
 EVALUATIONS = 5
 """Validations of a run."""
 
@@ -94,7 +93,7 @@ def sft(argv: Sequence[str]) -> int:
     argv = ["--data.path" + word[6:] if word == "--data" or word.startswith("--data=") else word for word in argv]
     if {"-h", "--help", "--help-all"} & set(argv):
         parse(SftArguments, argv, "mjax sft", SftArguments(settings=DEFAULTS))
-    if {"resume", "run"} & typed_flags(argv):
+    if {"resume", "run"} & flag_names(argv):
         return train(argv)
     first = first_values(argv)
     if first.get("init") is None:
@@ -114,9 +113,9 @@ def sft(argv: Sequence[str]) -> int:
     longest, prefixes = given.settings.model.sequence + 1 if "model.sequence" in first else None, {}
     for path in dict.fromkeys([*data.path, *data.train_path, *data.valid_path]):
         if path.endswith(OF_ROWS):
-            prefix = prefixes[path] = _prepared(given, path, longest)
+            prefix = prefixes[path] = _prepare_file(given, path, longest)
             argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
-    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in PATHS}
+    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
     given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
     chosen = _chosen(given, defaults, first)
     changed = differences(chosen.settings, Config())
@@ -126,7 +125,7 @@ def sft(argv: Sequence[str]) -> int:
     return train(argv, lambda _: chosen, "mjax sft")
 
 
-def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
+def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:
     """The prefix of a file of conversations in the folder of caches, prepared unless that was done before."""
     from mjax.commands.prepare import PrepareArguments, prepare
     from mjax.data.indexed import index_file
@@ -139,7 +138,7 @@ def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
         template = "plain"
         print(f"{given.init} has no chat template and learns the plain one, User: … Assistant: …")
     name = re.sub(r"[^\w.-].*", "", Path(file).name)[:64]  # without the query of an address
-    prefix = home.absolute() / "conversations" / f"{name}-{prepared_key(given, file, template, longest)}"
+    prefix = home.absolute() / "conversations" / f"{name}-{cache_key(given, file, template, longest)}"
     if index_file(prefix).is_file():
         print(f"data    {prefix}, prepared before")
         return str(prefix)
@@ -162,7 +161,7 @@ def _prepared(given: SftArguments, file: str, longest: int | None) -> str:
     return str(prefix)
 
 
-def prepared_key(given: SftArguments, file: str, template: str | None, longest: int | None) -> str:
+def cache_key(given: SftArguments, file: str, template: str | None, longest: int | None) -> str:
     """A name for all that prepared conversations depend on: contents of the files, never their times, and flags."""
     from mjax.utils.remote import located
 

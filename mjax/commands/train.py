@@ -14,7 +14,7 @@ from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, keep_programs
 from mjax.cluster.xla_flags import be_repeatable
-from mjax.commands.flags import first_values, parse, typed_flags
+from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
 from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
@@ -91,7 +91,7 @@ def train(
         argv = localized(argv, trains=True)
         arguments, label, origin, changes = _train_arguments(argv, choose or choose_config, prog)
     except (UsageError, RunError) as error:
-        _tell_the_others(argv, error)
+        _report_to_processes(argv, error)
         raise
 
     from mjax.cluster import processes
@@ -111,7 +111,7 @@ def train(
         check_gpu_at_hand(config, label, arguments.force, print if processes.is_first() else lambda line: None)
         step = None if arguments.init else arguments.step
         file = config.log.sample_prompts
-        callbacks = [_Samples([] if file is None else read_prompts(file))]
+        callbacks = [_SampleWriter([] if file is None else read_prompts(file))]
         if arguments.profile is not None:
             callbacks.append(Recorder(profiled_steps(arguments.profile, config.train.steps)))
         options = Options(name=label, step=step, origin=origin, callbacks=callbacks, watchdog=watchdog)
@@ -119,7 +119,7 @@ def train(
     return result.exit_code
 
 
-class _Samples(Callback):
+class _SampleWriter(Callback):
     """Continues prompts with the model of a run: those of `log.sample_prompts` at each validation, and one at the end.
 
     It prints nothing if the run has no tokenizer, or if the model is not causal.
@@ -144,7 +144,7 @@ class _Samples(Callback):
         texts = prompts if chat is None else [chat.render([{"role": "user", "content": text}]) for text in prompts]
         encode, decode = (tokenizer.prompt, tokenizer.decode) if chat is None else (chat.encode, chat.decode)
         ends = tokenizer.eod if chat is None else chat.stops
-        samples = self._continued(run, texts, [encode(text) for text in texts], decode, ends)
+        samples = self._continue(run, texts, [encode(text) for text in texts], decode, ends)
         for prompt, sample in zip(prompts, samples, strict=True):
             run.say(f"step {step}: {prompt} → {sample.continuation.strip()}")
         if run.log:
@@ -172,12 +172,12 @@ class _Samples(Callback):
             prompt, ids = log.prompt, tokenizer.prompt(log.prompt)
         display.say("")
         ends = ends_of_text(data.tokenizer, tokenizer.eod)
-        (sample,) = self._continued(run, [prompt], [ids], decode, ends)
+        (sample,) = self._continue(run, [prompt], [ids], decode, ends)
         text = Text(prompt, style="dim") + Text(sample.continuation)
         display.console.print(text, soft_wrap=True, highlight=False)
         display.say("")
 
-    def _continued(self, run: Run, prompts, encoded, decode, ends) -> list[Sample]:
+    def _continue(self, run: Run, prompts, encoded, decode, ends) -> list[Sample]:
         from mjax.generation.generate import Generator, Sampling
         from mjax.generation.text import continue_ids
         from mjax.utils.progress import status
@@ -231,7 +231,7 @@ def _train_arguments(
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
-    settings, typed = after_steps_taken(arguments.settings, folder, step), typed_flags(argv)
+    settings, typed = after_steps_taken(arguments.settings, folder, step), flag_names(argv)
     if arguments.resume is None:
         weights = folder if arguments.init is None or checkpoint_steps(folder) else arguments.init
         settings, taken = resolve(settings, chosen.settings, typed, label, weights)
@@ -260,7 +260,7 @@ def _train_arguments(
     return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
 
 
-def _tell_the_others(argv: Sequence[str], error: UsageError | RunError) -> None:
+def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
     typed = first_values(argv).items()  # other flags may be what is wrong

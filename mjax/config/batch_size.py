@@ -60,7 +60,7 @@ class BatchSizes:
         elif train.batch_schedule is not None:
             tokens = parse_schedule(train.batch_schedule)
             changes = [(-(-start // config.model.sequence), size) for start, size in tokens]
-        return cls._of_changes(changes, train.taken)
+        return cls._from_changes(changes, train.taken)
 
     @classmethod
     def constant(cls, size: int) -> BatchSizes:
@@ -68,7 +68,7 @@ class BatchSizes:
         return cls(((0, 0, size),))
 
     @classmethod
-    def _of_changes(cls, changes: list[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> BatchSizes:
+    def _from_changes(cls, changes: list[tuple[int, int]], taken: Iterable[tuple[int, int]]) -> BatchSizes:
         """A schedule from pairs (samples, size), with ascending samples from 0: a step that begins at or after them has
         this size, unless it is one of those `taken`."""
         starts = [start for start, _ in changes]
@@ -222,8 +222,7 @@ def check_pipeline(stages: int, micro_batches: int, chunks: int) -> None:
     """
     if min(stages, micro_batches, chunks) < 1:
         raise UsageError(
-            f"a pipeline of {stages} stages, {micro_batches} micro-batches and {chunks} chunks is not possible; "
-            "each must be at least 1"
+            f"a pipeline has {stages} stages, {micro_batches} micro-batches, {chunks} chunks; each must be at least 1"
         )
     if chunks > 1 and micro_batches % stages:
         below, above = micro_batches // stages * stages, -(-micro_batches // stages) * stages

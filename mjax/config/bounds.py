@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -80,7 +79,13 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
     Raises:
       UsageError: one sentence with the flag, its value and what is allowed.
     """
-    for flag, value, kind, marks in _values(values, prefix):
+    spelled = prefix.startswith("--")
+    for name, flag, kind, marks in fields_of(type(values)):
+        value, flag = getattr(values, name), flag if spelled else name
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, f"{prefix}{flag}." if flag else prefix)
+            continue
+        flag = ("--" if spelled and is_unsectioned(marks) else prefix) + flag
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise UsageError(f"{flag} is {value}; it must be one of {', '.join(map(str, get_args(kind)))}")
         if isinstance(value, float) and not math.isfinite(value):
@@ -88,18 +93,6 @@ def check_bounds(values: Any, prefix: str = "--") -> None:
         for bounds in marks:
             if isinstance(bounds, Bounds) and value is not None and not bounds.hold(value):
                 raise UsageError(f"{flag} is {value}; it must be {bounds}")
-
-
-def _values(values: Any, prefix: str) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
-    """Flag, value, type and annotations of each field, including nested dataclasses."""
-    for name, flag, kind, marks in fields_of(type(values)):
-        value, typed = getattr(values, name), prefix.startswith("--")
-        if dataclasses.is_dataclass(value):
-            inner = flag if typed else name
-            yield from _values(value, f"{prefix}{inner}." if inner else prefix)
-        else:
-            before = "--" if typed and is_unsectioned(marks) else prefix
-            yield before + (flag if typed else name), value, kind, marks
 
 
 def is_unsectioned(marks: tuple[Any, ...]) -> bool:

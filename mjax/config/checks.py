@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from operator import attrgetter
 
 from mjax.config import axes
 from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
-from mjax.config.bounds import check_bounds, fields_of
+from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
-from mjax.config.marks import Only
+from mjax.config.marks import Only, marks_of
 from mjax.config.pattern import check_stages
-from mjax.config.run import Config, as_flag
+from mjax.config.run import BLENDS, Config, as_flag, differences
 from mjax.errors import UsageError, either
 
-LARGEST_SUGGESTED = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
+MAX_DIVISOR = 2**16  # a config.json may contain any number: do not search for divisors of huge ones
 
 
 def validate(config: Config, name: str = "this config") -> None:
@@ -40,7 +39,7 @@ def validate(config: Config, name: str = "this config") -> None:
 
 def _check_divides(flag: str, number: int, what: str, size: int, allowed: list[int] | None = None) -> None:
     if size % number:
-        raise UsageError(f"{flag} {number} does not divide {what}; use {_listed(allowed or _divisors(size))}")
+        raise UsageError(f"{flag} {number} does not divide {what}; use {_join_numbers(allowed or _divisors(size))}")
 
 
 def _check_shapes(config: Config) -> None:
@@ -58,7 +57,7 @@ def _check_shapes(config: Config) -> None:
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
         fails = "does not divide" if what in columns else "neither divides nor is a multiple of"
         possible = [ranks for ranks in _divisors(math.gcd(*columns.values())) if model.splits(ranks)]
-        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_listed(possible)}")
+        raise UsageError(f"--mesh.model {mesh.model} {fails} {what} {size}; use {_join_numbers(possible)}")
     if mesh.expert > 1:
         if not (experts := model.experts):
             raise UsageError(
@@ -87,8 +86,7 @@ def _check_shapes(config: Config) -> None:
         )
     if train.unroll == "on" and mesh.pipe > 1:
         raise UsageError(
-            f"--train.unroll on does not work with --mesh.pipe {mesh.pipe}, whose stages keep activations by slot; "
-            "leave it out"
+            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
         )
     if train.global_batch % mesh.data:
         raise UsageError(
@@ -115,8 +113,7 @@ def _check_lora(config: Config) -> None:
         raise UsageError(f"{rank} does not work with --precision.compute fp8; type --precision.compute bf16")
     if config.optimizer.name != "adamw":
         raise UsageError(
-            f"{rank} does not work with --optimizer.name {config.optimizer.name}, which is for whole matrices; "
-            "type --optimizer.name adamw"
+            f"{rank} does not work with --optimizer.name {config.optimizer.name}; use --optimizer.name adamw"
         )
 
 
@@ -131,7 +128,7 @@ def _check_context(config: Config) -> None:
         )
     heads = model.heads // mesh.model
     if config.across == "heads" and heads % mesh.context:
-        possible = _listed(_divisors(heads)[1:] or [1])
+        possible = _join_numbers(_divisors(heads)[1:] or [1])
         raise UsageError(
             f"--mesh.context {mesh.context} does not divide the {heads} heads of a rank of --mesh.model {mesh.model}; "
             f"use --mesh.context {possible}, or --mesh.context-attention gather"
@@ -151,8 +148,7 @@ def check_offload(config: Config) -> None:
     given = "--train.recompute offload does not work with"
     if mesh.pipe > 1:
         raise UsageError(
-            f"{given} --mesh.pipe {mesh.pipe}, whose stages keep activations by slot on the device; "
-            "use --train.recompute full"
+            f"{given} --mesh.pipe {mesh.pipe}: stages keep activations by slot; use --train.recompute full"
         )
     if train.unroll == "on":
         # Compiled for H100s, all copies to the host stood in the backward pass
@@ -189,8 +185,7 @@ def _check_schedules(config: Config) -> None:
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UsageError(
-            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g} is above "
-            f"--optimizer.learning-rate {optimizer.learning_rate:g}; lower the first"
+            f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
         )
     sizes = BatchSizes.of(config)  # of conversations, some padding may fill the last batch
     needed = (
@@ -198,32 +193,26 @@ def _check_schedules(config: Config) -> None:
     )
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
-            f"--data.samples {config.data.samples} is below the {needed} samples that {train.steps} steps need; "
-            "leave it out or raise it"
+            f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
         )
     if config.health.spike != "announce" and config.health.spike_deviations == 0:
         raise UsageError(
-            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0, such as 6; "
-            "leave one of them out"
+            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0; leave one of them out"
         )
 
 
 def _check_conditions(config: Config) -> None:
     """Refuse settings that are for values of another field (`marks.Only`) which this run does not have."""
-    for section in fields(config):
-        settings = getattr(config, section.name)
-        for field, (name, _, _, marks) in zip(fields(settings), fields_of(type(settings)), strict=True):
-            value = getattr(settings, name)
-            for mark in marks if value != field.default else ():
-                if isinstance(mark, Only) and (actual := attrgetter(mark.field)(config)) not in (
-                    *mark.values.split(),
-                    "examples",
-                ):
-                    other = "samples of" if mark.field == "samples" else f"--{mark.field}"
-                    raise UsageError(
-                        f"{as_flag(f'{section.name}.{name}', value)} is for {other} {either(mark.values.split())}, and "
-                        f"this run has {actual}; leave it out"
-                    )
+    for name, (value, _) in differences(config, Config(model=config.model)).items():
+        for mark in marks_of(config, name):
+            actual = attrgetter(mark.field)(config) if isinstance(mark, Only) else None
+            if actual is None or actual in (*mark.values.split(), "examples"):
+                continue
+            other = "samples of" if mark.field == "samples" else f"--{mark.field}"
+            raise UsageError(
+                f"{as_flag(name, value)} is for {other} {either(mark.values.split())}, and this run has {actual}; "
+                "leave it out"
+            )
 
 
 def _check_data(config: Config, name: str) -> None:
@@ -243,7 +232,7 @@ def _check_data(config: Config, name: str) -> None:
         )
     if not data.path and config.train.eval_interval > 0 and not data.valid_path:
         raise UsageError("--data.train-path has no validation data; add --data.valid-path, or --train.eval-interval 0")
-    for field in ("path", "train_path", "valid_path"):
+    for field in BLENDS:
         if getattr(data, field):
             parse_blend(getattr(data, field), f"--data.{field.replace('_', '-')}")
     split_sequences(data.split, 0)
@@ -289,21 +278,21 @@ def check_batch_sizes(config: Config) -> None:
             )
 
 
-def check_devices(config: Config, found: int, name: str = "this config") -> None:
+def check_devices(config: Config, available: int, name: str = "this config") -> None:
     """Refuse a mesh that does not use exactly the available devices.
 
     Raises:
-      UsageError: the mesh needs more or fewer devices than were found.
+      UsageError: the mesh needs more or fewer devices than are available.
     """
     mesh = config.mesh
-    if mesh.devices != found:
+    if mesh.devices != available:
         usual = (axes.DATA, axes.MODEL)
         shown = [name for name in axes.NAMES if name in usual or (name not in axes.LAID and getattr(mesh, name) > 1)]
         *first, last = (f"--mesh.{name}" for name in shown)
         flags = f"{', '.join(first)} and {last}"
         raise UsageError(
             f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
-            f"({axes.in_words(mesh)}); {found} found: "
+            f"({axes.in_words(mesh)}); {available} found: "
             f"set {flags}, or --simulate {mesh.devices}"
         )
 
@@ -323,7 +312,7 @@ def _check_pipeline(config: Config) -> None:
         simplest = "--mesh.chunks 1" if mesh.chunks > 1 else "--mesh.pipe 1"
         raise UsageError(
             f"--mesh.pipe {mesh.pipe}{chunks} does not divide {layers} layers; use --model.layers {counts}, "
-            f"or {f'--mesh.pipe {_listed(possible)}' if possible else simplest}"
+            f"or {f'--mesh.pipe {_join_numbers(possible)}' if possible else simplest}"
         )
     check_stages(config.model, mesh)
     for size in BatchSizes.of(config).sizes():
@@ -331,10 +320,10 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _divisors(n: int) -> list[int]:
-    return [k for k in range(1, min(n, LARGEST_SUGGESTED) + 1) if n % k == 0]
+    return [k for k in range(1, min(n, MAX_DIVISOR) + 1) if n % k == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     return either(numbers) if len(numbers) <= 12 else ", ".join(map(str, numbers[:12])) + ", …"
 
 

@@ -17,7 +17,7 @@ from mjax.utils.files import read_json
 from mjax.utils.ranges import local_prefix
 from mjax.utils.remote import located
 
-MOST_DATASETS = 32767  # their numbers are int16
+MAX_DATASETS = 32767  # their numbers are int16
 
 # --- Blends -----------------------------------------------------------------------------------------------------------
 
@@ -53,10 +53,10 @@ def parse_blend(values: Sequence[str], flag: str = "--data.path") -> Blend:
     else:
         prefixes, weights = values[1::2], [number or 0 for number in numbers[::2]]
     fits = weights is None or (len(weights) == len(prefixes) and all(0 < weight < math.inf for weight in weights))
-    if not fits or not all(values) or len(prefixes) >= MOST_DATASETS:
+    if not fits or not all(values) or len(prefixes) >= MAX_DATASETS:
         raise UsageError(
-            f"{flag} {' '.join(values)} is no blend; write names, or a weight before every prefix, above 0, such as "
-            f"{flag} 0.3 data/a 0.7 data/b, for fewer than {MOST_DATASETS:,} datasets"
+            f"{flag} {' '.join(values)} is no blend; write a weight before every prefix, above 0, such as {flag} 0.3 "
+            f"data/a 0.7 data/b, or before none, for fewer than {MAX_DATASETS:,} datasets"
         )
     return Blend(tuple(map(local_prefix, prefixes)), weights and tuple(weights))
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from mjax.config import Config, DataConfig
+from mjax.config import Config
 from mjax.config.model import ModelConfig
 from mjax.errors import UsageError
 
@@ -50,25 +49,16 @@ def choose_kernel(
     Raises:
       UsageError: cuDNN's or `flash` was requested by name and does not support the run.
     """
-    if model.attention == "flash" or (model.attention == "auto" and chunks > 1 and platform == "gpu"):
-        obstacle = _flash_obstacle(model, compute, platform, capability, chunks)
-        if obstacle and model.attention == "auto":
-            return "xla", obstacle
-        if obstacle:
-            raise UsageError(
-                f"--model.attention flash cannot be used: {obstacle}; change that, or use --model.attention auto"
-            )
-        return "flash", None
-    obstacle = _cudnn_obstacle(model, compute, platform, documents, capability)
-    if model.attention == "cudnn" and obstacle:
-        raise UsageError(
-            f"--model.attention cudnn cannot be used: {obstacle}; change that, or use --model.attention xla"
-        )
-    if model.attention != "auto":
-        return model.attention, obstacle
-    if platform != "gpu":
-        return "xla_blocks", obstacle
-    return ("xla" if obstacle else "cudnn"), obstacle
+    asked = model.attention
+    if asked == "flash" or (asked == "auto" and chunks > 1 and platform == "gpu"):
+        fused, obstacle = "flash", _flash_obstacle(model, compute, platform, capability, chunks)
+    else:
+        fused, obstacle = "cudnn", _cudnn_obstacle(model, compute, platform, documents, capability)
+    if asked == fused and obstacle:
+        raise UsageError(f"--model.attention {asked} cannot be used: {obstacle}; change that, or set it to auto")
+    if asked != "auto":
+        return asked, obstacle
+    return (("xla" if obstacle else fused) if platform == "gpu" else "xla_blocks"), obstacle
 
 
 def position_unit(config: Config) -> int:
@@ -117,15 +107,9 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     Raises:
       UsageError: as in `choose_kernel`.
     """
-    return _attention_on_gpu(config.model, config.data, config.precision.compute, capability, config.sequence_chunks)
-
-
-@lru_cache(maxsize=1024)
-def _attention_on_gpu(
-    model: ModelConfig, data: DataConfig, compute: str, capability: tuple[int, ...], chunks: int
-) -> str:
-    documents = "documents" in model.batch(data)
-    return choose_kernel(model, compute, "gpu", documents, capability, chunks)[0]
+    documents = "documents" in config.model.batch(config.data)
+    compute, chunks = config.precision.compute, config.sequence_chunks
+    return choose_kernel(config.model, compute, "gpu", documents, capability, chunks)[0]
 
 
 def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:

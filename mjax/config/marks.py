@@ -62,6 +62,8 @@ RATE = Mark("rate")
 """Of the learning rate: may change if the rates of the steps taken do not."""
 NEW_RUN = Mark("new run")
 """Of a model: may differ where a new run starts from weights of another (--init), if these have the same shapes."""
+BLEND = Mark("blend")
+"""Datasets, which are compared by their contents."""
 PER_PROCESS = Mark("per process")
 """Processes of a run need not agree on it."""
 ANY_FAMILY = Mark("any family")
@@ -79,11 +81,16 @@ def in_use(settings: Any, name: str) -> Any:
     return getattr(settings, sources[0]) if value is None and sources else value
 
 
-def marks_of(config: Any, name: str) -> frozenset[Mark]:
+def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
     """The marks of the field `name` of a config, such as 'train.steps', and those of its section."""
     section, knob = name.split(".")
     marks = *_marks(type(config))[section], *_marks(type(getattr(config, section)))[knob]
-    return frozenset(mark for mark in marks if isinstance(mark, Mark))
+    return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))
+
+
+def names_with(mark: Mark, cls: type) -> tuple[str, ...]:
+    """Names of the fields of a dataclass with this mark."""
+    return tuple(name for name, marks in _marks(cls).items() if mark in marks)
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
-from mjax.config.marks import FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only
+from mjax.config.marks import BLEND, FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only, names_with
 from mjax.config.model import (
     REGISTRY,
     Arrays,
@@ -92,15 +92,15 @@ class MeshConfig:
 class DataConfig:
     """Sources of samples."""
 
-    path: Annotated[tuple[str, ...], PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
+    path: Annotated[tuple[str, ...], BLEND, PLANNED, Elsewhere("data dataset data-dir data-file train-file")] = ()
     """Prefixes of indexed datasets (PREFIX.bin and PREFIX.idx, written by `mjax prepare` or Megatron's
     preprocess_data): one dataset; several with a weight before each, such as 0.3 data/a 0.7 data/b, blended by weight;
     or several without weights, each used once, blended in proportion to their sizes."""
     split: str = "949,50,1"
     """Proportions of documents for training, validation and test, as in Megatron; not used with train_path."""
-    train_path: Annotated[tuple[str, ...], Elsewhere("train-data train-data-path")] = ()
+    train_path: Annotated[tuple[str, ...], BLEND, Elsewhere("train-data train-data-path")] = ()
     """Instead of path: a blend used for training only. valid_path goes with it."""
-    valid_path: Annotated[tuple[str, ...], Elsewhere("valid-data-path val-data validation-file")] = ()
+    valid_path: Annotated[tuple[str, ...], BLEND, Elsewhere("valid-data-path val-data validation-file")] = ()
     """With train_path: a blend used for validation only."""
     mock: Annotated[bool, PLANNED, Elsewhere("mock-data")] = False
     """Train on synthetic tokens instead of data.path; for measuring speed."""
@@ -134,7 +134,7 @@ class DataConfig:
     """Folder of the index cache; by default PREFIX.cache, or ~/.cache/mjax where that is not writable."""
 
     def __post_init__(self):
-        for name in ("path", "train_path", "valid_path"):
+        for name in BLENDS:
             value = getattr(self, name)
             if value is None or isinstance(value, str):  # one prefix or none
                 object.__setattr__(self, name, (value,) if value else ())
@@ -156,6 +156,9 @@ class DataConfig:
         if self.reset_attention or self.conversations:
             types["documents"] = "int32"
         return types
+
+
+BLENDS = names_with(BLEND, DataConfig)
 
 
 @dataclass(frozen=True)

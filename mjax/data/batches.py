@@ -147,17 +147,14 @@ class OwnBatches:
         if callable(self.source):
             return self.source(step)
         if step < self._next:
-            raise UsageError(
-                f"the iterator of batches is past step {step}; pass a function of the step to go back to earlier ones"
-            )
+            raise UsageError(f"the iterator of batches is past step {step}; to go back pass a function of the step")
         try:
             while self._next <= step:
                 batch = next(self.source)
                 self._next += 1
         except StopIteration:
-            raise UsageError(
-                f"the iterator of batches ended after {self._next} batches; lower train.steps, or give it more"
-            ) from None
+            problem = f"the iterator of batches ended after {self._next} batches"
+            raise UsageError(f"{problem}; lower train.steps, or give it more") from None
         return batch
 
     def _checked(self, step: int, batch: Arrays) -> dict[str, np.ndarray]:
@@ -172,9 +169,8 @@ class OwnBatches:
         for name, (shape, dtype) in wanted.items():
             array = arrays[name]
             if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-                raise UsageError(
-                    f"{name} of step {step} is {array.dtype.name} {list(array.shape)}; give {dtype.name} {list(shape)}"
-                )
+                given = f"{name} of step {step} is {array.dtype.name} {list(array.shape)}"
+                raise UsageError(f"{given}; give {dtype.name} {list(shape)}")
         if "loss_mask" in wanted and "labels" in wanted:  # what does not count may be marked, as PyTorch does with -100
             arrays["labels"] = np.where(arrays["loss_mask"], arrays["labels"], 0)
         self.model.check_values(arrays, f"step {step}")

@@ -371,9 +371,8 @@ class BertDataset:
             return {"pair_index": index}
 
         if not documents:
-            fix = f"use --data.split {indexed.documents - 1},1,0" if indexed.documents > 1 else None
-            fix = fix or advice(indexed.tokens, sequence)
-            raise UsageError(f"the {name} of {indexed.prefix} has none of its {indexed.documents:,} documents; {fix}")
+            there = f"none of its {indexed.documents:,} documents; change --data.split"
+            raise UsageError(f"the {name} of {indexed.prefix} has {there}, or {advice(indexed.tokens, sequence)}")
         drawn = hashlib.sha256(boundaries).hexdigest()
         source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
         source |= {"sequence": sequence, "seed": seed, "short": short_probability}

@@ -247,8 +247,8 @@ def _read_header(file: Path) -> tuple[int, np.dtype]:
         raise _damaged(file, f"it is cut short after {size:,} bytes")
     if version != VERSION or code not in DTYPES or size > expected:
         raise UsageError(
-            f"{file} has version {version}, dtype code {code} and {size - expected:,} more bytes than text (is it "
-            f"multimodal?); mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}; prepare the text"
+            f"{file} has version {version}, dtype code {code} and {size - expected:,} bytes too many, like multimodal "
+            f"ones; mjax reads version {VERSION} and codes {', '.join(map(str, DTYPES))}: prepare its text again"
         )
     return sequences, np.dtype(DTYPES[code]).newbyteorder("<")
 

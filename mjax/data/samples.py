@@ -260,25 +260,13 @@ def _check_size(indexed: IndexedDataset, documents: int, tokens: int, sequence: 
     """Reject a part of a dataset that makes no sample, with advice that works."""
     if documents and tokens >= sequence + 1:
         return
-    there = f"none of its {len(indexed):,} documents"
+    there, total = f"none of its {len(indexed):,} documents", int(indexed.lengths.sum(dtype=np.int64))
     if documents:
         there = f"{tokens:,} tokens in {documents:,} documents and one sample needs {sequence + 1:,}"
-    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {_way_out(indexed, documents, sequence)}")
-
-
-def _way_out(indexed: IndexedDataset, documents: int, sequence: int) -> str:
-    """Advice for a part of a dataset without a sample, which leaves a sample for the part before it."""
-    sample, total, all_documents = sequence + 1, int(indexed.lengths.sum(dtype=np.int64)), len(indexed)
-    shorter = total - 1
-    if documents < all_documents:
-        tokens_behind = np.cumsum(indexed.lengths[::-1], dtype=np.int64)  # of the last document, the last two, …
-        last = int(np.searchsorted(tokens_behind, sample)) + 1
-        if last < all_documents and total - tokens_behind[last - 1] >= sample:
-            return f"use --data.split {all_documents - last},{last},0"
-        if total >= 2 * sample:
-            return advice(total, sample)
-        shorter = total // 4 - 1
-    return f"{f'use --model.sequence {shorter} or less, or ' if shorter > 0 else ''}prepare more text"
+    fix = (
+        f"use --model.sequence {max(total // 4 - 1, 1)} or less, change --data.split, or {advice(total, sequence + 1)}"
+    )
+    raise UsageError(f"the {name} of {indexed.prefix} has {there}; {fix}")
 
 
 def advice(tokens: int, sample: int) -> str:

@@ -90,18 +90,19 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
         parts = training.parts if isinstance(training, BlendedDataset) else [training]
         epochs = max(getattr(part, "epochs", 1) for part in parts)
         if epochs > FEW_EPOCHS:
-            note = (
-                f"note: {epochs:,} epochs of the same text teach little after the first few; {FEW_EPOCHS} of them are "
-            )
-            notes[f"{note}--train.steps {max(train.steps * FEW_EPOCHS // epochs, 1)}"] = None
+            taught = f"note: {epochs:,} epochs of the same text teach little after the first few"
+            steps = max(train.steps * FEW_EPOCHS // epochs, 1)
+            notes[f"{taught}; {FEW_EPOCHS} of them are --train.steps {steps}"] = None
+
+    packed = data.conversations and not data.mock
 
     def label(evaluation: bool):
-        if model.samples == "pairs" or (data.conversations and not data.mock):
+        if model.samples == "pairs" or packed:
             return dict  # its dataset makes a complete sample
         return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
 
     sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
-    if data.conversations and not data.mock:
+    if packed:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
     return TrainingData(
@@ -133,11 +134,11 @@ class _Files:
         self.blends = dict(zip(PARTS, blends, strict=True))
         prefixes = list(dict.fromkeys(prefix for blend in blends if blend for prefix in blend.prefixes))
         self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
-        metadata, self.tokenizer = common_tokenizer(prefixes)
+        metadata, self.tokenizer = _common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
             raise UsageError(
                 f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
-                f"{metadata.vocabulary}, or to continue a run prepare the data with --tokenizer run:RUN"
+                f"--model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
             )
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
@@ -239,7 +240,7 @@ def _word_pieces(prefixes: list[str], folder: Path | None) -> WordPieces:
     return WordPieces.of(tokenizer)
 
 
-def common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, Path | None]:
+def _common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, Path | None]:
     """The common tokenizer of datasets that are read together: its metadata, and its folder.
 
     Raises:
@@ -251,13 +252,11 @@ def common_tokenizer(prefixes: Sequence[str]) -> tuple[DatasetMetadata | None, P
     identities = [(m.tokenizer, m.vocabulary, m.eod, digest_of_folder(tokenizer_folder(prefix))) for prefix, m in known]
     for (prefix, _), identity in zip(known, identities, strict=True):
         if identity != identities[0]:
-            described = (
+            kinds = "; ".join(
                 f"{kind} of {size:,} ids, {eod} at the end" for kind, size, eod, _ in (identities[0], identity)
             )
-            raise UsageError(
-                f"{known[0][0]} and {prefix} were made with different tokenizers ({'; '.join(described)}): the same id "
-                "means different text; prepare one of them again with the other's --tokenizer"
-            )
+            fix = "prepare one of them again with the other's --tokenizer"
+            raise UsageError(f"{known[0][0]} and {prefix} were made with different tokenizers ({kinds}); {fix}")
     folder = tokenizer_folder(known[0][0])
     return known[0][1], folder if folder.is_dir() else None
 

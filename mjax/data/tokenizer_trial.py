@@ -19,7 +19,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import os
 import resource
 import sys
 import time
@@ -31,7 +30,7 @@ from typing import Any
 
 from mjax.errors import UsageError
 from mjax.utils.child import Child, ChildError
-from mjax.utils.files import cache_home
+from mjax.utils.files import cache_home, make_private
 
 SECONDS = 20.0
 """Of processor time for a trial, and for a text of LONGEST characters; published tokenizers need 3 to 10 s for that."""
@@ -145,13 +144,10 @@ def _records() -> Path | None:
         return None
     folder = home / "tokenizers"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        problem = make_private(folder)
     except OSError as error:
-        return _say_forgotten(f"{folder} cannot be written ({error.strerror})")
-    if status.st_mode & 0o022 or status.st_uid != os.getuid():
-        return _say_forgotten(f"others can write into {folder} (chmod go-w {folder}, if it is yours)")
-    return folder
+        problem = f"{folder} cannot be written ({error.strerror})"
+    return folder if problem is None else _say_forgotten(problem)
 
 
 @cache

@@ -105,18 +105,13 @@ def recipe_of(arguments: FinetuneArguments, saved: Config, say: Callable[[str], 
 
     positions = saved.model.max_positions
     if arguments.sequence is not None and arguments.sequence > positions:
-        raise UsageError(
-            f"--sequence {arguments.sequence} is longer than the {positions} positions of the model in "
-            f"{arguments.checkpoint}; use at most {positions}"
-        )
+        given = f"--sequence {arguments.sequence} is longer than the {positions} positions of the model"
+        raise UsageError(f"{given} in {arguments.checkpoint}; use at most {positions}")
     flags = {name: getattr(arguments, name) for name in Recipe.__dataclass_fields__}
     recipe = replace(DEFAULTS[arguments.task], **{name: value for name, value in flags.items() if value is not None})
     data = arguments.mesh.data
     if data > 0 and recipe.batch % data:
-        raise UsageError(
-            f"--batch {recipe.batch} does not divide over --mesh.data {data}; use a multiple of {data}, "
-            f"such as {-(-recipe.batch // data) * data}"
-        )
+        raise UsageError(f"--batch {recipe.batch} does not divide over --mesh.data {data}; use a multiple of {data}")
     if recipe.sequence > positions:
         say(f"rows have {positions} tokens rather than {recipe.sequence}: the model has no more positions")
     return replace(recipe, sequence=min(recipe.sequence, positions))
@@ -132,10 +127,7 @@ def check_task(task: LabelledTask, recipe: Recipe) -> None:
     if count < recipe.batch:
         raise UsageError(f"--batch {recipe.batch} is more than the {count} examples of --train; use at most {count}")
     if not task.has_labels:
-        raise UsageError(
-            f"the files of --validation have no labels, so there is no {task.metric} to choose the best epoch by; "
-            "give the published development set"
-        )
+        raise UsageError("--validation has no labels to choose the best epoch by; give the published development set")
 
 
 def config_of(arguments: FinetuneArguments, saved: Config, task: LabelledTask, recipe: Recipe) -> Config:
@@ -229,10 +221,8 @@ def continued(request: dict[str, Any], output: Path) -> dict[str, Any]:
         if before.get(name) != now:
             flag = "precision.compute" if name == "compute" else name.replace("_", "-")
             what = "number of examples" if name == "examples" else f"--{flag}"
-            raise UsageError(
-                f"{output} was fine-tuned with {what} {_words(before.get(name))}, now {_words(now)}; "
-                "choose another --output, or use the former value"
-            )
+            change = f"{what} {_words(before.get(name))}, now {_words(now)}"
+            raise UsageError(f"{output} was fine-tuned with {change}; choose another --output, or use the former value")
     return request
 
 

@@ -22,26 +22,33 @@ is an argument, so a second request of similar size compiles nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
 
 from mjax.config import Config
-from mjax.config.axes import CONTEXT
+from mjax.config.axes import CONTEXT, MODEL, PIPE
 from mjax.config.bounds import check_bounds
 from mjax.config.kernels import SLOTS, padded_width
 from mjax.errors import UsageError
 from mjax.generation import Sampling
-from mjax.generation.decoding import cache_axes, inference_weights, layers_of, weight_specs
-from mjax.models.causal import Cache, CausalModel
+from mjax.models.causal import Cache, CausalModel, Layers
+from mjax.models.context import Context
+from mjax.models.stack import map_stacks, runs_with_weights
+from mjax.parallel import mappings
+from mjax.parallel.pipeline import pipeline_decode
+from mjax.parallel.zero import Storage, gather_for_inference, layer_gather
 from mjax.step.layout import Layout, lay_out
+from mjax.step.precision import COMPUTE_TYPES
 
 # --- Sampling: the next token from a row of logits --------------------------------------------------------------------
 #
@@ -104,6 +111,136 @@ def allowed(logits: Array, top_k: Array, top_p: Array) -> Array:
     return jnp.put_along_axis(jnp.zeros(logits.shape, bool), order, stays, axis=-1, inplace=False)
 
 
+# --- The weights to compute with, and their layers one after the other ------------------------------------------------
+#
+# For every token a loop over layers would copy what it cuts out of stacks: all weights, and the whole cache. Here each
+# layer is cut out once (docs/results/log/2026-11-28-generation.md).
+
+
+def inference_weights(config: Config, layout: Layout, model: CausalModel) -> CausalModel:
+    """Inside `shard_map`: the weights to compute with. Without a pipeline each layer is by itself, not in a stack."""
+    weights = gather_for_inference(model, layout.plan, COMPUTE_TYPES[config.precision.compute])
+    if config.mesh.pipe == 1:
+        weights.blocks = nnx.List(unstacked(weights.blocks))
+    return weights
+
+
+def weight_specs(config: Config, layout: Layout):
+    """PartitionSpecs of `inference_weights`."""
+
+    def used(leaf: jax.ShapeDtypeStruct, storage: Storage) -> jax.ShapeDtypeStruct:
+        return leaf.update(sharding=NamedSharding(leaf.sharding.mesh, _used_spec(storage)))
+
+    def of_layer(leaf: jax.ShapeDtypeStruct, repetition: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(leaf.sharding.mesh, P(*leaf.sharding.spec[1:]))
+        return leaf.update(shape=leaf.shape[1:], sharding=sharding)
+
+    weights = jax.tree.map(used, layout.abstract_model, layout.plan)
+    if config.mesh.pipe == 1:
+        weights.blocks = nnx.List(unstacked(weights.blocks, of_layer))
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
+
+
+def layers_of(config: Config, layout: Layout, weights: CausalModel) -> Layers:
+    """Inside `shard_map`: the layers of `inference_weights`, with the interface of one."""
+    dtype = COMPUTE_TYPES[config.precision.compute]
+    gathered = map_stacks(lambda stack: layer_gather(stack, dtype, inference=True), layout.plan.blocks)
+    if config.mesh.pipe == 1:
+        return LayerList(weights.blocks, _places(layout.abstract_model.blocks, gathered), cache_axes(config))
+    return PipelineLayers(config, weights.blocks, gathered)
+
+
+def cache_axes(config: Config) -> tuple[str, ...]:
+    """Axes of the mesh along which each rank has a cache of its own: one of its layers, heads or positions."""
+    return (*[PIPE] * (config.mesh.pipe > 1), MODEL, *[CONTEXT] * (config.across is not None))
+
+
+def _used_spec(storage: Storage) -> P:
+    """The PartitionSpec of a weight of `gather_for_inference`."""
+    gathered = () if storage.gather_per_layer else {axis for names, _ in storage.gathers for axis in names}
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in storage.spec)
+    return P(*(tuple(axis for axis in entry if axis not in gathered) or None for entry in entries))
+
+
+def unstacked(blocks, take: Callable[[Any, int], Any] = lambda weight, repetition: weight[repetition]) -> list:
+    """Each layer of `blocks` by itself, in order; `take` gives a weight of one of the repetitions."""
+    return [jax.tree.map(lambda weight: take(weight, i), stack) for stack, i, *_ in _places(blocks)]  # noqa: B023
+
+
+def _places(blocks, gathered: Sequence[Sequence[Callable | None]] | None = None) -> list[tuple]:
+    """For each layer of `blocks`, in order, its stack, its repetition, what gathers its weights (`weights_of` of
+    `run_blocks`), and its kind."""
+    places = []
+    for stacks, gathers, count in runs_with_weights(blocks, gathered):
+        for number in range(count):
+            repetition, i = divmod(number, len(stacks))
+            kinds = stacks[i].kinds
+            places.append((stacks[i], repetition, gathers[i], kinds[repetition % len(kinds)]))
+    return places
+
+
+class LayerList(NamedTuple):
+    """Layers one after the other, without a loop.
+
+    Attributes:
+      layers: each by itself.
+      places: of these layers.
+      axes: as `cache_axes`.
+    """
+
+    layers: Sequence
+    places: list[tuple]
+    axes: tuple[str, ...]
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> list:
+        """That of each layer."""
+        return self._of_rank([layer.empty_cache(sequences, slots, dtype) for layer in self.layers])
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], list]:
+        """As `Block.decode`, with the cache of each layer."""
+        new = []
+        for layer, (_, _, gather, kind), of_layer in zip(self.layers, self.places, cached, strict=True):
+            block = layer if gather is None else gather(layer)
+            x, of_layer = block.decode(x, replace(context, kind=kind), of_layer, lengths)
+            new.append(of_layer)
+        return x, self._of_rank(new)
+
+    def _of_rank(self, cache: list) -> list:
+        """The cache, typed to vary over `axes`, so that the types stay the same in loops."""
+        return jax.tree.map(lambda leaf: mappings.vary(leaf, frozenset(self.axes)), cache)
+
+
+class PipelineLayers(NamedTuple):
+    """The layers of all stages of a pipeline, in turn; caches have a leading dim of a stage's chunks."""
+
+    config: Config
+    blocks: Any
+    gathered: list
+
+    def _of(self, chunk) -> LayerList:
+        return LayerList(unstacked(chunk), _places(chunk, self.gathered), cache_axes(self.config))
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> list:
+        """That of each chunk of this stage."""
+        chunks = self.config.mesh.chunks
+        chunk = self.blocks if chunks == 1 else jax.tree.map(itemgetter(0), self.blocks)
+        empty = self._of(chunk).empty_cache(sequences, slots, dtype)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (chunks, *leaf.shape)), empty)
+
+    def decode(
+        self, x: Float[Array, "t h"], context: Context, cached: list, lengths: Int[Array, " b"]
+    ) -> tuple[Float[Array, "t h"], list]:
+        """As `Block.decode`, with the caches of the chunks."""
+        mesh = self.config.mesh
+
+        def stage(chunk, x, cached):
+            return self._of(chunk).decode(x, context, cached, lengths)
+
+        return pipeline_decode(mesh.pipe, mesh.chunks, stage, self.blocks, x, cached)
+
+
 # --- On the devices ---------------------------------------------------------------------------------------------------
 
 
@@ -127,22 +264,8 @@ class _State(NamedTuple):
     cached: Cache
 
 
-class _Step(NamedTuple):
-    """The last step of the loop.
-
-    Attributes:
-      positions: int32 [b], of the tokens drawn.
-      drawn: int32 [b].
-      at_eod: bool [b], the token ends the text, and is not part of it.
-      grew: bool [b], the token is part of the text.
-      all_ended: bool [], after this step.
-    """
-
-    positions: Array
-    drawn: Array
-    at_eod: Array
-    grew: Array
-    all_ended: Array
+NOTHING, END = -2, -1
+"""In place of a token: the text had ended before, or ends here."""
 
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
@@ -155,11 +278,15 @@ def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prom
 
 def _write(
     config: Config, layout: Layout, weights: CausalModel, request: dict[str, Array], state: _State, steps: Array
-) -> tuple[_State, _Step]:
-    """Inside `shard_map`: take up to `steps` steps, until all sequences have ended."""
+) -> tuple[_State, Int[Array, " b"]]:
+    """Inside `shard_map`: take up to `steps` steps, until all sequences have ended.
+
+    Returns:
+      The state, and for each sequence the last token that was written, END or NOTHING.
+    """
     layers, sequences = layers_of(config, layout, weights), jnp.arange(state.lengths.shape[0])
 
-    def step(carry: tuple[_State, _Step, Array]) -> tuple[_State, _Step, Array]:
+    def step(carry: tuple[_State, Array, Array]) -> tuple[_State, Array, Array]:
         state, _, left = carry
         settings = {name: request[name] for name in ("temperature", "top_k", "top_p", "seed", "streams")}
         drawn = draw(state.logits, state.lengths, config.model.vocabulary, **settings)
@@ -170,14 +297,12 @@ def _write(
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
         logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
+        written = jnp.where(grows, drawn, jnp.where(state.ended, NOTHING, END))
         ended = at_eod | (lengths >= request["limits"])
-        new = _Step(state.lengths, drawn, at_eod & ~state.ended, grows, ended.all())
-        return _State(tokens, lengths, ended, at_eod, logits, cached), new, left - 1
+        return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
 
-    nothing = jnp.zeros(state.lengths.shape, bool)
-    none = _Step(state.lengths, jnp.zeros_like(state.lengths), nothing, nothing, state.ended.all())
-    state, last, _ = jax.lax.while_loop(lambda carry: ~carry[1].all_ended & (carry[2] > 0), step, (state, none, steps))
-    return state, last
+    start = state, jnp.full_like(state.lengths, NOTHING), steps
+    return jax.lax.while_loop(lambda carry: ~carry[0].ended.all() & (carry[2] > 0), step, start)[:2]
 
 
 @dataclass(frozen=True)
@@ -297,7 +422,7 @@ class Generator:
         if listener is None:
             state, _ = self._write(weights, request, state, np.int32(positions))
         else:
-            state = self._write_aloud(weights, request, state, listener)
+            state = self._write_aloud(weights, request, state, lengths.tolist(), listener)
         texts = state.tokens, state.lengths, state.at_eod
         continuations = []
         for start, tokens, length, at_eod in zip(lengths, *map(np.asarray, texts), strict=True):
@@ -322,19 +447,21 @@ class Generator:
         ]
         return [row[: len(text)].astype(np.float32) for row, text in zip(logits, texts, strict=True)]
 
-    def _write_aloud(self, weights: CausalModel, request: dict, state: _State, listener: Listener) -> _State:
+    def _write_aloud(
+        self, weights: CausalModel, request: dict, state: _State, positions: list[int], listener: Listener
+    ) -> _State:
         """Take one step after the other, and tell of each while the devices work on the next."""
         last = None
         while True:
-            state, step = self._write(weights, request, state, np.int32(1))
-            if last is not None:
-                rows = map(np.ndarray.tolist, map(np.asarray, last[:4]))
-                for index, (position, token, at_eod, grew) in enumerate(zip(*rows, strict=True)):
-                    if grew or at_eod:
-                        listener(index, position, token if grew else None)
-                if last.all_ended:
-                    return state
-            last = step
+            state, written = self._write(weights, request, state, np.int32(1))
+            tokens = [] if last is None else np.asarray(last).tolist()
+            for index, token in enumerate(tokens):
+                if token != NOTHING:
+                    listener(index, positions[index], None if token == END else token)
+                    positions[index] += 1
+            if tokens and max(tokens) == NOTHING:
+                return state
+            last = written
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Texts in rows of one width, with zeros behind them, which no token sees."""

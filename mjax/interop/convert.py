@@ -140,14 +140,9 @@ def find_family(values: dict, file: Path) -> Family:
 def family_of(model: ModelConfig) -> Family:
     """The family for exporting a model of mjax."""
     if getattr(model, "mlm_activation", None) not in (None, getattr(model, "activation", None)):
-        raise UsageError(
-            f"the MLP of this BERT has {model.activation} and its MLM head {model.mlm_activation}, and transformers "
-            "has one activation for both; convert a model with one"
-        )
+        raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
     if is_own(type(model)):
-        raise UsageError(
-            f"mjax convert has no name table for {model.title}; `mjax.open_run(RUN).weights` has its weights in Python"
-        )
+        raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
     differences = {}
     for family in families():
         difference = unlike(family, model)
@@ -181,10 +176,8 @@ def check_vocabulary(tokenizer: Tokenizer | None, model: ModelConfig) -> list[st
         return []
     left_out = tokenizer.leave_out(model.vocabulary)
     if tokenizer.vocabulary > model.vocabulary:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows; "
-            "give the tokenizer that the model was trained with"
-        )
+        counts = f"{tokenizer.vocabulary:,} ids and the model's embedding {model.vocabulary:,} rows"
+        raise UsageError(f"the tokenizer has {counts}; give the tokenizer that the model was trained with")
     return left_out
 
 
@@ -224,17 +217,13 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     if not hasattr(model, "rope_scaling"):
         raise UsageError(f"--rope {given} is for rotary positions and {source} is {model.title} without; leave it out")
     if model.rope_scaling != "none":
-        raise UsageError(
-            f"--rope {given}: {source} already has rotary positions with {model.rope_scaling}:{model.rope_factor:g}, "
-            f"{positions:,} of them; leave --rope out, or convert the model that it was made from"
-        )
+        scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
+        raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")
     kind, factor = _parsed(given)
     longer = positions * factor
     if longer >= LONGEST or longer != int(longer):
-        raise UsageError(
-            f"--rope {given} makes {longer:,.10g} of the {positions:,} positions of {source}; it must be a "
-            f"whole number below 2^31: use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
-        )
+        use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
+        raise UsageError(f"--rope {given} makes {longer:,.10g} positions; it must be a whole number below 2^31: {use}")
     original = None if kind == "linear" else positions
     scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
     return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
@@ -248,10 +237,8 @@ def _parsed(given: str) -> tuple[str, float]:
     except ValueError:
         factor = math.nan
     if kind not in SCALINGS or not 1 < factor < math.inf:
-        raise UsageError(
-            f"--rope {given} is not a scaling and a factor above 1; the scalings are {either(SCALINGS)}: use --rope "
-            f"{kind if kind in SCALINGS else 'yarn'}:8 for sequences eight times as long"
-        )
+        use = f"use one of {either(SCALINGS)}, such as {kind if kind in SCALINGS else 'yarn'}:8"
+        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; {use}")
     return kind, factor
 
 

@@ -41,6 +41,7 @@ HARMLESS = {
 """Settings of adapter_config.json that change nothing: the names of the tensors say which modules have adapters."""
 PLAIN = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, False, "gaussian", "orthogonal"]}
 """Values of others that leave LoRA plain; some initializations change the base when peft loads it."""
+OTHER_BASE = "give --base the run of the model that it was trained on"
 UNUSED = [None, False, {}, []]
 """Such values of all other settings, known or not: anything else may change what is computed."""
 
@@ -96,10 +97,8 @@ def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
         columns = isinstance(layer, ColumnParallelLinear)
         targets, which = targets_of(path.rpartition(".")[2], layer), place.index[-1]
         if not family.transposed or (len(targets) > 1 and len(place.index) < 3):
-            raise UsageError(
-                f"{family.model} has {' and '.join(targets)} in one matrix, as peft's adapters are not; add --merged "
-                "for a whole model"
-            )
+            parts = " and ".join(targets)
+            raise UsageError(f"{family.model} has {parts} in one matrix, as peft's adapters are not; add --merged")
         if not columns or len(targets) == 1:
             found[name.removesuffix(".weight")] = Module(path, targets[0], place.index[0], 0, columns)
         elif which in layer.adapter.parts:
@@ -189,10 +188,7 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     values = read_object(file)
     for name in sorted(values.keys() - READ - HARMLESS):
         if values[name] not in PLAIN.get(name, UNUSED):
-            raise UsageError(
-                f"{file}: {name} is {values[name]!r}, and mjax has plain LoRA only; if peft can merge the adapter "
-                "(merge_and_unload), convert the merged model"
-            )
+            raise UsageError(f"{file}: {name} is {values[name]!r}, and mjax has plain LoRA only; merge it with peft")
     if not (folder / WEIGHTS).is_file():
         raise UsageError(f"{folder} has no {WEIGHTS}; give a folder written by save_pretrained of peft")
     rank, alpha = values.get("r"), values.get("lora_alpha")
@@ -214,10 +210,8 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     )
     every = modules_of(family, model)
     if foreign := sorted({module for module, _ in named} - every.keys()):
-        raise UsageError(
-            f"{folder} has an adapter of {foreign[0]}, and the linear layers of {base.title} are "
-            f"{and_more(sorted(every))}; give --base the run of the model that it was trained on"
-        )
+        known = f"the linear layers of {base.title} are {and_more(sorted(every))}"
+        raise UsageError(f"{folder} has an adapter of {foreign[0]}, and {known}; {OTHER_BASE}")
     targets = {every[module].target for module, _ in named}
     if targets != {module.target for module in every.values()}:
         model = replace(model, lora_targets=tuple(sorted(targets)))
@@ -225,9 +219,7 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     if missing := [
         f"{name}.lora_{matrix.upper()}" for name in modules for matrix in "ab" if (name, matrix) not in named
     ]:
-        raise UsageError(
-            f"{folder} has no {missing[0]}, and mjax has adapters in all layers or in none; merge it with peft"
-        )
+        raise UsageError(f"{folder} lacks {missing[0]}; mjax has adapters in all layers or in none: merge with peft")
     shapes = abstract_weights(model)
     own = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
     for name, module in modules.items():
@@ -235,9 +227,7 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
             ours = getattr(module, matrix)(own[f"{module.path}.adapter.{matrix}"])
             theirs = tensors.read(named[name, matrix]).astype(np.float32)
             if theirs.shape != ours.shape:
-                raise UsageError(
-                    f"{folder}: {named[name, matrix]} has shape {theirs.shape}, and the base asks for {ours.shape}; "
-                    "give --base the run of the model that it was trained on"
-                )
+                shapes = f"shape {theirs.shape}, and the base asks for {ours.shape}"
+                raise UsageError(f"{folder}: {named[name, matrix]} has {shapes}; {OTHER_BASE}")
             ours[...] = theirs
     return model, own

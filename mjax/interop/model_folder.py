@@ -44,10 +44,7 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
         replace = "--overwrite replaces it; or " if overwrite is False and is_model else ""
         raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")
     if not is_model:
-        raise UsageError(
-            f"--overwrite replaces models only, and {folder} is not a folder of config.json and files beside it; give "
-            "another folder, or delete it"
-        )
+        raise UsageError(f"--overwrite replaces models only, and {folder} is not one; give another folder")
 
 
 @contextmanager

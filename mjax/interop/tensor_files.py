@@ -80,10 +80,8 @@ def open_tensors(folder: Path, allow_pickle: bool = False) -> Tensors:
     if not files:
         raise UsageError(f"{folder} has no {SAFETENSORS}; give a folder written by save_pretrained")
     if not allow_pickle:
-        raise UsageError(
-            f"{folder} has its weights in {PICKLE} only, a pickle; get the model as {SAFETENSORS}, or add "
-            "--allow-pickle to have torch read only the tensors in it"
-        )
+        remedy = f"get {SAFETENSORS}, or add --allow-pickle to have torch read only the tensors in it"
+        raise UsageError(f"{folder} has its weights in {PICKLE} only, a pickle; {remedy}")
     return PickledFiles(files)
 
 
@@ -117,9 +115,7 @@ class SafetensorsFiles:
                 opened = safe_open(str(file), framework="np").__enter__()  # closed with the last reference to it
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
             except SafetensorError as error:
-                raise UsageError(
-                    f"{file} is truncated or not a safetensors file ({error}); download it again"
-                ) from None
+                raise UsageError(f"{file} is truncated or not a safetensors file ({error}); get it again") from None
             kinds = {name: Kind(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             _add_kinds(self.kinds, file, kinds, expected)
             self._opened |= dict.fromkeys(kinds, opened)

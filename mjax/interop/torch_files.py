@@ -136,18 +136,14 @@ def as_arrays(file: Path, values: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise UsageError(f"{file}: {name} is not a plain tensor; save it as one, dense and on the CPU")
         stored = tensor.untyped_storage().nbytes()
         if tensor.numel() * tensor.element_size() > stored:
-            raise UsageError(
-                f"{file}: {name} has shape {tuple(tensor.shape)} and {stored:,} bytes stored of it, which do not "
-                "suffice; get the file again, or save it with contiguous tensors"
-            )
+            sizes = f"shape {tuple(tensor.shape)} and {stored:,} bytes stored of it, which do not suffice"
+            raise UsageError(f"{file}: {name} has {sizes}; get the file again, or save it with contiguous tensors")
         tensor = tensor.detach()
         try:
             is_bf16 = tensor.dtype == torch.bfloat16
             arrays[name] = tensor.view(torch.int16).numpy().view(bfloat16) if is_bf16 else tensor.numpy()
         except TypeError:  # eight bits and less
-            raise UsageError(
-                f"{file}: {name} is of type {tensor.dtype}, which mjax does not read; save it as float32"
-            ) from None
+            raise UsageError(f"{file}: {name} is of type {tensor.dtype}, not read here; save it as float32") from None
     return arrays
 
 
@@ -210,13 +206,10 @@ def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
             (content,) = load_tensors(read_chunk(file, chunk), of_megatron=True)
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
-            raise UsageError(
-                f"{file} wants to call {called[1]}, which is not part of a checkpoint of Megatron, and nothing was "
-                "executed; save its weights and arguments again without it"
-            ) from None
-        raise UsageError(
-            f"{file} is truncated or not a file of torch.save ({first_line(error)}); copy it again"
-        ) from None
+            what = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"
+            raise UsageError(f"{file} wants to call {what}; save its weights and arguments without it") from None
+        reason = first_line(error)
+        raise UsageError(f"{file} is truncated or not a file of torch.save ({reason}); get it again") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file} holds a {type(content).__name__}, and a checkpoint is a dict; give one of Megatron")
     return content
@@ -312,10 +305,7 @@ def read_metadata(file: Path) -> dict[str, Stored]:
     except UsageError as error:
         raise UsageError(f"{file}: {error}; get the checkpoint from where it was trained") from None
     except Exception as error:  # a damaged pickle fails in as many ways as there are opcodes
-        raise UsageError(
-            f"{file} is truncated or not a .metadata of torch.distributed.checkpoint ({type(error).__name__}); "
-            "copy it again"
-        ) from None
+        raise UsageError(f"{file} is truncated or not a .metadata ({type(error).__name__}); copy it again") from None
 
 
 def _check_memo(stream: BinaryIO, size: int) -> None:

@@ -183,10 +183,8 @@ def find_tensors(
       UsageError: a tensor is missing, unknown, of another shape or not floating-point; or a copy differs.
     """
     if model.layers > len(tensors.kinds):  # before there is a name for each
-        raise UsageError(
-            f"{family.described_by} of {source} asks for {model.layers:,} layers, and its files have "
-            f"{len(tensors.kinds):,} tensors; restore the former or download the latter again"
-        )
+        counts = f"{model.layers:,} layers, and its files have {len(tensors.kinds):,} tensors"
+        raise UsageError(f"{family.described_by} of {source} asks for {counts}; download the model again")
     expected = places(family, model)
     copied = {copy: original for copy, original in family.copies.items() if copy not in expected}
     found: dict[str, str] = {}
@@ -196,19 +194,16 @@ def find_tensors(
         known = _in_full(family, name, expected)
         place = expected.get(copied.get(known, known))
         if place is None:
-            raise UsageError(
-                f"{source} has a tensor {family.spelled(name)}, which is not part of {family.model} with "
-                f"{model.layers} layers; convert the model it was made for, or restore {family.described_by}"
-            )
+            model_of = f"which is not part of {family.model} with {model.layers} layers"
+            remedy = f"convert the model it was made for, or restore {family.described_by}"
+            raise UsageError(f"{source} has a tensor {family.spelled(name)}, {model_of}; {remedy}")
         if kind.dtype not in FLOATS:
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
         if known in found:
             raise UsageError(f"{source} has both {name} and {found[known]}; remove the one that is not the model's")
         if known not in copied and not _fits(family, kind, place):
-            raise UsageError(
-                f"{source}: {family.spelled(name)} has shape {kind.shape}, and {family.described_by} asks for "
-                f"{place.shape}; restore one of the two"
-            )
+            shapes = f"shape {kind.shape}, and {family.described_by} asks for {place.shape}"
+            raise UsageError(f"{source}: {family.spelled(name)} has {shapes}; restore one of the two")
         found[known] = name
     absent = absent_heads(family, model, {copied.get(known, known) for known in found})
     copies = {copy: found.pop(copy) for copy in copied if copy in found}
@@ -218,10 +213,8 @@ def find_tensors(
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
-        raise UsageError(
-            f"{source} lacks the tensor {and_more(missing)}, all of {heads}; "
-            "its encoder is complete, so add --draw-heads to give these random weights, or get a model that has them"
-        )
+        lost = f"{and_more(missing)}, all of {heads}; its encoder is complete"
+        raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
     for known, copy in copies.items():
         _check_copy(family, tensors, copy, found[copied[known]], expected[copied[known]], source)
     return found
@@ -232,10 +225,8 @@ def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, plac
     if not _fits(family, tensors.kinds[copy], place) or not all(
         np.array_equal(tensors.read(copy, rows), tensors.read(original, rows)) for rows in _rows(0, place.shape[0])
     ):
-        raise UsageError(
-            f"{source}: {copy} differs from {original}, but mjax has one weight for both; "
-            "convert a model in which they are tied"
-        )
+        problem = f"{copy} differs from {original}, but mjax has one weight for both"
+        raise UsageError(f"{source}: {problem}; convert a model in which they are tied")
 
 
 def absent_heads(family: Family, model: ModelConfig, names: Container[str]) -> list[str]:

@@ -24,7 +24,7 @@ from mjax.parallel.tokens import Across, Tokens
 
 @runtime_checkable
 class Layers(Protocol):
-    """All layers of a model, as `Block` has them for one: `generation/decoding.py`, also over stages of a pipeline."""
+    """All layers of a model, as `Block` has them for one: `generation/generate.py`, also over stages of a pipeline."""
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
 

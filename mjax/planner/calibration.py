@@ -105,17 +105,14 @@ class Calibration:
             return None, tuple(caveats)
         return bar if self.sequences[0] <= length <= self.sequences[1] else None, tuple(caveats)
 
-    def rates(self, compute: str) -> tuple[str, ...]:
-        """The names of the rates that a prediction depends on."""
-        return (*RATES, "float8") if compute == "fp8" else RATES
-
     def source_of(self, name: str) -> str:
         """The source of a rate."""
         return self.sources.get(name, "assumed" if name == "float8" else "its source is not known")
 
     def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
         """The rates of a prediction that were not measured on `gpu`."""
-        return [name for name in self.rates(compute) if gpu.name != self.gpu or name not in self.measured]
+        rates = (*RATES, "float8") if compute == "fp8" else RATES
+        return [name for name in rates if gpu.name != self.gpu or name not in self.measured]
 
 
 FITTED = "fitted to 18 runs of Megatron-LM, arXiv 2104.04473, table 1, and 2205.05198, table 5"
@@ -215,9 +212,6 @@ TILES = (
     (128, 256, 1.0), (256, 128, 1.0), (192, 128, 1.0), (128, 192, 1.0), (256, 192, 1.0), (192, 256, 1.0),
     (128, 128, 0.92), (64, 256, 0.88), (64, 128, 0.75),
 )  # fmt: skip
-# Latency of a message of NCCL's tree with protocol LL against one of its ring with protocol Simple, within a server and
-# between servers (NVIDIA/nccl, src/graph/tuning.cc).
-LOW_LATENCY = (0.6 / 3.4, 5.0 / 14.0)
 HEADS = 64  # attention runs on heads that are multiples of this
 
 
@@ -286,16 +280,6 @@ class Rates:
         if ranks == 1:
             return 0.0
         return 2 * self.gather(ranks, stride, whole) - self.calibration.collective
-
-    def agree(self, ranks: int, stride: int) -> float:
-        """All-reduce of one number: NCCL's tree with its low-latency protocol, whose messages take less time than those
-        of a ring."""
-        if ranks == 1:
-            return 0.0
-        in_server = max(1, min(ranks, self.gpu.gpus_per_node // stride))
-        levels = math.ceil(math.log2(math.ceil(ranks / in_server)))
-        within = (in_server - 1) * LOW_LATENCY[0] * self.gpu.node_latency
-        return 2 * (within + levels * LOW_LATENCY[1] * self.gpu.network_latency) + self.calibration.collective
 
     def send(self, ranks: int, stride: int, sent: float) -> float:
         """Every device sends `sent` bytes to the one `stride` away, on an axis of `ranks`."""

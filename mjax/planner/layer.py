@@ -59,7 +59,7 @@ from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainCo
 from mjax.config.kernels import FUSED, with_grouped
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
-from mjax.models.parts.attention_kernels import FLASH_STAND_IN
+from mjax.models.parts.flash import FLASH_STAND_IN
 from mjax.models.stack import run_blocks, runs_in
 from mjax.parallel.grouped import ROWS, tiles_at_most
 from mjax.parallel.grouped import STAND_IN as GROUPED_STAND_IN
@@ -67,7 +67,7 @@ from mjax.parallel.mesh import abstract_mesh, batch_specs
 from mjax.parallel.tokens import Across
 from mjax.parallel.weights import are_stacked, joined, metadata_of, split_trained
 from mjax.parallel.zero import gather_weights
-from mjax.planner.program import STAND_IN, Product, Program, bytes_of, inner_jaxprs
+from mjax.planner.program import Product, Program, bytes_of, inner_jaxprs
 from mjax.step.forward import Forward
 from mjax.step.layout import Layout, lay_out
 from mjax.step.precision import COMPUTE_TYPES
@@ -125,7 +125,6 @@ class Backward(NamedTuple):
       largest: the largest array that a kernel writes, without scores.
       scores: the largest scores of attention that a kernel writes.
       gathered: the largest result of a collective that is larger than its operand.
-      biases: the largest written-out bias of attention.
     """
 
     kept: int
@@ -135,7 +134,6 @@ class Backward(NamedTuple):
     largest: int
     scores: int
     gathered: int
-    biases: int
 
     @classmethod
     def of_plain(cls, *plain: int) -> Backward:
@@ -288,13 +286,20 @@ def head(of: Traced) -> Head:
 @lru_cache(maxsize=4096)
 def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none") -> Any:
     """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
-    key = hashlib.sha256(repr((of, kind.__name__, kernel, recompute)).encode()).hexdigest()
-    if _STORES and key in _STORES[-1]:
-        return kind.of_plain(*_STORES[-1][key])
-    record = _trace(of, of.config(kernel, recompute), _TRACERS[kind])
-    if _STORES and type(of.model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
-        _STORES[-1][key] = record
-    return record
+    key = of, kind.__name__, kernel, recompute
+    trace = lambda: _trace(of, of.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
+    return traced_once(key, of.model, trace, lambda plain: kind.of_plain(*plain))
+
+
+def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[[Any], Any]) -> Any:
+    """The result of `trace`, or what an earlier command has left of it under `key`, as JSON has it, by `of_plain`."""
+    if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
+        return trace()
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()
+    if digest not in _STORES[-1]:
+        _STORES[-1][digest] = trace()
+        return _STORES[-1][digest]
+    return of_plain(_STORES[-1][digest])
 
 
 _STORES: list[dict[str, Any]] = []
@@ -422,7 +427,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
     written = {value for operation in kernels for value in operation.outputs}
     scores = {value for value in range(len(program.values)) if program.ends_with(value, of.scores)}
     collectives = [(op.inputs[0], op.outputs[0]) for op in kernels if op.is_collective]
-    biases = {value for op in kernels if op.name == STAND_IN for value in op.inputs}
 
     def largest(values: Iterable[int]) -> int:
         return max(map(program.bytes, values), default=0)
@@ -435,7 +439,6 @@ def _backward(of: Traced, forward: Forward, weights, micro_batch, x: Array) -> B
         largest=largest(written - scores),
         scores=largest(written & scores),
         gathered=largest(whole for part, whole in collectives if program.bytes(whole) > program.bytes(part)),
-        biases=largest(biases & scores),
     )
 
 
@@ -494,45 +497,27 @@ def model_flops(config: Config, causal: bool = False) -> float:
       config: validated.
       causal: count the half of the attention that a causal model needs; a model that is not causal needs all of it.
     """
-    of_head = head(_whole(Traced.of(config)))
-    forward = _layers(config, causal) + of_head.flops
-    frozen = _frozen(config) + (0.0 if of_head.trained else of_head.flops)
+    end, (weights, frozen, attention) = head(_whole(Traced.of(config))), _layers(config, causal)
+    forward = weights + attention + end.flops
+    frozen += 0.0 if end.trained else end.flops
     return config.train.global_batch * (3 * forward - frozen)
 
 
 def hardware_flops(config: Config, causal: bool = False) -> float:
     """FLOPs of a step: `model_flops` and the forward products that `train.recompute` and `train.loss_chunks` do
     again."""
-    train = config.train
-    whole = _layers(config, causal)
-    again = {"none": 0.0, "selective": _attention(config, causal), "full": whole, "offload": whole}
+    train, (weights, _, attention) = config.train, _layers(config, causal)
+    again = {"none": 0.0, "selective": attention}.get(train.recompute, weights + attention)
     scores = head(_whole(Traced.of(config))).products[-1].flops if train.loss_chunks > 1 else 0.0
-    return model_flops(config, causal) + train.global_batch * (again[train.recompute] + scores)
+    return model_flops(config, causal) + train.global_batch * (again + scores)
 
 
-def _layers(config: Config, causal: bool) -> float:
-    """Forward FLOPs of the layers per sample."""
-    weights = sum(count * sum(op.flops for op in layer.of_weights) for count, layer in _kinds(config))
-    return weights + _attention(config, causal)
-
-
-def _frozen(config: Config) -> float:
-    """Forward FLOPs of the layers' frozen weights per sample."""
-    return sum(
-        count * (sum(op.flops for op in layer.of_weights) - sum(op.flops for op in layer.of_trained))
-        for count, layer in _kinds(config)
-    )
-
-
-def _attention(config: Config, causal: bool) -> float:
-    """FLOPs of scores and weighted sums."""
-    full = sum(count * sum(op.flops for op in layer.of_activations) for count, layer in _kinds(config))
-    return full / 2 if causal and config.model.causal else full
-
-
-def _kinds(config: Config) -> list[tuple[int, Layer]]:
-    """For each kind of layers how many the model has, and one of them."""
-    return [(layers, layer_forward(_whole(of))) for layers, of in kinds_of(config)]
+def _layers(config: Config, causal: bool) -> tuple[float, float, float]:
+    """Forward FLOPs of the layers per sample: of all weights, of frozen weights, and of scores and weighted sums."""
+    products = [(n, p) for n, of in kinds_of(config) for p in layer_forward(_whole(of)).of_weights]
+    attention = sum(n * p.flops for n, of in kinds_of(config) for p in layer_forward(_whole(of)).of_activations)
+    weights, frozen = (sum(n * p.flops for n, p in products if not (only and p.trained)) for only in (False, True))
+    return weights, frozen, attention / (2 if causal and config.model.causal else 1)
 
 
 def _whole(of: Traced) -> Traced:

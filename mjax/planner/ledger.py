@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from mjax.config.axes import NAMES
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh
 from mjax.parallel.schedules import Schedule, schedule_of
+from mjax.planner.layer import traced_once
 from mjax.planner.program import axes_of, inner_jaxprs
 from mjax.step.step import build_program
 
@@ -192,10 +193,17 @@ def ledger(config: Config) -> Ledger:
     kernel, which every machine can trace, and no dropout, whose masks are a third of the equations.
     """
     config = replace(config, model=replace(config.model.without_dropout(), attention="xla"))
-    with jax.enable_x64(config.precision.compute == "fp64"):
-        program = build_program(config, abstract_mesh(config.mesh))
-        step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
-    return Ledger(read_collectives(step, schedule_of(config) if config.mesh.pipe > 1 else None))
+
+    def trace() -> list[tuple]:
+        with jax.enable_x64(config.precision.compute == "fp64"):
+            program = build_program(config, abstract_mesh(config.mesh))
+            step = program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr
+        schedule = schedule_of(config) if config.mesh.pipe > 1 else None
+        return [astuple(record) for record in read_collectives(step, schedule)]
+
+    records = traced_once(("ledger", config), config.model, trace, list)
+    as_fields = ((tuple(value) if isinstance(value, list) else value for value in record) for record in records)
+    return Ledger(tuple(Collective(*fields) for fields in as_fields))
 
 
 def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:

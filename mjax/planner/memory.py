@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -154,29 +154,27 @@ class _Sizes:
       kept: residuals of a chunk's layers on the device.
       host: the same in host memory.
       work: temporaries of a layer's backward pass, without its weights; of the kind that needs most.
-      biases: written-out bias of cuDNN's attention, and its unused gradient.
       logits: vocabulary scores, of a chunk of the loss.
       heads: other residuals of the head, and their gradients.
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
+      masters, computed, sums, activations: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
         mesh, train, model, recompute = config.mesh, config.train, config.model, config.train.recompute
         self.config, self.unrolled = config, is_unrolled(config, on_gpu=True)
-        self.weights, self.trained = own = all_and_trained(model, mesh)
+        self.weights, self.trained = (weights_of_device(model, mesh, trained=trained) for trained in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
         alone = of_layers(mesh)
         of_run = model, config.data, config.precision.compute
-        kinds, arrays, shared = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
+        kinds, arrays = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
         for count, kind, sample in kinds:
-            of_kind = own if kind is None else all_and_trained(model, mesh, kind)
+            of_kind = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
             self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
-        samples = train.micro_batch
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -187,8 +185,6 @@ class _Sizes:
         self.kept = self.of_layers(self._kept)
         self.host = self.of_layers(lambda kind: kind.sample.offloaded)
         self.work = sample.work + masks * sample.scores
-        biases = max(sample.biases for sample in of_kinds)
-        self.biases = biases / (samples if shared else 1) * (kernel == "cudnn")
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
@@ -197,7 +193,7 @@ class _Sizes:
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
         self.masters = self.stored(self.weights.stored, self.trained.stored)
         self.computed, self.sums = _computed(self), _sums(self)
-        self.activations, self.messages = _activations(self), _messages(self)
+        self.activations = _activations(self)
 
     def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
         """The sum of something over the layers of a chunk."""
@@ -254,7 +250,6 @@ class _Sample(NamedTuple):
     kept_unrolled: float
     factors: float
     work: float
-    biases: float
     scores: float
     logits: float
     heads: float
@@ -281,7 +276,6 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         kept_unrolled=samples * backward.kept_unrolled + more_rows,
         factors=samples * width * sum(p.batch * p.m * (p.k + p.n) for p in layer.of_trained),
         work=samples * (STREAMS_IN_HAND * backward.stream + gathered) + temporaries,
-        biases=2 * samples * backward.biases,
         scores=samples * max(scores, default=0),
         logits=samples * width * head.logits,
         heads=samples * head.kept,
@@ -292,14 +286,14 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
 def _of_micro_batch(
     model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
     kernel: str, recompute: str, samples: int,
-) -> tuple[list[tuple[int, int | None, _Sample]], int, bool]:  # fmt: skip
-    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; the bytes of a
-    sample in a batch; and whether all samples share the bias of attention."""
+) -> tuple[list[tuple[int, int | None, _Sample]], int]:  # fmt: skip
+    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; bytes of a
+    sample in a batch."""
     config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
     kinds = [(n, of.kind, _sizes_of(of, kernel, recompute, samples)) for n, of in trace.kinds_of(config)]
     arrays = config.batch_arrays()
     bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
-    return kinds, bytes_of_sample, "documents" not in arrays
+    return kinds, bytes_of_sample
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -362,15 +356,6 @@ def _activations(sizes: _Sizes) -> float:
     return sizes.kept * (_in_flight(sizes.config) + 1)
 
 
-def _messages(sizes: _Sizes) -> float:
-    """Buffers of a pipeline [slots + 1, R, h]: activations and gradients that have arrived, streams for the head."""
-    mesh = sizes.config.mesh
-    if mesh.pipe == 1:
-        return 0.0
-    outputs = sizes.config.micro_batches if mesh.schedule == "gpipe" else 1
-    return sizes.stream * (2 + 2 + (outputs + 1) + 2)  # and the two in flight
-
-
 def _weights_in_hand(sizes: _Sizes) -> float:
     """Bytes of the weights that a turn of a scan has sliced from the stack, or gathered, and of their gradients; and of
     the copy of a chunk's weights, if a stage has several."""
@@ -403,7 +388,7 @@ def _backward(sizes: _Sizes) -> Memory:
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
     gradients = of_layers + sizes.sums + waiting
-    work = sizes.work + _weights_in_hand(sizes) + sizes.messages + sizes.biases + sizes.batch
+    work = sizes.work + _weights_in_hand(sizes) + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
 
@@ -411,15 +396,11 @@ def _backward(sizes: _Sizes) -> Memory:
 def _head(sizes: _Sizes) -> Memory:
     """The logits, which their gradient overwrites; or the logits of a chunk of the vocabulary."""
     layers, shared = sizes.computed
-    table = sizes.width * sizes.weights.table
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = sizes.sums + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
-    work = sizes.heads + sizes.messages + sizes.biases / 2 + sizes.batch
+    work = sizes.heads + sizes.batch
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
-    untied = shared >= 2 * table  # it includes what embeds, which nobody needs here
-    if sizes.config.train.loss_chunks > 1 and (sizes.accumulates or (not untied and (sizes.sharded or not shared))):
-        work += table  # cut into chunks; otherwise each is cut and cast in one
     kept = {"activations": sizes.activations, "logits": logits}
     return _memory(sizes, "head", layers + shared, gradients, **kept, workspace=work)
 
@@ -431,10 +412,7 @@ def _reduction(sizes: _Sizes) -> Memory:
     wide = sizes.master * (whole + weights.gathered_shards)
     if copies(mesh) == 1 and not sizes.accumulates:
         return _memory(sizes, "reduction", 0.0, sizes.width * whole, workspace=sizes.batch)  # nothing is summed
-    # They are converted one by one, so the last one that exists in both dtypes is the largest.
-    both = not (weights.gathered or sizes.accumulates or sizes.width == sizes.master)
-    narrow = sizes.width * weights.largest if both else 0.0
-    return _memory(sizes, "reduction", 0.0, narrow + wide, workspace=sizes.batch)
+    return _memory(sizes, "reduction", 0.0, wide, workspace=sizes.batch)
 
 
 def _update(sizes: _Sizes) -> Memory:
@@ -481,19 +459,12 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    return all_and_trained(model, mesh, kind)[trained]
-
-
-def all_and_trained(
-    model: ModelConfig, mesh: MeshConfig, kind: int | None = None
-) -> tuple[DeviceWeights, DeviceWeights]:
-    """`weights_of_device` of all weights, and of those that are trained."""
-    return _device_weights(model, _sizes(mesh), kind)
+    return _elements(model, STORED_BY(mesh), kind, trained and bool(frozen_weights(model)))
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
-    return _matrices(model, _sizes(mesh))
+    return _matrices(model, STORED_BY(mesh))
 
 
 @lru_cache(maxsize=16384)
@@ -509,7 +480,7 @@ def of_layers(mesh: MeshConfig) -> MeshConfig:
     )
 
 
-_sizes = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
+STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
 """Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
 
 
@@ -517,16 +488,9 @@ def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int
     return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
 
 
-@lru_cache(maxsize=4096)
-def _device_weights(
-    model: ModelConfig, sizes: tuple[int, ...], kind: int | None
-) -> tuple[DeviceWeights, DeviceWeights]:
-    """Return the elements of all weights, and of those that are trained."""
-    every = _elements(model, _mesh(*sizes), kind, trained=False)
-    return every, _elements(model, _mesh(*sizes), kind, trained=True) if frozen_weights(model) else every
-
-
-def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: bool) -> DeviceWeights:
+@lru_cache(maxsize=8192)
+def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
+    mesh = _mesh(*stored_by)
     total: Counter[str] = Counter()
     for name, (shape, spec) in abstract_weights(model).items():
         if trained and name in frozen_weights(model):
@@ -556,8 +520,8 @@ def _elements(model: ModelConfig, mesh: MeshConfig, kind: int | None, trained: b
 
 
 @lru_cache(maxsize=4096)
-def _matrices(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Matrices, ...]:
-    mesh = _mesh(*sizes)
+def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[Matrices, ...]:
+    mesh = _mesh(*stored_by)
     return tuple(
         Matrices(
             shape,
@@ -577,22 +541,6 @@ def _local(shape: tuple[int, ...], spec: P, mesh: MeshConfig) -> int:
 
 
 # --- Muon: matmuls of its iteration, collectives that make each matrix whole, memory ----------------------------------
-
-
-class MuonCollective(NamedTuple):
-    """A collective of the update of one weight.
-
-    Attributes:
-      operation: all-to-all, all-gather or all-reduce.
-      axis: of the mesh.
-      elements: in the whole tensor of an all-gather or all-reduce, in a device's operand of an all-to-all.
-      times: in a step.
-    """
-
-    operation: str
-    axis: str
-    elements: int
-    times: int
 
 
 def muon_width(config: Config) -> int:
@@ -623,35 +571,21 @@ def muon_iteration_seconds(config: Config, rates: Rates) -> float:
 
 
 def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
-    """Seconds in which matrices become whole and results go back, by mesh axis."""
+    """Seconds in which matrices become whole and results go back, by mesh axis: an all-to-all there and back over an
+    axis that splits a matrix, which sends as much as a gather; and a gather, or a sum, of results over one that does
+    not."""
     sizes, seconds = axes.sizes(config.mesh), dict.fromkeys(axes.NAMES, 0.0)
-    for sent in muon_collectives(config):
-        inner = axes.NAMES[axes.NAMES.index(sent.axis) + 1 :]
-        stride = math.prod(sizes[axis] for axis in inner)
-        # An all-to-all sends as much as a gather.
-        collective = rates.sum if sent.operation == "all-reduce" else rates.gather
-        seconds[sent.axis] += sent.times * collective(sizes[sent.axis], stride, sent.elements * muon_width(config))
-    return seconds
-
-
-def muon_collectives(config: Config) -> Iterator[MuonCollective]:
-    """The collectives of a device's update, weight by weight."""
-    sizes = axes.sizes(config.mesh)
     for matrices in matrices_of(config.model, config.mesh):
         count, part = matrices.count, math.prod(matrices.size)  # elements of a matrix that a device has
+        part //= math.prod(sizes[axis] for axis, dim in matrices.moves if dim is not None)
         for axis, dim in matrices.moves:
-            part //= 1 if dim is None else sizes[axis]
-        for axis, dim in matrices.moves:
-            ranks = sizes[axis]
+            ranks, stride = sizes[axis], math.prod(sizes[inner] for inner in axes.NAMES[axes.NAMES.index(axis) + 1 :])
             share = -(-count // ranks)
-            if dim is not None:
-                yield MuonCollective("all-to-all", axis, share * ranks * part, times=2)
-                part *= ranks
-            elif ranks <= count:
-                yield MuonCollective("all-gather", axis, share * ranks * part, times=1)
-            else:
-                yield MuonCollective("all-reduce", axis, count * part, times=1)
-            count = share
+            moved = 2 * count if dim is None and ranks > count else share * ranks
+            times = 1 if dim is None else 2
+            seconds[axis] += times * rates.gather(ranks, stride, moved * part * muon_width(config))
+            count, part = share, part * (1 if dim is None else ranks)
+    return seconds
 
 
 @lru_cache(maxsize=4096)

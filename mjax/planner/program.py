@@ -24,7 +24,7 @@ VIEWS = {
     "device_put",
 }  # fmt: skip
 SILENT = {"pvary", "axis_index"}  # they name a mesh axis but send nothing
-STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/parts/attention_kernels.py`)
+STAND_IN = "pure_callback"  # for a kernel that exists only on a GPU (`models/parts/flash.py`)
 # Besides products and collectives, these read and write whole arrays; all other operations fuse.
 KERNELS = {"dot_general", STAND_IN, "scatter", "scatter-add", "sort", "cumsum", "scan", "while", "cond"}
 # These give all of their input, where that has no more and no fewer elements: a broadcast of a dim of 1 to 1.

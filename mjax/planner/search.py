@@ -34,15 +34,15 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, TrainConfig, axes, differences
+from mjax.config import Config, MeshConfig, TrainConfig, axes
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.checks import can_run_layers
+from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import ways_across
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
@@ -155,14 +155,19 @@ def meshes(config: Config, devices: int, context: int | None = None) -> Iterator
     many as the config has."""
     model, unit, most = config.model, batch_unit(config), max(SERVER, config.mesh.model)
     matrices = math.gcd(*model.columns().values())
-    nearest = 1 if mixing_class(model) else max(model.sequence // LEAST_POSITIONS, 1)
-    parts = [n for n in divisors(model.sequence) if n <= nearest]
     for tensor in (n for n in divisors(math.gcd(devices, matrices)) if n <= most and model.splits(n)):
         for pipe in divisors(math.gcd(devices // tensor, model.layers // stage_unit(model))):
             rest = devices // (tensor * pipe)
-            for part in parts if context is None else [context]:
+            for part in _parts_of_sequence(model) if context is None else [context]:
                 if rest % part == 0 and unit % (rest // part) == 0 and model.sequence % part == 0:
                     yield pipe, rest // part, part, tensor
+
+
+def _parts_of_sequence(model: ModelConfig) -> Iterator[int]:
+    """Ranks of `context` that leave each `LEAST_POSITIONS`."""
+    yield 1  # the others need a trace of the model
+    if model.sequence >= 2 * LEAST_POSITIONS and not mixing_class(model):
+        yield from (n for n in divisors(model.sequence)[1:] if n * LEAST_POSITIONS <= model.sequence)
 
 
 def with_loss_chunks(config: Config, memory: Memory) -> list[Config]:
@@ -282,7 +287,7 @@ def search(
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def find(
     config: Config,
     devices: int,
@@ -331,14 +336,14 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
 # --- The cheapest change that fits ------------------------------------------------------------------------------------
 
 # Ranks of the cost of a change, not times; a combination costs their sum.
-SEQUENCE_PARALLEL, ZERO_1, LOSS_CHUNKS, SELECTIVE, LOOP, SMALLER_MICRO_BATCH, FULL, OFFLOAD, ZERO_3, OTHER_MESH = (
-    1, 2, 3, 4, 6, 8, 16, 20, 24, 32,
-)  # fmt: skip
-MORE_GPUS = 128
 PRICES = {
-    "mesh.zero": {0: 0, 1: ZERO_1, 3: ZERO_3},
-    "train.recompute": {"none": 0, "selective": SELECTIVE, "full": FULL, "offload": OFFLOAD},
+    "mesh.sequence_parallel": {False: 0, True: 1},
+    "mesh.zero": {0: 0, 1: 2, 3: 24},
+    "train.loss_chunks": {1: 0, CHUNKS: 3},
+    "train.recompute": {"none": 0, "selective": 4, "full": 16, "offload": 20},
+    "train.unroll": {"auto": 0, "on": 0, "off": 6},
 }
+SMALLER_MICRO_BATCH, OTHER_MESH, MORE_GPUS = 8, 32, 128
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -381,11 +386,13 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     No proposal contains another. The global batch, the model and its numbers do not change.
     """
     proposed: list[Change] = []
+    unused = set() if with_loss_chunks(config, predict_memory(config)) else {"train.loss_chunks"}
+    unused |= set() if is_unrolled(config, on_gpu=True) else {"train.unroll"}
     for factor in FACTORS:
-        for (price, _), values in sorted(_changes(config, factor), key=itemgetter(0)):
-            if any(_includes(values, change.values) for change in proposed):
-                continue
+        for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
+            if any(_includes(values, change.values) for change in proposed) or not _is_useful(changed, config, values):
+                continue
             memory = predict_memory(changed)
             if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
                 proposed.append(Change(values, changed, memory, price))
@@ -394,59 +401,50 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     return proposed
 
 
-def _changes(config: Config, factor: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """The changed fields of candidates that take less memory, on `factor` times as many GPUs, with their prices, and
-    for those of one price the GPUs of a replica."""
-    mesh, train, name = config.mesh, config.train, "mesh.sequence_parallel"
-    keep = {*SEARCHED} - {"mesh.pipe", "mesh.data", "mesh.context", "mesh.model", "mesh.zero"}
-    keep -= {"train.micro_batch", "train.recompute"}
-    chunked = with_loss_chunks(config, predict_memory(config))
-    losses = {train.loss_chunks, *(each.train.loss_chunks for each in chunked)}
-    loops = {train.unroll, "off"} if is_unrolled(config, on_gpu=True) else {train.unroll}
-    for split in {mesh.sequence_parallel, True}:
-        for candidate in candidates(with_values(config, {name: split}), factor * mesh.devices, keep):
-            if (price := _price(config, candidate)) is None:
-                continue
-            new = candidate.mesh
-            values = {name: value for name, (_, value) in differences(config, candidate).items() if name in SEARCHED}
-            without = {"mesh.sequence_parallel": new.model == 1, "mesh.zero": new.data * new.context == 1}
-            values = {name: value for name, value in values.items() if not without.get(name)}
-            for loss, unroll in product(losses, loops if new.pipe == 1 else {train.unroll}):
-                more = {"train.loss_chunks": loss} if loss != train.loss_chunks else {}
-                more |= {"train.unroll": unroll} if unroll != train.unroll else {}
-                whole = price + LOSS_CHUNKS * ("train.loss_chunks" in more) + LOOP * ("train.unroll" in more)
-                if values or more:
-                    yield (whole + MORE_GPUS * factor * (factor > 1), new.devices // new.data), values | more
+def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The changed fields of configs that take less memory, on `factor` times as many GPUs, with their prices: one axis
+    has more ranks at most, besides `data`."""
+    mesh, size, replicas = config.mesh, config.train.micro_batch, factor * config.mesh.data
+    smaller = [(SMALLER_MICRO_BATCH * int(math.log2(size // n)), {"train.micro_batch": n}) for n in divisors(size)]
+    options = []
+    for name in (name for name in PRICES if name not in unused):
+        now = PRICES[name].get(value_of(config, name), math.inf)
+        options.append([(0, {}), *((cost - now, {name: value}) for value, cost in PRICES[name].items() if cost > now)])
+    options.append([(price, values) if price else (0, {}) for price, values in smaller])
+    wider = [(times, axis) for axis in ("pipe", "context", "model") for times in divisors(replicas)[1:]]
+    for times, axis in [(1, "data"), *wider]:
+        layout = {"mesh.data": replicas // times} if replicas // times != mesh.data else {}
+        layout |= {f"mesh.{axis}": getattr(mesh, axis) * times} if times > 1 else {}
+        cost = OTHER_MESH * (times > 1) + MORE_GPUS * factor * (factor > 1)
+        for prices, values in (zip(*choice, strict=True) for choice in product(*options)):
+            if changed := dict(chain(layout.items(), *(each.items() for each in values))):
+                yield cost + sum(prices), changed
 
 
-def _price(config: Config, candidate: Config) -> int | None:
-    """The rank of the cost of a candidate; None if it takes more memory in some way, or splits two axes more."""
-    mesh, new = config.mesh, candidate.mesh
-    ranks = [(getattr(new, axis), getattr(mesh, axis)) for axis in ("pipe", "context", "model")]
-    smaller, uneven = divmod(config.train.micro_batch, candidate.train.micro_batch)
-    zero, recompute = (
-        prices[value_of(candidate, name)] - prices[value_of(config, name)] for name, prices in PRICES.items()
-    )
-    alone, split = new.data * new.context == 1, new.sequence_parallel and new.model > 1
-    if (
-        sum(more != now for more, now in ranks) > 1
-        or any(more % now for more, now in ranks)
-        or uneven
-        or recompute < 0
-        or (zero < 0 and not alone)
-        or (mesh.splits_tokens and new.model > 1 and not split)
-    ):
-        return None
-    price = recompute + (0 if alone else zero) + SMALLER_MICRO_BATCH * (smaller.bit_length() - 1)
-    price += SEQUENCE_PARALLEL * (split and not mesh.sequence_parallel)
-    return price + OTHER_MESH * (new.devices // new.data != mesh.devices // mesh.data)
+def _is_useful(changed: Config, config: Config, values: Collection[str]) -> bool:
+    """True if a changed config can run, and each of its new `values` has an effect."""
+    mesh, sequence = changed.mesh, config.model.sequence
+    without_effect = {
+        "mesh.sequence_parallel": mesh.model == 1,
+        "mesh.zero": mesh.data * mesh.context == 1,
+        "mesh.model": mesh.model > max(SERVER, config.mesh.model),
+        "mesh.context": sequence // mesh.context < LEAST_POSITIONS,
+        "train.unroll": mesh.pipe > 1,
+    }
+    if any(without_effect.get(name) for name in values):
+        return False
+    try:
+        validate(replace(changed, data=replace(config.data, mock=True)))
+    except UsageError:
+        return False
+    return True
 
 
 def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
     """True if `values` include what is proposed already, or go further, such as a smaller micro-batch."""
 
     def strength(name: str, value: Any) -> int:
-        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value == "off" or value)
+        return -value if name == "train.micro_batch" else PRICES.get(name, {}).get(value, value)
 
     return all(name in values and strength(name, values[name]) >= strength(name, proposed[name]) for name in proposed)
 
@@ -712,18 +710,13 @@ def with_tokens(config: Config, tokens: int) -> Config:
 def describe(config: Config) -> str:
     """A candidate in words: 'pipe 4 × data 16 × model 8, …'."""
     mesh, train = config.mesh, config.train
-    words = [axes.in_words(mesh, axes.PIPE)]
-    if mesh.pipe > 1:
-        words.append(f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.chunks > 1 else mesh.schedule)
-    words.append(f"micro-batches of {train.micro_batch}")
-    if train.recompute == "offload":
-        words.append("full recomputation from inputs in host memory")
-    else:
-        words.append(f"{'no' if train.recompute == 'none' else train.recompute} recomputation")
-    if mesh.splits_tokens:
-        words.append("sequence parallelism")
-    if mesh.zero:
-        words.append(f"ZeRO-{mesh.zero}")
-    if train.loss_chunks > 1:
-        words.append(f"the loss in {train.loss_chunks} chunks")
-    return ", ".join(words)
+    words = (
+        axes.in_words(mesh, axes.PIPE),
+        f"{mesh.schedule} with {mesh.chunks} chunks" if mesh.pipe > 1 else "",
+        f"micro-batches of {train.micro_batch}",
+        f"recomputation {train.recompute}",
+        "sequence parallelism" if mesh.splits_tokens else "",
+        f"ZeRO-{mesh.zero}" if mesh.zero else "",
+        f"the loss in {train.loss_chunks} chunks" if train.loss_chunks > 1 else "",
+    )
+    return ", ".join(filter(None, words))

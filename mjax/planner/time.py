@@ -17,8 +17,7 @@ The parts of a step, and how each is modelled:
     memory-bound      LayerNorm, residual sums, GELU: passes over the stream and over the outputs of column-parallel and
                       the inputs of row-parallel products (`mjax_traffic`) over `memory` × bandwidth, and launches; with
                       a loop over layers also what it fills and copies
-    float8            the layers' products at `float8` × its peak; passes that round their operands; ranks agree on a
-                      scale in an all-reduce of one number
+    float8            the layers' products at `float8` × its peak; passes that round their operands
     context           attention's collectives, which nothing hides
     experts           products of a mixture: as many rows for each expert, in whole tiles. Their tokens' way over
                       `expert` and back is not hidden
@@ -254,7 +253,6 @@ class LayerTime:
         return self.software.traffic(self)
 
     def _forward(self) -> dict[str, float]:
-        over_model, over_data = self._agreed
         work = {
             "matmul": self._forward_products,
             "attention": self._attention(backward=False),
@@ -263,10 +261,10 @@ class LayerTime:
         gathers = self._over_data(self.run.gathered)
         forward = {
             **work,
-            "model": len(self.layer.branches) * self.run.layer_sum + over_model,
+            "model": len(self.layer.branches) * self.run.layer_sum,
             "context": sum(self._over_context),
             "expert": sum(self._over_experts),
-            "data": self.run.exposed_zero(gathers, sum(work.values())) + over_data,
+            "data": self.run.exposed_zero(gathers, sum(work.values())),
         }
         return forward | {"host": max(0.0, self._to_host - sum(forward.values()))}
 
@@ -281,7 +279,6 @@ class LayerTime:
         """A layer's backward pass without its weight gradients, including recomputation."""
         recompute, run, overlap = self.config.train.recompute, self.run, self.run.overlap
         to_inputs = sum(self._product(product, product.k, product.n) for product in self.layer.of_weights)
-        over_model, over_data = self._agreed
         whole, attention = recompute in ("full", "offload"), recompute != "none"
         repeated, split = 0.0, self.config.mesh.splits_tokens
         if whole and split:  # of a layer's gathers and scatters only the last scatter can be dead code
@@ -299,10 +296,10 @@ class LayerTime:
         overlapped = sum(work.values()) + self._weight_gradients(self.layer.of_trained)
         return {
             **work,
-            "model": self._exposed_backward + repeated + over_model,
+            "model": self._exposed_backward + repeated,
             "context": sum(self._over_context) + attention * self._over_context[0] + whole * self._over_context[1],
             "expert": sum(self._over_experts) + attention * self._over_experts[0],
-            "data": run.exposed_zero(stored, overlapped) + over_data,
+            "data": run.exposed_zero(stored, overlapped),
             "host": self._to_host,
         }
 
@@ -328,22 +325,22 @@ class LayerTime:
     def _over_experts(self) -> tuple[float, float]:
         """A layer's gathers over `expert` in its forward pass, and its reduce-scatters; each is the other's transpose
         in the backward pass, and recomputation gathers again."""
-        mesh, seconds = self.config.mesh, {"all_gather": 0.0, "reduce_scatter": 0.0}
-        for axis, name, whole in self.layer.collectives:
-            if axis == EXPERT:
-                seconds[name] += self.rates.gather(mesh.expert, mesh.model * mesh.context, self.samples * whole)
-        return seconds["all_gather"], seconds["reduce_scatter"]
+        mesh = self.config.mesh
+        sent = self._sent(EXPERT, mesh.expert, mesh.model * mesh.context)
+        gathers, scatters = (sum(s for name, s in sent if name == kind) for kind in ("all_gather", "reduce_scatter"))
+        return gathers, scatters
 
     @cached_property
     def _over_context(self) -> tuple[float, float]:
         """A layer's collectives over `context` in its forward pass, before attention and after it; the backward pass
         has the transpose of each, and recomputation those before again."""
-        mesh, seconds, exchanged = self.config.mesh, [0.0, 0.0], 0
-        for axis, name, whole in self.layer.collectives:
-            if axis == CONTEXT:
-                seconds[exchanged == 3] += self.rates.gather(mesh.context, mesh.model, self.samples * whole)
-                exchanged += name == "all_to_all"  # of queries, keys and values, then of the result
-        return tuple(seconds)
+        seconds = [time for _, time in self._sent(CONTEXT, self.config.mesh.context, self.config.mesh.model)]
+        return sum(seconds[:3]), sum(seconds[3:])  # queries, keys and values; the result
+
+    def _sent(self, axis: str, ranks: int, stride: int) -> list[tuple[str, float]]:
+        """The name and the seconds of a layer's collectives over this axis alone."""
+        collectives = [(name, whole) for over, name, whole in self.layer.collectives if over == axis]
+        return [(name, self.rates.gather(ranks, stride, self.samples * whole)) for name, whole in collectives]
 
     def _attention(self, backward: bool) -> float:
         """Scores, softmax and weighted sums. A flash kernel has five products backward for two forward, because it
@@ -367,15 +364,6 @@ class LayerTime:
         if self.run.overlap.copies:
             return self.rates.traffic(kept + weights, 0)
         return self.rates.traffic((1 + COPIES_OF_KEPT) * kept + (1 + COPIES_OF_WEIGHTS) * weights, COPY_KERNELS)
-
-    @cached_property
-    def _agreed(self) -> tuple[float, float]:
-        """The all-reduces of the scales of a pass's operands in float8, as collectives over `model` or `data`."""
-        mesh = self.config.mesh
-        if not self.run.float8:
-            return 0.0, 0.0
-        seconds = len(self.layer.of_weights) * self.rates.agree(mesh.model * copies(mesh), 1)
-        return (0.0, seconds) if copies(mesh) > 1 else (seconds, 0.0)
 
     @cached_property
     def _exposed_backward(self) -> float:
@@ -512,11 +500,27 @@ class TimePredictor:
         return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
 
     def _step(self, config: Config) -> _Step:
-        train, compute = config.train, config.precision.compute
-        unroll = "on" if is_unrolled(config, on_gpu=True) else "off"
-        portion = train.micro_batch, train.recompute, unroll, train.loss_chunks
-        shared = self._shared(config.mesh, in_float8(config.precision))
-        return _Step(config, self._work(config.model, config.data, compute, shared, *portion))
+        """The step, with the work of a micro-batch: that of the part of the config on which it depends."""
+        mesh, train, fsdp = config.mesh, config.train, config.mesh.zero == 3
+        portion = TrainConfig(
+            global_batch=mesh.data * train.micro_batch,
+            micro_batch=train.micro_batch,
+            recompute=train.recompute,
+            unroll="on" if is_unrolled(config, on_gpu=True) else "off",
+            loss_chunks=train.loss_chunks,
+        )
+        shared = MeshConfig(
+            pipe=mesh.pipe,
+            data=mesh.data if fsdp else mesh.expert,
+            model=mesh.model,
+            expert=mesh.expert,
+            context=mesh.context,
+            context_attention=mesh.context_attention,
+            sequence_parallel=mesh.sequence_parallel,
+            zero=3 if fsdp else 0,
+            replica=mesh.replica if fsdp else 1,
+        )
+        return _Step(config, self._work(config.model, config.data, config.precision.compute, shared, portion))
 
     def __call__(self, config: Config) -> StepTime:
         """The time of a step of `config`."""
@@ -537,34 +541,9 @@ class TimePredictor:
         mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
         return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
 
-    @staticmethod
-    @lru_cache(maxsize=16384)
-    def _shared(mesh: MeshConfig, float8: bool) -> MeshConfig:
-        """The mesh as far as the work of a micro-batch depends on it."""
-        of_replicas = mesh.zero == 3 or float8  # gathers in every layer, or agrees on scales
-        return MeshConfig(
-            pipe=mesh.pipe,
-            data=mesh.data if of_replicas else mesh.expert,
-            model=mesh.model,
-            expert=mesh.expert,
-            context=mesh.context,
-            context_attention=mesh.context_attention,
-            sequence_parallel=mesh.sequence_parallel,
-            zero=mesh.zero if of_replicas else 0,
-            replica=mesh.replica if of_replicas else 1,
-        )
-
     def _work_of(
-        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-        micro_batch: int, recompute: str, unroll: str, loss_chunks: int,
-    ) -> _MicroBatch:  # fmt: skip
-        train = TrainConfig(
-            global_batch=mesh.data * micro_batch,
-            micro_batch=micro_batch,
-            recompute=recompute,
-            unroll=unroll,
-            loss_chunks=loss_chunks,
-        )
+        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig, train: TrainConfig
+    ) -> _MicroBatch:
         config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
         return _MicroBatch(config, self._rates(compute), self.software)
 
@@ -790,75 +769,47 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
       UsageError: the GPU has no peak for the config's compute dtype.
     """
     calibration = calibration or default_calibration(gpu)
-    step = predict_time(config, gpu, calibration)
-    devices, compute = config.mesh.devices, config.precision.compute
-    tokens_per_second = config.train.global_batch * config.model.sequences * config.model.sequence / step.total
+    step, devices, compute = predict_time(config, gpu, calibration), config.mesh.devices, config.precision.compute
     peak, of_bf16 = gpu.mfu_peak(compute), " of bf16" if in_float8(config.precision) else ""
-    hardware = hardware_flops(config) / step.total / devices / 1e12
-    causal = model_flops(config, causal=True) / (peak * devices * step.total)
-    run_seconds, tokens = config.train.steps * step.mean, run_tokens(config)
+    run_seconds, tokens, between = config.train.steps * step.mean, run_tokens(config), step.between(step.total)
     values = {
         "gpu": gpu.name,
         "seconds": step.total,
         "error": step.error,
-        "between": step.between(step.total),
+        "between": between,
         "caveats": list(step.caveats),
         "parts": step.parts,
         "model_flops": model_flops(config),
         "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
-        "hardware_tflops": hardware,
+        "hardware_tflops": hardware_flops(config) / step.total / devices / 1e12,
         "peak_tflops": peak / 1e12,
         "mfu": step.mfu,
-        "mfu_causal": causal,
-        "tokens_per_second": tokens_per_second,
+        "mfu_causal": model_flops(config, causal=True) / (peak * devices * step.total),
+        "tokens_per_second": config.train.global_batch * config.model.sequences * config.model.sequence / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
         "calibration": asdict(calibration),
         "not_measured": calibration.not_measured(gpu, compute),
     }
-    spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0}
-    spent["a step"] = step.total
+    spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0} | {"a step": step.total}
     cells = [(name, f"{1e3 * seconds:,.1f}", f"{seconds / step.total:.1%}") for name, seconds in spent.items()]
+    limits = f", so {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms" if between else ""
+    halved = f" ({values['mfu_causal']:.1%} if its masked half is left out)" if config.model.causal else ""
     rows = {"beyond": "; ".join(step.caveats)} if step.caveats else {}
     rows |= {
-        "error bar": _error_bar(step, calibration),
-        "rates": _rates(calibration, gpu, compute),
-        "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {hardware:,.1f} with what is recomputed",
-        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over "
-        f"s × s" + (f" ({causal:.1%} if its masked half is left out)" if config.model.causal else ""),
-        "tokens/s": f"{tokens_per_second:,.0f}",
-        "the run": f"{_duration(run_seconds)} for {tokens:,} tokens in {config.train.steps:,} steps, "
+        "error bar": "none" if step.error is None else f"{good_to(step.error)} of the measured time{limits}",
+        "found on": calibration.source_of("error"),
+        "rates": f"not measured on {gpu.name}: {', '.join(values['not_measured']) or 'none'}",
+        "a GPU": f"{step.model_tflops:,.1f} model TFLOP/s, {values['hardware_tflops']:,.1f} with what is recomputed",
+        "MFU": f"{step.mfu:.1%} of {peak / 1e12:,g} TFLOP/s{of_bf16}: nothing recomputed counts, attention over s × s"
+        + halved,
+        "tokens/s": f"{values['tokens_per_second']:,.0f}",
+        "the run": f"{run_seconds / 86_400:,.3g} days for {tokens:,} tokens in {config.train.steps:,} steps, "
         f"{run_seconds * devices / 3600:,.0f} GPU-hours",
     }
-    lines = [*table(("", "ms", "share"), cells), *named_rows(rows)]
-    return Section(f"Time on {gpu.name}, predicted", values, lines)
-
-
-def _error_bar(step: StepTime, calibration: Calibration) -> str:
-    source = calibration.source_of("error")
-    if step.error is None:
-        return f"none: no run like this one was compared with {source}"
-    between = step.between(step.total)
-    limits = "" if between is None else f", so {1e3 * between[0]:,.1f} to {1e3 * between[1]:,.1f} ms"
-    return f"{good_to(step.error)} of the measured time{limits}: {source}"
-
-
-def _rates(calibration: Calibration, gpu: Gpu, compute: str) -> str:
-    """The sources of the rates, one line for each source."""
-    unknown, sources, rates = calibration.not_measured(gpu, compute), {}, calibration.rates(compute)
-    for name in rates:
-        sources.setdefault(calibration.source_of(name), []).append(name)
-    measured = ", ".join(name for name in rates if name not in unknown) or "none"
-    parts = [f"{', '.join(names)}: {source}" for source, names in sources.items()]
-    return "; ".join([f"{measured} measured on {gpu.name}", *parts])
+    return Section(f"Time on {gpu.name}, predicted", values, [*table(("", "ms", "share"), cells), *named_rows(rows)])
 
 
 def run_tokens(config: Config) -> int:
     """Tokens of all steps of the run."""
     return BatchSizes.of(config).samples_before(config.train.steps) * config.model.sequences * config.model.sequence
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 2 * 86_400:
-        return f"{seconds / 86_400:,.1f} days"
-    return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"

@@ -34,10 +34,10 @@ from mjax.checkpoint.mirror import read_folder
 from mjax.cluster.watchdog import Watchdog
 from mjax.config import Config
 from mjax.config.datasets import parse_blend
-from mjax.config.marks import PER_PROCESS, marks_of
+from mjax.config.marks import BLEND, PER_PROCESS, marks_of
 from mjax.data.sources import TrainingData, digest_of_folder
 from mjax.errors import UsageError, shortened
-from mjax.run.continuing import PATHS, Origin, digests_of
+from mjax.run.continuing import Origin, digests_of
 from mjax.utils.packages import installed, source_hashes
 
 PACKAGES = re.compile(
@@ -122,7 +122,7 @@ def config_facts(config: Config) -> Facts:
         values = getattr(config, section.name)
         for knob in dataclasses.fields(values):
             name, value = f"{section.name}.{knob.name}", getattr(values, knob.name)
-            if PER_PROCESS not in marks_of(config, name) and not (section.name == "data" and knob.name in PATHS):
+            if marks_of(config, name).isdisjoint({PER_PROCESS, BLEND}):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 facts["--" + name.replace("_", "-")] = json.dumps(value), shown
     return facts

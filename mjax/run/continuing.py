@@ -30,13 +30,13 @@ from mjax.config.marks import FREE, NEW_RUN, RATE, TUNING, in_use, marks_of
 from mjax.config.model import ModelConfig, kind_of
 from mjax.config.model_file import change_of_file, new_run_flags
 from mjax.config.plain_values import read
+from mjax.config.run import BLENDS
 from mjax.errors import UsageError, either
 from mjax.step.schedule import decay_end, decay_start, learning_rate, wsd_decay_steps
 from mjax.utils.files import write_whole
 from mjax.utils.stores import resolved
 
 OPTIMIZER = "optimizer.name"
-PATHS = ("path", "train_path", "valid_path")
 DIGESTS = "data.json"
 
 
@@ -150,7 +150,7 @@ def _meaning(config: Config, name: str) -> Any:
     match name.split("."):
         case "data", "samples":
             return None if config.data.conversations else training_samples(config)  # their order does not depend on it
-        case "data", knob if knob in PATHS:
+        case "data", knob if knob in BLENDS:
             return None
         case "optimizer", "decay_steps":
             return decay_end(config)
@@ -214,7 +214,7 @@ def digests_of(data: DataConfig) -> dict[str, list[str]]:
     """Digests of the datasets of each blend, in its order: {'path': ['5d41…']}."""
     from mjax.data.indexed import IndexedDataset
 
-    blends = {} if data.mock else {name: getattr(data, name) for name in PATHS if getattr(data, name)}
+    blends = {} if data.mock else {name: getattr(data, name) for name in BLENDS if getattr(data, name)}
     return {
         name: [IndexedDataset(prefix).digest for prefix in parse_blend(values, f"--data.{name}").prefixes]
         for name, values in blends.items()
@@ -226,7 +226,7 @@ def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str
     saved = _saved_digests(folder / DIGESTS)
     current = digests_of(now) if saved is not None else {}
     changed = []
-    for name in PATHS:
+    for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
         if not saved or name not in saved or name not in current:  # a run of an older version, or synthetic tokens
             if old != new:

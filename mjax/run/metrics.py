@@ -97,14 +97,11 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without the arrays; those in `OPTIONAL` only if set."""
-        values = dict(vars(self))
-        del values["arrays"]
-        for name in OPTIONAL:
-            if values[name] is None:
-                del values[name]
+        values = {name: value for name, value in vars(self).items() if value is not None or name not in OPTIONAL}
         if self.val_loss is not None:
             values["val_loss"] = finite_or_none(self.val_loss)
         of_validation = {f"val_{name}": finite_or_none(value) for name, value in values.pop("val_metrics").items()}
+        del values["arrays"]
         return values | values.pop("metrics") | of_validation
 
 

@@ -13,6 +13,7 @@ from mjax.checkpoint.mirror import local_run, run_to_train
 from mjax.config import Config
 from mjax.config.batch_size import BatchSizes, with_steps
 from mjax.config.checks import check_batch_sizes, validate
+from mjax.config.run import BLENDS
 from mjax.data.batches import OwnBatches, Source
 from mjax.data.sources import TrainingData
 from mjax.errors import UsageError, in_python
@@ -81,7 +82,7 @@ class Trainer:
                     "data is given and validation is not, and --train.eval-interval is "
                     f"{config.train.eval_interval}; give validation, or set train.eval_interval to 0"
                 )
-            named = dict.fromkeys(("path", "train_path", "valid_path"), ())
+            named = dict.fromkeys(BLENDS, ())
             config = replace(config, data=replace(config.data, own=True, **named))
         check_batch_sizes(config)
         init = None if init is None else without_parents(local_run(init))
@@ -93,7 +94,9 @@ class Trainer:
         validate(config, str(folder))
         self.config = config
         origin = choose_origin(self.folder, config, init)
-        self.changes = changes_since(self.folder, config, allow_change)
+        for change in changes_since(self.folder, config, allow_change):
+            if show:
+                print(change)
         self.options = Options(
             name=str(self.folder),
             origin=origin,

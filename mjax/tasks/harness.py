@@ -72,6 +72,8 @@ class HarnessModel(TemplateLM):
       RunError: the checkpoint is damaged.
     """
 
+    quiet = False
+
     def __init__(
         self,
         run: str | None = None,
@@ -110,11 +112,10 @@ class HarnessModel(TemplateLM):
           UsageError: the run has no tokenizer, or its model predicts no next token.
         """
         if not run.config.model.causal:
-            raise UsageError(
-                f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out its lm-eval tasks"
-            )
+            raise UsageError(f"{run.folder} trains {run.config.model.title}, {FOR_TEXT[1]}; leave out lm-eval tasks")
         model = cls.__new__(cls)
         TemplateLM.__init__(model)
+        model.quiet = True  # the run has a progress line of its own
         model._prepare(run.folder, run.config, run.mesh)
         return model
 
@@ -174,7 +175,7 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm=False, **_) -> list[tuple[float, bool]]:
         windows = [self._window(context, continuation) for _, context, continuation in requests]
-        with tqdm(total=len(windows), disable=disable_tqdm, desc="loglikelihood", unit="window") as bar:
+        with tqdm(total=len(windows), disable=disable_tqdm or self.quiet, desc="loglikelihood", unit="window") as bar:
             scores = self.scorer.score_each(self.weights, windows, bar.update)
         answers = [(-score.loss, score.right == 1) for score in scores]
         for (key, _, _), answer in zip(requests, answers, strict=True):
@@ -205,7 +206,7 @@ class HarnessModel(TemplateLM):
         arguments = [(*request.args, stream) for request, stream in zip(requests, streams, strict=True)]
         collator = Collator(arguments, lambda args: -len(args[0]), lambda args: args[1], group_by="gen_kwargs")
         texts, size, weights = [], self.config.train.global_batch, self.generator.prepare(self.weights)
-        with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until", unit="prompt") as bar:
+        with tqdm(total=len(requests), disable=disable_tqdm or self.quiet, desc="generate_until", unit="prompt") as bar:
             for batch in collator.get_batched(n=size):
                 sampling, until = self._settings(batch[0][1])
                 room = self.max_length - sampling.tokens
@@ -227,15 +228,11 @@ class HarnessModel(TemplateLM):
         tokens, samples = settings.pop("max_gen_toks"), settings.pop("do_sample", False)
         temperature, top_k, top_p = (settings.pop(name, default) for name, default in SAMPLING.items())
         if settings:
-            raise UsageError(
-                f"the task sets {', '.join(settings)} for generation, which mjax does not support; change it with "
-                f"--gen_kwargs: do_sample, {', '.join(SAMPLING)}, until and max_gen_toks are supported"
-            )
+            known = f"do_sample, {', '.join(SAMPLING)}, until and max_gen_toks"
+            raise UsageError(f"the task sets {', '.join(settings)} for generation; use --gen_kwargs with {known}")
         if tokens >= self.max_length:
-            raise UsageError(
-                f"the task asks for {tokens} new tokens and {self.run} has {self.max_length} positions; use "
-                f"--gen_kwargs max_gen_toks={self.max_length // 2}"
-            )
+            given = f"{tokens} new tokens and {self.run} has {self.max_length} positions"
+            raise UsageError(f"the task asks for {given}; use --gen_kwargs max_gen_toks={self.max_length // 2}")
         sampling = Sampling(tokens, temperature if samples else 0.0, top_k, top_p, self.seed)
         check_bounds(sampling)
         return sampling, until
@@ -243,10 +240,8 @@ class HarnessModel(TemplateLM):
     def _window(self, context: list[int], continuation: list[int]) -> Window:
         """The continuation, which counts, after its context."""
         if len(continuation) > self.max_length:
-            raise UsageError(
-                f"a continuation has {len(continuation):,} tokens and {self.run} has {self.max_length:,} positions; "
-                "leave out this task, or use a model with more positions"
-            )
+            counts = f"{len(continuation):,} tokens and {self.run} has {self.max_length:,} positions"
+            raise UsageError(f"a continuation has {counts}; leave out this task, or use a longer model")
         return Window.of(context, continuation, self.max_length)
 
 

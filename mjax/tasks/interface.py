@@ -13,6 +13,7 @@ import numpy as np
 
 from mjax.errors import RunError, UsageError
 
+NOT_FINITE = "its weights or activations are not finite: try --precision.compute fp32, or an earlier --step"
 FOR_TEXT = True, "which predicts no next token"  # the kind of model that text windows need, and the reason
 
 
@@ -62,10 +63,7 @@ class Score:
           RunError: it is not finite, so there is no result.
         """
         if not math.isfinite(self.loss):
-            raise RunError(
-                f"the model's loss on this text is {self.loss}: its weights or its activations are not finite; try "
-                "--precision.compute fp32, or an earlier --step"
-            )
+            raise RunError(f"the model's loss on this text is {self.loss}; {NOT_FINITE}")
         return self.loss / self.labels
 
 

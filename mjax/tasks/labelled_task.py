@@ -32,7 +32,7 @@ from mjax.config import BERTTaskConfig
 from mjax.config.model import ModelConfig, as_kind
 from mjax.data.tokenizers import BertTokenizer, Tokenizer
 from mjax.errors import RunError, UsageError
-from mjax.tasks.interface import Metric, read_text
+from mjax.tasks.interface import NOT_FINITE, Metric, read_text
 from mjax.utils.files import parse_json
 
 Role = Literal["train", "validation"]
@@ -187,9 +187,7 @@ def _has_labels(items: Sequence, file: Path, role: Role) -> bool:
     if not items:
         raise UsageError(f"{file} has no example; give the task's files as published")
     if 0 < labelled < len(items):
-        raise UsageError(
-            f"{file} has labels for {labelled:,} of its {len(items):,} examples; give all of them, or none"
-        )
+        raise UsageError(f"{file} has labels for {labelled:,} of its {len(items):,} examples; give all, or none")
     if role == "train" and not labelled:
         raise UsageError(f"{file} has no labels to train on; give the training file, and this one for validation")
     return labelled > 0
@@ -203,10 +201,7 @@ def finite(outputs: Outputs) -> Outputs:
     """
     for name, logits in outputs.items():
         if not np.isfinite(logits).all():
-            raise RunError(
-                f"the model's outputs for {name} are not finite: its weights or its activations are not; try "
-                "--precision.compute fp32, or an earlier checkpoint"
-            )
+            raise RunError(f"the model's outputs for {name} are not finite; {NOT_FINITE}")
     return outputs
 
 
@@ -282,13 +277,8 @@ def as_rows(
         ids = [*[tokenizer.cls, *a, tokenizer.sep, *b][: positions - 1], tokenizer.sep]
         tokens[row, : len(ids)], text[row, : len(ids)] = ids, True
         token_types[row, len(a) + 2 : len(ids)] = 1
-    shape = (-1, choices, positions)
-    return Examples(
-        tokens.reshape(shape),
-        token_types.reshape(shape),
-        text.reshape(shape),
-        {name: np.array(values, np.int32) for name, values in labels.items()},
-    )
+    arrays = (array.reshape(-1, choices, positions) for array in (tokens, token_types, text))
+    return Examples(*arrays, labels={name: np.array(values, np.int32) for name, values in labels.items()})
 
 
 def padded_batches(examples: Examples, size: int) -> Iterator[tuple[int, Batch]]:

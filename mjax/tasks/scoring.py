@@ -44,6 +44,13 @@ from mjax.tasks.labelled_task import Batch, Examples, padded_batches
 
 Progress = Callable[[int], None]
 """Called with the number of rows that have been scored since the last call."""
+
+
+def unseen(rows: int) -> None:
+    """Show no progress."""
+
+
+Passes = Sequence[Sequence[Window]]
 WIDTHS = range(16, 2**30, 16)
 FEW = 32  # positions; where not all are scored, a multiple of it is
 PROGRAM = 1  # batches that take as long as it costs to have one more program: about three to compile, 0.3 s if kept
@@ -119,9 +126,7 @@ class Scorer(RowScorer):
         rows = jnp.zeros((tokens.sequences, tokens.whole, 2), losses.dtype)
         return mappings.vary(rows, mappings.varying_axes(numbers)).at[:, tokens.position_ids()].set(numbers)
 
-    def __call__(
-        self, model: CausalModel, passes: Sequence[Sequence[Window]], on_progress: Progress = lambda windows: None
-    ) -> list[Score]:
+    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[Score]:
         """Score the windows of each of a task's `passes`; arguments as in `score_labels`.
 
         Windows of all passes share batches, so many short passes fill them.
@@ -129,9 +134,7 @@ class Scorer(RowScorer):
         scores = iter(self.score_each(model, [window for windows in passes for window in windows], on_progress))
         return [sum((next(scores) for _ in windows), Score()) for windows in passes]
 
-    def score_each(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = lambda windows: None
-    ) -> list[Score]:
+    def score_each(self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = unseen) -> list[Score]:
         """Score each of `windows`; arguments as in `score_labels`."""
         totals = [labels.sum(0, dtype=np.float64) for labels in self.score_labels(model, windows, on_progress)]
         return [
@@ -140,7 +143,7 @@ class Scorer(RowScorer):
         ]
 
     def score_labels(
-        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = lambda windows: None
+        self, model: CausalModel, windows: Sequence[Window], on_progress: Progress = unseen
     ) -> list[np.ndarray]:
         """Return loss in nats and correctness (0 or 1) of the labels that count, [counted, 2] per window.
 
@@ -209,9 +212,7 @@ def shared_widths(needed: Sequence[int]) -> list[int]:
 class LossScorer(Scorer):
     """Gives every list of windows, with equally many labels that count, their losses, [windows, counted]."""
 
-    def __call__(
-        self, model: CausalModel, passes: Sequence[Sequence[Window]], on_progress: Progress = lambda windows: None
-    ) -> list[np.ndarray]:
+    def __call__(self, model: CausalModel, passes: Passes, on_progress: Progress = unseen) -> list[np.ndarray]:
         """Score the windows of each of `passes`; arguments as in `Scorer`."""
         return [np.stack(self.score_labels(model, windows, on_progress))[..., 0] for windows in passes]
 
@@ -227,9 +228,7 @@ class TaskScorer(RowScorer):
         """The scores of the task's head."""
         return mappings.once(weights.scores(x, batch, context))
 
-    def __call__(
-        self, model: TaskBERT, examples: Examples, on_progress: Progress = lambda examples: None
-    ) -> np.ndarray:
+    def __call__(self, model: TaskBERT, examples: Examples, on_progress: Progress = unseen) -> np.ndarray:
         """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
 
         Args:
@@ -275,8 +274,7 @@ def specs_of(batch: dict[str, Array | np.ndarray], width: int) -> dict[str, P]:
 
 def to_devices(batch: dict[str, np.ndarray], mesh: Mesh, width: int) -> dict[str, Array]:
     """The arrays of a batch that every process has as a whole; each gives its own devices their parts."""
-    with jax.transfer_guard("allow"):  # the intended transfer
-        return {
-            name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
-            for name, spec in specs_of(batch, width).items()
-        }
+    return {
+        name: jax.make_array_from_callback(batch[name].shape, NamedSharding(mesh, spec), batch[name].__getitem__)
+        for name, spec in specs_of(batch, width).items()
+    }

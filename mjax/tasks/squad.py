@@ -105,10 +105,9 @@ class Squad(LabelledTask):
         for question, ids in zip(questions, encoded, strict=True):
             ids, tokens, span = ids[:LONGEST_QUESTION], question.context.ids, question.span
             if (room := self.positions - len(ids) - 3) < 1:
-                raise UsageError(
-                    f"{file}, question {question.name} has {len(ids)} tokens, and a row of {self.positions} has no "
-                    f"room left for a context; use rows of {LONGEST_QUESTION + STRIDE} tokens or more"
-                )
+                problem = f"has {len(ids)} tokens, and a row of {self.positions} has no room left for a context"
+                use = f"use rows of {LONGEST_QUESTION + STRIDE} tokens or more"
+                raise UsageError(f"{file}, question {question.name} {problem}; {use}")
             ranges = cut_into_windows(len(tokens), room, self.stride)
             deciding, offset = deciding_windows(ranges, len(tokens)), len(ids) + 2
             windows = [

@@ -57,10 +57,11 @@ def check_stride(stride: int, positions: int) -> int:
       UsageError: it does not.
     """
     if not 1 <= stride <= positions:
-        raise UsageError(
-            f"--stride {stride} does not fit a model of {positions:,} positions; give a number from 1 to {positions}"
-        )
+        raise UsageError(f"--stride {stride} does not fit {positions:,} positions; give a number from 1 to {positions}")
     return stride
+
+
+PREPARED_AGAIN = "prepare it again with the tokenizer of the run, or give the text itself"
 
 
 class Perplexity:
@@ -137,17 +138,12 @@ def _of_dataset(prefix: str, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     data, folder = IndexedDataset(prefix), tokenizer_folder(prefix)
     # Megatron's datasets have no tokenizer.
     if folder.is_dir() and _identity(tokenizer_from_folder(folder)) != _identity(tokenizer):
-        raise UsageError(
-            f"{prefix} was prepared with another tokenizer than the run's, so the same id means different text; "
-            "prepare it again with the tokenizer of the run, or give the text itself"
-        )
+        raise UsageError(f"{prefix} was prepared with another tokenizer than the run's; {PREPARED_AGAIN}")
     for first, last in pairwise(data.document_indices.tolist()):
         tokens = np.concatenate([np.zeros(0, np.int32), *(data.get(sequence) for sequence in range(first, last))])
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocabulary:
-            raise UsageError(
-                f"{prefix} holds token ids from {tokens.min()} to {tokens.max()} and the run's tokenizer has "
-                f"{tokenizer.vocabulary:,}; use data that were prepared with the tokenizer of the run"
-            )
+            ids = f"from {tokens.min()} to {tokens.max()} and the run's tokenizer has {tokenizer.vocabulary:,}"
+            raise UsageError(f"{prefix} holds token ids {ids}; {PREPARED_AGAIN}")
         if len(tokens) and tokens[0] == tokenizer.bos:
             tokens = tokens[1:]
         yield tokens[:-1] if len(tokens) and tokens[-1] == tokenizer.eod else tokens
@@ -192,11 +188,7 @@ REPLACEMENTS: tuple[tuple[str, str | None], ...] = (
     (re.escape(" ? "), "? "),
     (" , ", ", "),
     # No space inside brackets and quotes: its r"\(\s*([^\)]*?)\s*\)" takes hours if many are never closed
-    ("()", None),
-    ("[]", None),
-    ("{}", None),
-    ('""', None),
-    ("''", None),
+    *((pair, None) for pair in ("()", "[]", "{}", '""', "''")),
     # Headings, degrees, line ends
     ("= = = =", "===="),
     ("= = =", "==="),
@@ -342,10 +334,8 @@ def _last_word(tokenizer: Tokenizer, document: Document) -> tuple[list[int], lis
 
 def _window(document: Document, context: list[int], labels: list[int], positions: int) -> Window:
     if len(context) + len(labels) > positions + 1:
-        raise UsageError(
-            f"{document.source} has {len(context) + len(labels):,} tokens and the model has positions for "
-            f"{positions + 1:,}; leave the passage out, or evaluate a model with more"
-        )
+        counts = f"{len(context) + len(labels):,} tokens and the model has positions for {positions + 1:,}"
+        raise UsageError(f"{document.source} has {counts}; leave the passage out, or evaluate a longer model")
     return Window.of(context, labels, positions)
 
 

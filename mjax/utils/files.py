@@ -75,10 +75,8 @@ def check_run_name(name: str) -> None:
     if problem is None and len(name) > MAX_RUN_NAME:
         problem = f"has {len(name):,} characters"
     if problem is not None:
-        raise UsageError(
-            f"run name {_shorten(name)} {problem}; a name is one path component of 1 to {MAX_RUN_NAME} characters "
-            "without control characters, and --runs gives the folder"
-        )
+        allowed = f"one path component of 1 to {MAX_RUN_NAME} characters without control characters"
+        raise UsageError(f"run name {_shorten(name)} {problem}; a name is {allowed}, and --runs gives the folder")
 
 
 def name_problem(name: Any) -> str | None:

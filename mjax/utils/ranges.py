@@ -58,9 +58,7 @@ def local_prefix(prefix: str) -> str:
         found = {ending: about for ending, about in objects.items() if about is not None}
         if missing := [ending for ending in (".bin", ".idx") if ending not in found]:
             store.check_bucket(prefix)
-            raise UsageError(
-                f"{prefix}{missing[0]} does not exist; copy a dataset of `mjax prepare` there, all its files"
-            )
+            raise UsageError(f"{prefix}{missing[0]} does not exist; copy all files of a dataset of `mjax prepare`")
         tokenizer = store.files(f"{prefix}.tokenizer")
         found |= {f".tokenizer/{name}": about for name, about in tokenizer.items()}
         versions, index = {name: version(about) for name, about in found.items()}, Path(f"{local}.store.json")
@@ -98,10 +96,7 @@ def make_room(size: int) -> None:
         if (free := shutil.disk_usage(home).free) >= wanted:
             return
     if free < size:
-        raise RunError(
-            f"the disk of {home} is full, and all data there are in use; set XDG_CACHE_HOME to a folder of a "
-            "larger disk"
-        )
+        raise RunError(f"the disk of {home} is full of data in use; set XDG_CACHE_HOME to a folder of a larger disk")
 
 
 def _make_empty(file: Path, size: int) -> None:
@@ -149,11 +144,9 @@ class Ranges:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        if len(runs) > 1:
+        if runs:
             with ThreadPoolExecutor(TOGETHER) as pool:
                 list(pool.map(self._fetch, runs))
-        else:
-            list(map(self._fetch, runs))
 
     def _fetch(self, run: list[int]) -> None:
         begin, end = run[0] * RANGE, min((run[-1] + 1) * RANGE, self._size)

@@ -34,14 +34,10 @@ class RemoteFile(PosixPath):
         scheme, _, rest = super().__str__().partition(":/")
         return f"{scheme}://{rest.lstrip('/')}"
 
-    @property
-    def _fs(self) -> Any:
-        return self._store.fs
-
     @cached_property
     def _about(self) -> dict[str, Any] | None:
         try:
-            return self._ask(lambda: self._fs.info(str(self)))
+            return self._ask(lambda: self._store.fs.info(str(self)))
         except FileNotFoundError:
             return None
 
@@ -54,7 +50,7 @@ class RemoteFile(PosixPath):
 
     def _found(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, about in sorted(names.items()):
-            file = RemoteFile(self._fs.unstrip_protocol(name))
+            file = RemoteFile(self._store.fs.unstrip_protocol(name))
             file.__dict__["_about"] = about
             if file.is_file():
                 yield file
@@ -84,15 +80,15 @@ class RemoteFile(PosixPath):
 
     def open(self, mode: str = "rb", *_: Any, **__: Any) -> Any:
         """A stream of its bytes, read in requests of `BLOCK` bytes."""
-        return io.BufferedReader(self._ask(lambda: self._fs.open(str(self), mode, block_size=BLOCK)), BUFFER)
+        return io.BufferedReader(self._ask(lambda: self._store.fs.open(str(self), mode, block_size=BLOCK)), BUFFER)
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[RemoteFile]:
         """All files below this address; the pattern is "*"."""
-        return self._found(self._ask(lambda: self._fs.find(str(self), detail=True)))
+        return self._found(self._ask(lambda: self._store.fs.find(str(self), detail=True)))
 
     def matching(self) -> list[RemoteFile]:
         """The files that this pattern matches."""
-        return list(self._found(self._ask(lambda: self._fs.glob(str(self), detail=True))))
+        return list(self._found(self._ask(lambda: self._store.fs.glob(str(self), detail=True))))
 
     def check_writable(self) -> None:
         """Refuse an output that cannot be written here, before the work for it is done.
@@ -102,10 +98,8 @@ class RemoteFile(PosixPath):
           RunError: the store does not answer.
         """
         if str(self).partition(":")[0] not in stores.PACKAGES:
-            raise UsageError(
-                f"{self} is an address that is only read (s3:// and gs:// are written); give a local name such as "
-                f"{self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
-            )
+            local = f"a local name such as {self.name}, then copy its files to {self.parent}, .idx or .jsonl last"
+            raise UsageError(f"{self} is an address that is only read (s3://, gs:// are written); give {local}")
         if len(self.parts) < 3:
             raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
         self._store.check_writable(f"{self}.tmp")

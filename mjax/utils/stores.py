@@ -203,9 +203,7 @@ class Store:
             return self.again(f"listing {address}", lambda: self.fs.find(base, detail=True))
         except FileNotFoundError:
             bucket = base.partition("/")[0]
-            raise UsageError(
-                f"{address}: there is no bucket {bucket}; create it, or give another {self.scheme}://"
-            ) from None
+            raise UsageError(f"{address}: there is no bucket {bucket}; create it, or give another") from None
 
     def check_writable(self, address: str) -> None:
         """Write and remove an empty object.

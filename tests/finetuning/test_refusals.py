@@ -49,7 +49,7 @@ WRONG = {
     "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (
-        finetune(validation="mnli/test_matched.tsv"), "no labels, so there is no accuracy to choose the best epoch by",
+        finetune(validation="mnli/test_matched.tsv"), "--validation has no labels to choose the best epoch by",
     ),
     "a damaged request": (finetune("--output", "PLACE/old"), "request.json is not JSON"),
     "a head in pre-training": (

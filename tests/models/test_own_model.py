@@ -56,11 +56,12 @@ def as_llama(model):
     return LlamaConfig(norm_epsilon=model.epsilon, **{name: getattr(model, name) for name in fields})
 
 
-def compare(config, total, names=None):
+def compare(config, total, names=None, batch=None):
     """The means and gradients of the step with those of `total`: weights → the loss, and the means."""
     with jax.enable_x64(True):
         program, place = gradient_program(config, names)
-        found, gradients = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
+        batch = batch_of(config) if batch is None else batch
+        found, gradients = program(place(), batch, jnp.int32(0), jnp.float64(1.0))
         differentiated = jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=reference.QUICKLY)
         (_, expected), wanted = differentiated(named(weights_of(config)))
     np.testing.assert_allclose(found, expected, rtol=1e-12)

@@ -54,15 +54,6 @@ def test_impossible_float8_is_rejected(changes, gpu, sentence):
 # --- The time of products and scales ----------------------------------------------------------------------------------
 
 
-def test_agreement_takes_messages_of_a_tree():
-    """NVIDIA/nccl, src/graph/tuning.cc: base + 2 × ((ranks of a server - 1) × NVLink + log2(servers) × network)."""
-    rates, base = Rates(H100, H100_RATES, "fp8"), H100_RATES.collective
-    assert rates.agree(1, 1) == 0
-    assert rates.agree(8, 1) == pytest.approx(base + 2 * 7 * 0.6e-6)
-    assert rates.agree(512, 1) == pytest.approx(base + 2 * (7 * 0.6e-6 + 6 * 5e-6))
-    assert rates.agree(64, 8) == pytest.approx(base + 2 * 6 * 5e-6)
-
-
 def test_float8_matmul_has_its_own_rate():
     slow = replace(H100_RATES, launch=0.0)
     large, rates = 2 * 8192**3, Rates(H100, slow, "fp8")

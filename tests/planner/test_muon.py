@@ -8,12 +8,12 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
 from mjax.parallel.mesh import abstract_mesh
+from mjax.planner.calibration import Rates
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import (
     matrices_of,
-    muon_collectives,
+    muon_exchange_seconds,
     muon_products,
-    muon_width,
     predict_memory,
     weights_of_device,
 )
@@ -21,6 +21,7 @@ from mjax.planner.time import predict_time
 from mjax.step import muon as training
 from mjax.step.layout import lay_out
 from tests.planner.configs import changed
+from tests.planner.test_time import BYTE_A_SECOND, OPEN
 from tests.products import one_in
 from tests.small import small_config
 
@@ -41,14 +42,14 @@ def test_matrices_and_collectives_are_those_of_step(mesh):
     assert [(each.count, each.size, each.moves) for each in planned] == [
         (each.count, each.size, each.moves) for each in layout.values()
     ]
-    found, expected = Counter(), Counter()
+    expected, rates = Counter(), Rates(BYTE_A_SECOND, OPEN, "bf16")
     for record in ledger(config).records:
         if (record.part, record.dtype) == ("optimizer", "bfloat16"):
-            found[record.operation, record.axes[0]] += record.count * record.payload
-    for each in muon_collectives(config):
-        expected[each.operation, each.axis] += each.times * each.elements * muon_width(config)
-    assert found == expected
+            expected[record.axes[0]] += record.count * record.wire
     assert expected
+    assert {axis: sent for axis, sent in muon_exchange_seconds(config, rates).items() if sent} == pytest.approx(
+        expected
+    )
 
 
 def test_iteration_has_fifteen_products_on_smaller_dim():

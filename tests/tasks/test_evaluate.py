@@ -68,7 +68,7 @@ def test_evaluate_prints_json_of_newest_checkpoint(folder, capsys):
 
 WRONG = [  # task, flags, words of the message, and the run if it lacks something
     ("wikitext", (), "no task 'wikitext' (did you mean 'wikitext103'?)"),
-    ("perplexity", ("--stride", 65), "--stride 65 does not fit a model of 64 positions"),
+    ("perplexity", ("--stride", 65), "--stride 65 does not fit 64 positions"),
     ("lambada", ("--predictions", "x"), "--predictions is for mnli, qqp, race, squad1.1 or squad2.0; leave it out"),
     ("mnli", ("--stride", 3), "--stride is for wikitext103, lambada or perplexity; leave it out"),
     ("perplexity", ("--step", 15), "has no checkpoint 15; there are 10, 20"),

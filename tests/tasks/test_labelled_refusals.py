@@ -53,7 +53,7 @@ LINES = [  # the same, of .jsonl files
     (
         "mnli",
         f"{json.dumps(PAIR)}\n{json.dumps(PAIR | {'gold_label': 'neutral'})}",
-        "{} has labels for 1 of its 2 examples; give all of them, or none",
+        "{} has labels for 1 of its 2 examples; give all, or none",
     ),
 ]
 FOLDERS = [  # the same, of folders of texts

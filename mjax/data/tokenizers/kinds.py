@@ -441,19 +441,15 @@ class FastEncoder:
     """
 
     def __init__(self, library: tokenizers.Tokenizer, slow: Callable[[Sequence[str]], list[list[int]]]):
-        from gigatoken.gigatoken_rs import BPETokenizer, load_hf_json  # optional
+        from gigatoken.gigatoken_rs import load_hf_json  # optional
 
         values = json.loads(library.to_str())
         self._slow, self._normalizes = slow, values["normalizer"] is not None
         self._added = [token["content"] for token in values["added_tokens"] if not token["special"]]
-        if self._normalizes and values["normalizer"] != {"type": "NFC"}:
-            raise ValueError("only NFC is known not to change a text")
-        if not _is_read(values["model"], values["pre_tokenizer"]):
+        if not _is_read(**values):
             raise ValueError("gigatoken misreads this kind of byte pairs")
         # Special tokens are text here, which to gigatoken no added token is.
         self._library = load_hf_json(json.dumps({**values, "added_tokens": [], "post_processor": None}))
-        if not isinstance(self._library, BPETokenizer):
-            raise ValueError("sentencepiece's byte pairs are not compared")
         self.compare()
 
     def compare(self) -> None:
@@ -496,13 +492,15 @@ class FastEncoder:
                 )
 
 
-def _is_read(model: dict[str, Any], pre_tokenizer: dict[str, Any] | None) -> bool:
+def _is_read(model: dict[str, Any], pre_tokenizer: Any = None, normalizer: Any = None, **_: Any) -> bool:
     """True if gigatoken reads every field of a tokenizer.json as `tokenizers` does.
 
     Of a ByteLevel it ignores `use_regex`; of a Split it ignores `behavior`; of a model it ignores affixes of subwords
     and `dropout`. It refuses patterns that it does not know, and vocabularies without some byte.
     """
     read = ("type", "vocab", "merges", "ignore_merges", "unk_token", "fuse_unk")
+    if normalizer not in (None, {"type": "NFC"}):  # only NFC is known to change few texts
+        return False
     if model["type"] != "BPE" or any(value for name, value in model.items() if name not in read):
         return False
     *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])

@@ -50,6 +50,7 @@ DEFAULTS: dict[str, Any] = {
 """Values of missing arguments that no shape determines."""
 NUMBERS = {"hidden_dropout": "hidden_dropout", "attention_dropout": "attention_dropout", "init_std": "init_method_std"}
 """Our field → Megatron's argument, of every model."""
+OF_SHAPES = {"layers": "num_layers", "hidden": "hidden_size", "vocabulary": "padded_vocab_size"}
 OF_ROPE = {"rope_theta": "rotary_base", "rope_share": "rotary_percent"}
 ACTIVATIONS: dict[str, Activation] = {"gpt": "gelu_tanh", "bert": "gelu_erf"}
 """Of models without arguments: the one of the published 345M."""
@@ -164,10 +165,7 @@ def _shapes(tensors: Tensors, trunk: str, source: str, mlp: str = "mlp.linear_fc
 def _extent(tensors: Tensors, name: str, dim: int, source: str) -> int:
     shape = tensors.kinds[name].shape if name in tensors.kinds else ()
     if len(shape) != 2:
-        raise UsageError(
-            f"{source} lacks the matrix {name}, without which mjax reads no model of Megatron; "
-            "copy the whole checkpoint, or convert another model"
-        )
+        raise UsageError(f"{source} lacks the matrix {name}; copy the whole checkpoint, or convert another model")
     return shape[dim]
 
 
@@ -210,36 +208,27 @@ def model_config(
     said = Arguments(arguments or {}, source)
     said.check_known(ONLY, {"apply_residual_connection_post_layernorm"})
     if kind == "gpt" and arguments is None and POSITIONS not in tensors.kinds:
-        raise UsageError(
-            f"{source} has neither args nor {POSITIONS}: its positions are rotary or missing, and only args has the "
-            "heads and the base of rotary ones; save it again with Megatron, which stores args"
-        )
+        problem = f"neither args nor {POSITIONS}: its positions are rotary or missing, and args would describe them"
+        raise UsageError(f"{source} has {problem}; save it again with Megatron, which stores args")
     shapes = _shapes(tensors, TRUNKS[kind], source)
     shapes["max_position_embeddings"] = _extent(tensors, POSITIONS, 0, source)
     said.check_shapes(shapes)
     hidden, count = shapes["hidden_size"], _heads(said, heads)
     size = hidden / count if said["kv_channels"] is None else said["kv_channels"]
     if size * count != hidden or hidden % count:
-        said.reject(
-            f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size, and mjax knows no others",
-            "give the model's own --heads, or convert another model",
-        )
+        problem = f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size"
+        said.reject(problem, "give the model's own --heads, or convert another model")
     if arguments is not None and activation is not None:
         raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
     layernorm = "post" if said["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
-        said.reject(
-            "apply_residual_connection_post_layernorm is set, and mjax knows it of old BERT models only: a GPT has no "
-            "such form"
-        )
+        said.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
     return (BERTConfig if kind == "bert" else GPTConfig)(
-        layers=shapes["num_layers"],
-        hidden=hidden,
         heads=count,
         feed_forward=None if shapes["ffn_hidden_size"] == 4 * hidden else shapes["ffn_hidden_size"],
         sequence=shapes["max_position_embeddings"],
         max_position_embeddings=shapes["max_position_embeddings"],
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         **({"layernorm": layernorm} if kind == "bert" else {}),
         **({"activation": activation or ACTIVATIONS[kind]} if arguments is None else _activations(kind, said)),
         **said.numbers({**NUMBERS, "layernorm_epsilon": said.epsilon}),
@@ -249,9 +238,7 @@ def model_config(
 def _heads(said: Arguments, heads: int | None) -> int:
     theirs, source = said["num_attention_heads"], said.source
     if theirs is None and heads is None:
-        raise UsageError(
-            f"{source} does not say how many attention heads its model has; add --heads, 16 for the published 345M"
-        )
+        raise UsageError(f"{source} has no number of attention heads; add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
         raise UsageError(f"{source}: the model has {theirs} attention heads and --heads is {heads}; leave it out")
     count = heads if theirs is None else theirs
@@ -307,29 +294,22 @@ def decoder_config(arguments: Mapping[str, Any], tensors: Tensors, source: str, 
     routers = [name for name in tensors.kinds if name.endswith(".mlp.router.weight")]
     if routers and not experts:
         rows = _extent(tensors, routers[0], 0, source)
-        said.reject(
-            f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows",
-            f"set num_experts to {rows} in args and save the checkpoint again",
-        )
+        problem = f"num_experts is missing among the arguments, and {routers[0]} has {rows} rows"
+        said.reject(problem, f"set num_experts to {rows} in args and save the checkpoint again")
     shapes = _shapes(tensors, "decoder", source, "mlp.experts.0.linear_fc2" if experts else "mlp.linear_fc2")
     width = shapes["ffn_hidden_size"]
     head_dim = said.count("kv_channels", shapes["hidden_size"] // heads, 1)
     rows, expected = _extent(tensors, f"{layer}.{QKV}.weight", 0, source), 3 * heads * head_dim
     if said["group_query_attention"] is None and rows != expected:
-        said.reject(
-            f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not the {expected} of "
-            f"{heads} heads",
-            "set it and num_query_groups in args and save the checkpoint again",
-        )
+        problem = f"group_query_attention is missing among the arguments, and {QKV} has {rows} rows, not {expected}"
+        said.reject(problem, "set it and num_query_groups in args and save the checkpoint again")
     return (MixtureConfig if experts else LlamaConfig)(
-        layers=shapes["num_layers"],
-        hidden=shapes["hidden_size"],
         heads=heads,
         kv_heads=said.count("num_query_groups", least=1) if said["group_query_attention"] else heads,
         head_dim=head_dim,
         sequence=sequence,
         max_position_embeddings=sequence,
-        vocabulary=shapes["padded_vocab_size"],
+        **{ours: shapes[theirs] for ours, theirs in OF_SHAPES.items()},
         qk_norm="head" if said["qk_layernorm"] else "none",
         qkv_bias=f"{layer}.{QKV}.bias" in tensors.kinds,
         tied=not said["untie_embeddings_and_output_weights"],
@@ -345,9 +325,7 @@ def _scaling(said: Arguments) -> dict[str, Any]:
     if not said["use_rope_scaling"]:
         return {"rope_scaling": "linear", "rope_factor": factor} if factor else {}
     if factor not in (0, 1):
-        said.reject(
-            "use_rope_scaling and rotary_seq_len_interpolation_factor are both set, and mjax knows one of the two"
-        )
+        said.reject("use_rope_scaling and rotary_seq_len_interpolation_factor are both set; mjax knows one of the two")
     return {"rope_scaling": "llama3", "rope_factor": said.number("rope_scaling_factor"), "rope_original": 8192}
 
 
@@ -372,9 +350,7 @@ def _mixture_fields(said: Arguments, tensors: Tensors, width: int) -> dict[str, 
     """
     capacity, frequency = said["moe_expert_capacity_factor"], said["moe_layer_freq"]
     if capacity is not None and not (type(capacity) in (int, float) and capacity < 0):
-        said.reject(
-            f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens, and mjax drops none"
-        )
+        said.reject(f"moe_expert_capacity_factor is {capacity!r}, with which Megatron drops tokens and mjax none")
     if frequency is not None and any(type(each) is not int or each != 1 for each in _listed(frequency)):
         said.reject(f"moe_layer_freq is {frequency!r}, and mjax convert reads 1: all layers have experts")
     router = tensors.kinds.get("decoder.layers.0.mlp.router.weight")
@@ -407,15 +383,10 @@ def _groups(said: Arguments, score: str, chosen: int) -> dict[str, int]:
     if top in (0, groups):  # every expert can be chosen
         return {}
     if chosen // top != 2:
-        said.reject(
-            f"moe_router_topk {chosen} and moe_router_group_topk {top} score a group by its best {chosen // top} "
-            "experts, and mjax by its best 2"
-        )
+        best = f"score a group by its best {chosen // top} experts, and mjax by its best 2"
+        said.reject(f"moe_router_topk {chosen} and moe_router_group_topk {top} {best}")
     if score == "softmax" and not said["moe_router_pre_softmax"]:
-        said.reject(
-            f"moe_router_group_topk is {top} without moe_router_pre_softmax, which scores groups before the softmax, "
-            "and mjax scores them after it"
-        )
+        said.reject(f"moe_router_group_topk is {top} without moe_router_pre_softmax, and mjax has groups with it only")
     return {"router_groups": groups, "router_top_groups": top}
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
-from mjax.interop.megatron.names import flat, is_weight, kind_of, renamed
+from mjax.interop.megatron.names import flat, incomplete, is_weight, kind_of, renamed
 from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
+SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; the second from versions that saved moments in a separate file."""
 
@@ -65,10 +67,7 @@ def open_checkpoint(source: Path, step: int | None = None) -> Checkpoint:
     if (folder / "metadata.json").is_file():
         backend = read_object(folder / "metadata.json").get("sharded_backend")
         if backend != "torch_dist":
-            raise UsageError(
-                f"{folder} is in the format {backend!r}, and mjax reads torch_dist and torch; save it again with "
-                "Megatron's --ckpt-convert-format torch_dist"
-            )
+            raise UsageError(f"{folder} is in the format {backend!r}, not torch_dist or torch; {SAVE_AGAIN}")
     return _open_distributed(folder) if (folder / ".metadata").is_file() else _open_ranks(folder)
 
 
@@ -115,10 +114,8 @@ def _open_ranks(folder: Path) -> Checkpoint:
     for place, content in contents.items():
         for name in ("iteration", "checkpoint_version"):
             if content.get(name) != first.get(name):
-                raise UsageError(
-                    f"{files[place]}: {name} is {content.get(name)}, and {first.get(name)} in {files[0, 0, 0]}; "
-                    "copy the files of one checkpoint"
-                )
+                there = f"{content.get(name)}, and {first.get(name)} in {files[0, 0, 0]}"
+                raise incomplete(f"{files[place]}: {name} is {there}")
     arguments = _arguments(first, folder)
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
     if experts == 1 and stages > 1 and _only_experts(arguments):
@@ -135,14 +132,12 @@ def _open_ranks(folder: Path) -> Checkpoint:
     }
     kind = _architecture(arguments, [name for share in shares.values() for name in share], folder)
     current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
-    pieces = [
-        [
-            gathered([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
-            for rank in range(ranks)
-        ]
-        for chunk in chunks
-        for stage in range(stages)
-    ]
+
+    def piece(chunk: str, stage: int) -> list[Share]:
+        of_ranks = [[current[chunk, rank, stage, expert] for expert in range(experts)] for rank in range(ranks)]
+        return [gathered(shares, str(folder)) for shares in of_ranks]
+
+    pieces = [piece(*at) for at in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for share in shares.values() for name in share)
     version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
@@ -159,17 +154,17 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
             raise UsageError(f"{entry} is not a rank of a model; convert another checkpoint")
         there = [entry / name for name in RANK_FILES if (entry / name).is_file()]
         if not there:
-            raise UsageError(f"{entry} has no {RANK_FILES[0]}; copy the whole checkpoint")
+            raise incomplete(f"{entry} has no {RANK_FILES[0]}")
         numbers = [int(number) for number in entry.name.split("_")[2:]]
         longest = max(longest, len(numbers))
         files[tuple([*numbers, 0, 0][:3])] = there[0]
     if not files:
-        raise UsageError(f"{folder} holds neither mp_rank_00 nor .metadata; copy the whole checkpoint")
+        raise incomplete(f"{folder} holds neither mp_rank_00 nor .metadata")
     first, second, third = (1 + max(numbers) for numbers in zip(*files, strict=True))
-    for place in ((i, j, k) for i in range(first) for j in range(second) for k in range(third)):
+    for place in product(range(first), range(second), range(third)):
         if place not in files:
             name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
-            raise UsageError(f"{folder} lacks {name}; copy the whole checkpoint")
+            raise incomplete(f"{folder} lacks {name}")
     return files
 
 
@@ -190,19 +185,16 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, expe
     }
     for name, there in expected.items():
         if said.get(name) not in (None, there):
-            raise UsageError(f"{folder}: {name} was {said[name]}, and there are {there}; copy the whole checkpoint")
+            raise incomplete(f"{folder}: {name} was {said[name]}, and there are {there}")
     if said.get("num_experts") and said.get("expert_tensor_parallel_size") not in (None, ranks):
-        raise UsageError(
-            f"{folder}: expert_tensor_parallel_size was {said['expert_tensor_parallel_size']}, and there are {ranks} "
-            "tensor ranks; in the format torch mjax reads experts that are split like the rest, so save it again with "
-            "Megatron's --ckpt-convert-format torch_dist"
-        )
+        sizes = f"was {said['expert_tensor_parallel_size']}, and there are {ranks} tensor ranks"
+        raise UsageError(f"{folder}: expert_tensor_parallel_size {sizes}; {SAVE_AGAIN}")
 
 
 def _weights(model: Any, file: Path) -> Share:
     """The weights in the `model` entry of a file."""
     if not isinstance(model, dict):
-        raise UsageError(f"{file} has no model; copy the whole checkpoint")
+        raise incomplete(f"{file} has no model")
     return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
 
 
@@ -213,10 +205,7 @@ def _architecture(
         found[1] for name in names if (found := re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name))
     }
     if len(trunks) > 1:
-        raise UsageError(
-            f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; "
-            "convert a GPT, BERT, Llama or mixture of experts"
-        )
+        raise UsageError(f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; use others")
     kind = kind_of(names)
     return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
 
@@ -235,9 +224,7 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     if not isinstance(found, StandIn | dict):
-        raise UsageError(
-            f"{folder}: args is {found!r}, which are not the arguments of a run; copy the checkpoint again"
-        )
+        raise incomplete(f"{folder}: args is {found!r}, which are not the arguments of a run")
     return found if isinstance(found, dict) else vars(found)
 
 
@@ -253,7 +240,7 @@ def _open_distributed(folder: Path) -> Checkpoint:
         (chunk,) = entries[COMMON_STATE].chunks
         common = load(folder / chunk.file, chunk)
     else:
-        raise UsageError(f"{folder} holds neither common.pt nor {COMMON_STATE}; copy the whole checkpoint")
+        raise incomplete(f"{folder} holds neither common.pt nor {COMMON_STATE}")
     arguments = _arguments(common, folder)
     kind = _architecture(arguments, list(stored), folder)
     tensors = DistributedTensors(folder, renamed(stored, kind, str(folder)))

@@ -31,6 +31,12 @@ from mjax.models.mixture.huggingface import QWEN3_MOE
 
 DEEPEST = 30  # dots in a name
 
+
+def incomplete(problem: str) -> UsageError:
+    """Return the error about a checkpoint that was not copied completely."""
+    return UsageError(f"{problem}; copy the whole checkpoint again")
+
+
 # --- Layout -----------------------------------------------------------------------------------------------------------
 
 

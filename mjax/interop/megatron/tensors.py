@@ -18,7 +18,7 @@ import numpy as np
 
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError, first_line
-from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, split_dim
+from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, incomplete, split_dim
 from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
 from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
 from mjax.models.llama.huggingface import LAYER
@@ -63,17 +63,12 @@ class RankTensors:
         for number, piece in enumerate(pieces):
             for rank, share in enumerate(piece):
                 if odd := share.keys() ^ piece[0].keys():
-                    raise UsageError(
-                        f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}; copy the whole checkpoint"
-                    )
+                    raise incomplete(f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}")
             numbers = [int(found[0]) for name in piece[0] if (found := _LAYER.search(name))]
             for name in piece[0]:
                 whole = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
                 if whole in self.kinds:
-                    raise UsageError(
-                        f"{source}: two stages of the pipeline hold {name}, piece {number} the second time; "
-                        "copy the whole checkpoint again"
-                    )
+                    raise incomplete(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
                 self._shares[whole] = [share[name] for share in piece]
                 self.kinds[whole] = self._kind(whole, source)
             layers += 1 + max(numbers, default=-1)
@@ -84,10 +79,8 @@ class RankTensors:
         for rank, share in enumerate(shares):
             same = [extent for i, extent in enumerate(share.shape) if i != dim]
             if same != [extent for i, extent in enumerate(first.shape) if i != dim] or share.dtype != first.dtype:
-                raise UsageError(
-                    f"{source}: {name} is {first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} "
-                    f"on {rank}; copy the whole checkpoint again"
-                )
+                kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} on {rank}"
+                raise incomplete(f"{source}: {name} is {kinds}")
         shape = list(first.shape)
         if dim is not None and shape:
             shape[dim] = sum(share.shape[dim] for share in shares)
@@ -126,27 +119,20 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
     others = set(found)
     for rank, share in enumerate(shares):
         if odd := others ^ {name for name in share if EXPERTS not in name}:
-            raise UsageError(
-                f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}; copy the whole checkpoint"
-            )
+            raise incomplete(f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}")
         for name, array in share.items():
             if EXPERTS not in name:
                 continue
             before, _, part = name.partition(EXPERTS)
             router = share.get(f"{before}.mlp.router.weight")
             if router is None or router.ndim != 2 or len(router) % len(shares):
-                raise UsageError(
-                    f"{source}: {before}.mlp.router.weight does not say how many experts each of {len(shares)} expert "
-                    "ranks has; copy the whole checkpoint"
-                )
+                problem = f"does not say how many experts each of {len(shares)} expert ranks has"
+                raise incomplete(f"{source}: {before}.mlp.router.weight {problem}")
             own = len(router) // len(shares)
             for number, rest, tensor in _of_rank(part, array, own, router.shape[1]):
                 whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
                 if whole in found:
-                    raise UsageError(
-                        f"{source}: two expert ranks hold {whole}, rank {rank} the second time; "
-                        "copy the whole checkpoint again"
-                    )
+                    raise incomplete(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
                 found[whole] = tensor
     return found
 
@@ -239,7 +225,7 @@ class DistributedTensors:
             except Exception as error:  # of many kinds, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
             if array.shape != chunk.sizes:
-                raise UsageError(f"{file} holds another part than .metadata says; copy the whole checkpoint again")
+                raise incomplete(f"{file} holds another part than .metadata says")
             self._last = (chunk, array)
         return self._last[1]
 
@@ -270,10 +256,9 @@ def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
     itemsize = FLOATS[WORDS[tensor.dtype]].itemsize if tensor.dtype in WORDS else 1
     size = file.stat().st_size
     if chunk.start + chunk.length > size or math.prod(chunk.sizes) * itemsize > chunk.length:
-        raise UsageError(
+        raise incomplete(
             f"{file.parent / '.metadata'} lists {chunk.sizes} numbers of {name} in {chunk.length:,} bytes of the "
-            f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged; "
-            "copy the whole checkpoint again"
+            f"{size:,} of {file.name}, where they have no room: one of the two is truncated or damaged"
         )
 
 
@@ -304,10 +289,8 @@ class DecoderTensors:
         for theirs, kind in tensors.kinds.items():
             parts = self._parts(theirs)
             if len(parts) > 1 and kind.shape[:1] != (sum(parts.values()),):
-                raise UsageError(
-                    f"{source}: {theirs} has shape {kind.shape}, and the arguments ask for {sum(parts.values()):,} "
-                    "rows; copy the whole checkpoint"
-                )
+                asked = f"the arguments ask for {sum(parts.values()):,} rows"
+                raise incomplete(f"{source}: {theirs} has shape {kind.shape}, and {asked}")
             for which, (name, rows) in enumerate(parts.items()):
                 self._origins[name] = (theirs, which if len(parts) > 1 else None)
                 self.kinds[name] = Kind(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind

@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mjax.config.axes import CONTEXT, MODEL
 from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
 from mjax.errors import UsageError
-from mjax.models.parts.flash import Aux, flash_attention
+from mjax.models.parts.flash import FLASH_STAND_IN, Aux, flash_attention, flash_stand_in
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
@@ -38,10 +38,6 @@ from mjax.parallel.overlap import tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
-
-FLASH_STAND_IN = "cudnn, traced only"
-"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
-without them."""
 
 
 @jax.named_scope(scopes.ATTENTION)
@@ -125,7 +121,7 @@ def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask
         query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
         bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
     if kernel == FLASH_STAND_IN:
-        return _flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
+        return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
     local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
     return jax.nn.dot_product_attention(
         q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
@@ -202,34 +198,6 @@ def _attend_block(
         rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
         probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
-
-
-@jax.custom_vjp
-def _flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
-    return _flash_stand_in_forward(q, k, v, *biases)[0]
-
-
-def _flash_stand_in_forward(*inputs: Array):
-    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
-    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
-    context, rows = _never_run(like, *inputs)
-    return context, (*inputs, context, rows)
-
-
-def _flash_stand_in_backward(kept: tuple[Array, ...], gradient: Array):
-    inputs = kept[:-2]
-    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
-
-
-_flash_stand_in.defvjp(_flash_stand_in_forward, _flash_stand_in_backward)
-
-
-def _never_run(results, *inputs: Array) -> list[Array]:
-    def refuse(*_):
-        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
-
-    axes = frozenset().union(*map(mappings.varying_axes, inputs))
-    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
 
 
 def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:

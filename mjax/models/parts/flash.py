@@ -29,8 +29,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from mjax.config.kernels import BLOCK
 from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.parallel import mappings
 from mjax.parallel.random import keeps
 
+FLASH_STAND_IN = "cudnn, traced only"
+"""Kernel name for a program that is only traced: inputs, outputs and residuals of cuDNN's or `flash`, on a machine
+without them."""
 LOG2_E = math.log2(math.e)
 
 
@@ -152,6 +156,38 @@ class _Specs:
         starts = pl.BlockSpec((2,), lambda i, b, n: (0,))
         every = Aux(self.rows, self.rows, documents, slope, starts)
         self.aux = [None if array is None else spec for array, spec in zip(aux, every, strict=True)]
+
+
+# --- Traced only ------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def flash_stand_in(q: Array, k: Array, v: Array, *biases: Array) -> Array:
+    """Inputs, outputs and residuals of a fused kernel; `biases` are what is written out for it."""
+    return _stand_in_forward(q, k, v, *biases)[0]
+
+
+def _stand_in_forward(*inputs: Array):
+    # Besides its result cuDNN's kernel keeps a float32 number for each row of scores.
+    like = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype), jax.ShapeDtypeStruct(inputs[0].shape[:-1], "float32")
+    context, rows = _never_run(like, *inputs)
+    return context, (*inputs, context, rows)
+
+
+def _stand_in_backward(kept: tuple[Array, ...], gradient: Array):
+    inputs = kept[:-2]
+    return tuple(_never_run([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs], *kept, gradient))
+
+
+flash_stand_in.defvjp(_stand_in_forward, _stand_in_backward)
+
+
+def _never_run(results, *inputs: Array) -> list[Array]:
+    def refuse(*_):
+        raise NotImplementedError("this attention kernel stands in for cuDNN's in programs that are only traced")
+
+    axes = frozenset().union(*map(mappings.varying_axes, inputs))
+    return [mappings.vary(result, axes) for result in jax.pure_callback(refuse, results, *inputs)]
 
 
 # --- In a program of the grid -----------------------------------------------------------------------------------------
