@@ -48,11 +48,10 @@ from mjax.run.health import Guard
 from mjax.run.loop import PREEMPTED, Evaluate, Run
 from mjax.run.metrics import MetricsLog
 from mjax.run.start import write_environment
-from mjax.step.layout import lay_out
+from mjax.step.layout import TrainState, lay_out
 from mjax.step.optimizer import adamw
 from mjax.step.precision import parameter_type
 from mjax.step.step import TrainProgram, build_program, first_state
-from mjax.step.train_state import TrainState
 from mjax.tasks.labelled import write_predictions
 from mjax.tasks.labelled_task import Batch, Examples, LabelledTask
 from mjax.tasks.scoring import TaskScorer

@@ -25,7 +25,7 @@ from mjax.errors import UsageError, and_more
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import SafetensorsFiles
 from mjax.interop.weights import places
-from mjax.lora.add import Linear, linear_layers, targets_of
+from mjax.lora.adapters import Linear, linear_layers, targets_of
 from mjax.models.build import abstract_weights, build_model
 from mjax.models.huggingface.family import Family
 from mjax.parallel.layers import ColumnParallelLinear

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
-from mjax.lora.add import add_adapters
+from mjax.lora.adapters import add_adapters
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model
 from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices

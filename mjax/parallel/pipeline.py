@@ -31,9 +31,9 @@ from jax import Array, lax
 
 from mjax.config.axes import PIPE
 from mjax.parallel import mappings, scopes
-from mjax.parallel.means import Means, add, at, means_and_gradients, weights_in_loss
 from mjax.parallel.schedules import Schedule
-from mjax.parallel.weights import metadata_of, trained
+from mjax.parallel.sums import Means, add, at, means_and_gradients, weights_in_loss
+from mjax.parallel.weights import joined, split_trained, trained
 
 Weights = Any  # a pytree of arrays
 
@@ -85,12 +85,11 @@ def pipeline_gradients(
         sums=_Sums(
             means=stage.zeros(stage.mean_types),
             shared=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), shared),
-            blocks=[jnp.zeros_like(w, dtype=accumulator) for w in jax.tree.leaves(trained(blocks))],
+            blocks=jax.tree.map(lambda w: jnp.zeros_like(w, dtype=accumulator), trained(blocks)),
         ),
     )
     state, _ = lax.scan(stage.tick, state, _column(schedule))
-    gradients = jax.tree.unflatten(jax.tree.structure(trained(blocks)), state.sums.blocks)
-    return state.sums.means | state.aux, state.sums.shared, gradients
+    return state.sums.means | state.aux, state.sums.shared, state.sums.blocks
 
 
 def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, blocks: Weights, micro_batches):
@@ -131,12 +130,12 @@ class _Sums:
 
     Attributes:
       means: results of the head, by name.
-      shared, blocks: gradients of the shared weights and, leaf by leaf, of this stage's layers.
+      shared, blocks: gradients of the shared weights and of this stage's layers, where these are trained.
     """
 
     means: Means
     shared: Weights
-    blocks: list[Array]
+    blocks: Weights
 
 
 @jax.tree_util.register_dataclass
@@ -180,8 +179,7 @@ class _Stage:
         message = jax.eval_shape(program.embed, shared, first)
         self.message = zeros_like(message)
         self.mean_types = jax.eval_shape(program.head, shared, message, first)
-        self.frozen = metadata_of(blocks, "frozen")
-        self.residual_types, self.layer_means, self.structure, self.which = self._trace_layers()
+        self.residual_types, self.layer_means, self.backward = self._trace_layers()
 
     def micro_batch(self, slot: dict):
         """The micro-batch of a slot."""
@@ -228,9 +226,10 @@ class _Stage:
 
     def _forward(self, slot: dict, arrived: Array, outputs: Array, residuals: list[Array], aux: Means):
         """F: writes the stream after the layers, and the residuals, into their slots."""
-        y, means, new = self._differentiate(
+        y, means, new, backward = self._differentiate(
             self.chunk(slot), self.input(slot, arrived), self.micro_batch(slot), slot["virtual_stage"]
         )
+        assert backward[1] == self.backward[1], "layers keep the same residuals in every tick"
         residuals = [put(buffer, slot["residual"], value) for buffer, value in zip(residuals, new, strict=True)]
         return y, put(outputs, slot["output"], y), residuals, add(aux, means)
 
@@ -264,69 +263,48 @@ class _Stage:
         return jax.tree.map(lambda kind: zeros_like(kind, self.accumulator), types)
 
     def _trace_layers(self):
-        """The residuals of a forward pass and the layers' parts of means, as types; and the backward program: the
-        structure of the result of `jax.vjp`, and which weight each of its leaves is (None: a residual)."""
+        """The types of the residuals of a forward pass and of the layers' parts of means; and the backward program."""
         programs = []
 
         def forward(chunk, x):
-            means, leaves, structure, which = self._vjp(chunk, x, at(self.micro_batches, 0), jnp.int32(0))[1:]
-            programs.append((structure, which))
-            return [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None], means
+            _, means, residuals, backward = self._differentiate(chunk, x, at(self.micro_batches, 0), jnp.int32(0))
+            programs.append(backward)
+            return residuals, means
 
-        residuals, means = jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message)
-        return residuals, means, *programs[0]
-
-    def _vjp(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers and their parts of means; and the derivative of both, as leaves, structure, and
-        which weight each leaf is."""
-        trained, frozen = self._split(chunk)
-
-        def layers(trained, x):
-            return self.program.layers(self._join(trained, frozen), x, micro_batch, virtual_stage)
-
-        (y, means), pullback = jax.vjp(layers, trained, x)
-        leaves, structure = jax.tree.flatten(pullback)
-        weights = [*trained, *frozen]
-        which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
-        return y, means, leaves, structure, which
+        return *jax.eval_shape(forward, self.chunk({"chunk": 0}), self.message), *programs
 
     def _differentiate(self, chunk: Weights, x: Array, micro_batch, virtual_stage: Array):
-        """The stream after the layers, their parts of means, and the residuals of the derivative of both, without
-        weights."""
-        y, means, leaves, _, which = self._vjp(chunk, x, micro_batch, virtual_stage)
-        assert which == self.which, "layers keep the same residuals in every tick"
-        return y, means, [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
+        """The stream after the layers, their parts of means, and the derivative of both in two parts: its residuals;
+        and the backward program, the structure of the result of `jax.vjp` and which weight each of its leaves is
+        (None: a residual)."""
+        own, frozen = split_trained(chunk)
+
+        def layers(own, x):
+            return self.program.layers(joined(own, frozen), x, micro_batch, virtual_stage)
+
+        (y, means), pullback = jax.vjp(layers, own, x)
+        leaves, structure = jax.tree.flatten(pullback)
+        weights = jax.tree.leaves(chunk)
+        which = [next((i for i, weight in enumerate(weights) if leaf is weight), None) for leaf in leaves]
+        residuals = [leaf for leaf, weight in zip(leaves, which, strict=True) if weight is None]
+        return y, means, residuals, (structure, which)
 
     def _pull_back(self, chunk: Weights, residuals: list[Array], dy: Array):
         """The derivative of the layers, reassembled and applied to `dy`, the gradient of their output."""
-        trained, frozen = self._split(chunk)
-        weights, residuals = [*trained, *frozen], iter(residuals)
-        leaves = [next(residuals) if index is None else weights[index] for index in self.which]
+        structure, which = self.backward
+        weights, residuals = jax.tree.leaves(chunk), iter(residuals)
+        leaves = [next(residuals) if index is None else weights[index] for index in which]
         loss_weights = weights_in_loss(self.program.loss_weights, self.layer_means)
-        return jax.tree.unflatten(self.structure, leaves)((dy, loss_weights))
+        return jax.tree.unflatten(structure, leaves)((dy, loss_weights))
 
-    # --- Trained and frozen weights of a chunk ------------------------------------------------------------------------
-
-    def _split(self, chunk: Weights) -> tuple[list[Array], list[Array]]:
-        """The leaves that are trained, and those that are frozen."""
-        leaves = list(zip(jax.tree.leaves(chunk), self.frozen, strict=True))
-        return [leaf for leaf, frozen in leaves if not frozen], [leaf for leaf, frozen in leaves if frozen]
-
-    def _join(self, trained: list[Array], frozen: list[Array]) -> Weights:
-        """A chunk from the parts of `_split`."""
-        parts = iter(trained), iter(frozen)
-        leaves = [next(parts[bool(is_frozen)]) for is_frozen in self.frozen]
-        return jax.tree.unflatten(jax.tree.structure(self.blocks), leaves)
-
-    def _add_to_chunk(self, sums: list[Array], new: list[Array], slot: dict) -> list[Array]:
+    def _add_to_chunk(self, sums: Weights, new: Weights, slot: dict) -> Weights:
         """Add the gradients of one chunk to those of the stage."""
         if self.schedule.chunks == 1:
-            return [total + gradient.astype(total.dtype) for total, gradient in zip(sums, new, strict=True)]
+            return add(sums, new)
         index = slot["chunk"]
-        return [
-            put(total, index, total[index] + gradient.astype(total.dtype))
-            for total, gradient in zip(sums, new, strict=True)
-        ]
+        return jax.tree.map(
+            lambda total, gradient: put(total, index, total[index] + gradient.astype(total.dtype)), sums, new
+        )
 
 
 def _column(schedule: Schedule) -> dict:

@@ -13,6 +13,9 @@ autocast accumulates these in float32, and so do the functions here; in float32 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -61,3 +64,33 @@ def tile_rows(rows: Shaped[Array, "s h"], count: int) -> Shaped[Array, "{count}*
         return copies.sum(0, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
 
     return linear_map(lambda rows, _: jnp.tile(rows, (count, 1)), sum_copies, rows)
+
+
+# --- Means by name, and sums over micro-batches -----------------------------------------------------------------------
+
+Means = dict[str, Array]
+"""From a model's sums."""
+
+
+def means_and_gradients(loss_weights: dict[str, float], function: Callable[..., Means], *arguments):
+    """`function(*arguments)`, and for each argument the gradient of the loss that these means add up to."""
+    means, pullback = jax.vjp(function, *arguments)
+    return means, pullback(weights_in_loss(loss_weights, means))
+
+
+def weights_in_loss(loss_weights: dict[str, float], means: Means | dict[str, jax.ShapeDtypeStruct]) -> Means:
+    """The gradient of the loss with respect to each mean: its weight."""
+    return {
+        name: mappings.vary(jnp.full(mean.shape, loss_weights.get(name, 0.0), mean.dtype), mappings.varying_axes(mean))
+        for name, mean in means.items()
+    }
+
+
+def at(tree, index):
+    """Entry `index` of the first dim of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def add(sums, new):
+    """The sum of two trees, leaf by leaf, in the dtypes of the first."""
+    return jax.tree.map(lambda total, x: total + x.astype(total.dtype), sums, new)

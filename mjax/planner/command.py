@@ -51,8 +51,8 @@ from mjax.planner.search import (
     with_values,
 )
 from mjax.planner.time import run_tokens
+from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
-from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import GIB, named_rows, table
 
 SHOWN = 10

@@ -31,7 +31,7 @@ from mjax.config.kernels import resolved_on_gpu
 from mjax.errors import RunError, UsageError
 from mjax.planner import Section, layers_in_words
 from mjax.planner.memory import Memory, predict_memory
-from mjax.step.unrolling import with_unrolling
+from mjax.step.kernels import with_unrolling
 from mjax.utils.figures import GIB, named_rows
 from mjax.utils.packages import cuda_build, installed
 

@@ -56,8 +56,8 @@ from mjax.parallel.zero import computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.program import Product, Program
+from mjax.step.kernels import is_unrolled
 from mjax.step.muon import ITERATE_IN, newton_schulz
-from mjax.step.unrolling import is_unrolled
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
 HEADROOM = 0.05

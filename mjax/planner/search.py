@@ -53,7 +53,7 @@ from mjax.planner.calibration import Calibration
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
 from mjax.planner.time import StepTime, TimePredictor
-from mjax.step.unrolling import is_unrolled
+from mjax.step.kernels import is_unrolled
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 

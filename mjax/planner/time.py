@@ -59,8 +59,8 @@ from mjax.planner.calibration import WIDTHS, Calibration, Rates, default_calibra
 from mjax.planner.layer import hardware_flops, model_flops
 from mjax.planner.memory import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.planner.program import Product
+from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
-from mjax.step.unrolling import is_unrolled
 from mjax.utils.figures import named_rows, table
 
 # Rows of a tile of experts' products.

@@ -43,9 +43,9 @@ from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.kernels import with_kernel
+from mjax.step.layout import TrainState
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
-from mjax.step.train_state import TrainState
 from mjax.utils.progress import status
 from mjax.utils.stores import address_of
 

@@ -32,9 +32,8 @@ from mjax.models.build import count_parameters
 from mjax.parallel.weights import joined, split_trained, trained
 from mjax.run.continuing import Origin, save_digests, save_origin
 from mjax.run.goodput import read_starts
-from mjax.step.layout import initial_weights
+from mjax.step.layout import TrainState, initial_weights
 from mjax.step.step import TrainProgram
-from mjax.step.train_state import TrainState
 from mjax.utils import packages
 from mjax.utils.files import copy_whole, write_whole
 

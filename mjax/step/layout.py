@@ -1,15 +1,21 @@
-"""The layout of a model's weights on a mesh, for training, inference and conversion."""
+"""The layout of a model's weights on a mesh, for training, inference and conversion; and the state of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+import optax
 from flax import nnx
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
 from mjax.config import Config
+from mjax.config.kernels import position_unit
 from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
 from mjax.models.build import build_model, mixing_class
@@ -17,7 +23,7 @@ from mjax.models.protocol import Model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.weights import metadata_of
 from mjax.parallel.zero import cut_into_chunks, plan_storage
-from mjax.step.precision import COMPUTE_TYPES, parameter_type
+from mjax.step.precision import COMPUTE_TYPES, LossScale, parameter_type
 
 
 @dataclass(frozen=True)
@@ -69,3 +75,57 @@ def lay_out(config: Config, mesh: Mesh | AbstractMesh) -> Layout:
     plan = plan_storage(shapes, nnx.get_partition_spec(shapes), config.mesh)
     specs = jax.tree.map(lambda storage: storage.spec, plan)
     return Layout(plan, specs, sharded_shapes(shapes, specs, mesh))
+
+
+def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config:
+    """`config` for the length of the sequences in a batch, which may be below `model.sequence`: the weights stay those
+    of the config, and of learned positions the first ones are used.
+
+    Raises:
+      UsageError: the arrays have several lengths, or one that is too long or that the mesh or kernel cannot split.
+    """
+    arrays = config.batch_arrays() | config.batch_arrays(evaluation=True)
+    model, whole = config.model, config.model.sequence
+    split = [name for name, (shape, _) in arrays.items() if shape[-1:] == (whole,) and name in batch]
+    lengths = {name: batch[name].shape[-1] for name in split}
+    first = next(iter(lengths.values()), whole)
+    if {first, *lengths.values()} == {whole}:
+        return config
+    if other := next((name for name in split if lengths[name] != first), None):
+        raise UsageError(
+            f"{split[0]} of the batch has {first} positions and {other} {lengths[other]}; give arrays of one length"
+        )
+    if not 0 < first <= whole:
+        raise UsageError(f"the batch has sequences of {first} and model.sequence is {whole}; give 1 to {whole}")
+    mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
+    parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
+    even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
+    unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    if first % unit:
+        raise UsageError(
+            f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
+            f"give a multiple of {unit}"
+        )
+    return replace(config, model=replace(model, sequence=first))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a run carries from step to step.
+
+    Attributes:
+      model: float32 master weights, sharded by their PartitionSpecs.
+      optimizer: its count and moments, sharded like the weights.
+      loss_scale: fp16's loss scale.
+      step: int32 [], steps taken, including skipped ones; it numbers batches and dropout masks. Fine-tuning starts each
+        seed at another number, for different masks.
+      samples: int32 [], samples that have trained the model, without those of skipped steps; the learning rate follows
+        it.
+    """
+
+    model: Model
+    optimizer: optax.OptState
+    loss_scale: LossScale
+    step: Array
+    samples: Array

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -106,7 +107,7 @@ def squared_norms(gradients, mesh: MeshConfig) -> Array:
     def squares(gradient):
         return jnp.square(gradient.astype(wide_type(gradient.dtype)))
 
-    return sums_by_parameter([[jax.tree.map(squares, gradients)]], mesh)[0]
+    return sums_by_parameter([jax.tree.map(squares, gradients)], mesh)
 
 
 def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
@@ -128,7 +129,7 @@ def broken_elements(model, state: optax.OptState, mesh: MeshConfig) -> Array:
     broken = [flags(model, bounded)]
     for moments, has_squares in moments_of(state, model):
         broken.append(flags(moments, has_root if has_squares else bounded))
-    return sums_by_parameter([broken], mesh)[0]
+    return sums_by_parameter(broken, mesh)
 
 
 def moments_of(state: optax.OptState, model) -> list[tuple]:
@@ -148,15 +149,15 @@ def moments_of(state: optax.OptState, model) -> list[tuple]:
 
 
 @jax.named_scope(scopes.OPTIMIZER)
-def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
-    """Sums of the elements of each parameter, layer by layer: for each group [parameters of `gradient_names`].
+def sums_by_parameter(trees: list, mesh: MeshConfig) -> Array:
+    """Sums of the elements of each parameter in all `trees`, layer by layer: [parameters of `gradient_names`].
 
     Inside `shard_map` each device holds shards: a parameter is summed over exactly the axes it varies over, with one
     collective for all that vary over the same axes.
 
     Args:
-      groups: of trees with the model's structure, whose elements are summed together; their leaves have equal sharding.
-        All but the first of a group may have none for some weights (`has_none`).
+      trees: with the model's structure and equal sharding; all but the first may have none for some weights
+        (`has_none`).
     """
 
     def on_device(stacked, *leaves):
@@ -164,25 +165,14 @@ def sums_by_parameter(groups: list[list], mesh: MeshConfig) -> list[Array]:
         sums = sum(leaf.sum(range(layers, leaf.ndim)) for leaf in leaves if not has_none(leaf))
         return _of_all_stages(sums, mesh) if layers and mesh.pipe > 1 else sums.reshape(-1)
 
-    parts: dict[frozenset[str], list[tuple[int, Array]]] = {}
-    sizes = []
-    for sums in [each for trees in groups for each in map(on_device, are_stacked(trees[0]), *map(leaves_of, trees))]:
-        parts.setdefault(varying_axes(sums), []).append((len(sizes), sums))
-        sizes.append(sums.shape[0])
-    ordered: list[Array | None] = [None] * len(sizes)
-    for axes, members in parts.items():
-        total = sum_over(jnp.concatenate([sums for _, sums in members]), axes)
-        start = 0
-        for index, sums in members:
-            ordered[index] = total[start : start + sums.shape[0]]
-            start += sums.shape[0]
-    of_group = len(ordered) // len(groups)
-    return [jnp.concatenate(ordered[i : i + of_group]) for i in range(0, len(ordered), of_group)]
-
-
-def leaves_of(tree) -> list:
-    """The leaves of a tree with a model's structure, with those that an optimizer has not (`has_none`)."""
-    return jax.tree.leaves(tree, is_leaf=has_none)
+    parts = list(map(on_device, are_stacked(trees[0]), *(jax.tree.leaves(tree, is_leaf=has_none) for tree in trees)))
+    totals = {}
+    for axes in dict.fromkeys(map(varying_axes, parts)):
+        indices = [i for i, sums in enumerate(parts) if varying_axes(sums) == axes]
+        total = sum_over(jnp.concatenate([parts[i] for i in indices]), axes)
+        ends = np.cumsum([len(parts[i]) for i in indices])[:-1]
+        totals |= dict(zip(indices, jnp.split(total, ends), strict=True))
+    return jnp.concatenate([totals[i] for i in range(len(parts))])
 
 
 def _of_all_stages(squares: Array, mesh: MeshConfig) -> Array:

@@ -30,33 +30,16 @@ from mjax.config.batch_size import at_batch
 from mjax.errors import UsageError
 from mjax.models.protocol import Model
 from mjax.parallel import mappings, scopes
-from mjax.parallel.means import add, at, weights_in_loss
 from mjax.parallel.mesh import batch_specs, sharded_shapes
+from mjax.parallel.sums import add, at, weights_in_loss
 from mjax.parallel.weights import joined, split_trained, trained
 from mjax.parallel.zero import add_whole, gather_weights, reduce_gradients
 from mjax.step.forward import Forward, MicroBatch, pipeline_means_and_gradients, sum_over_stages, tokens_of
-from mjax.step.layout import initial_weights, lay_out
-from mjax.step.lengths import at_length
-from mjax.step.losses import (
-    Count,
-    EvalMetrics,
-    StepMetrics,
-    global_counts,
-    other_metrics,
-    reported_loss,
-    shares,
-)
-from mjax.step.optimizer import (
-    backward_order,
-    broken_elements,
-    gradient_names,
-    has_none,
-    optimizer_of,
-    squared_norms,
-)
+from mjax.step.layout import TrainState, at_length, initial_weights, lay_out
+from mjax.step.losses import Count, EvalMetrics, StepMetrics, global_counts, other_metrics, reported_loss, shares
+from mjax.step.optimizer import backward_order, broken_elements, gradient_names, has_none, optimizer_of, squared_norms
 from mjax.step.precision import COMPUTE_TYPES, LossScale, in_float8, parameter_type
 from mjax.step.schedule import learning_rate
-from mjax.step.train_state import TrainState
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.step.unrolling import MOST_UNROLLED, with_unrolling
+from mjax.step.kernels import MOST_UNROLLED, with_unrolling
 from mjax.utils.figures import GIB
 from tests.planner.configs import changed
 
