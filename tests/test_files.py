@@ -155,7 +155,7 @@ def test_metrics_log_writes_through_no_link(name, diary, tmp_path):
         with pytest.raises(UsageError, match=r"metrics\.jsonl is a link"):
             MetricsLog(tmp_path / "run", 0, say=said.append)
         return
-    log = MetricsLog(tmp_path / "run", 0, tensorboard=False, say=said.append)
+    log = MetricsLog(tmp_path / "run", 0, say=said.append)
     log.records = [{"step": step, "loss": 1.0, "tokens": step, "learning_rate": 1.0} for step in (1, 2)]
     log.write_samples(1, ["a"], ["b"])
     log.draw()

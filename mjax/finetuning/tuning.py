@@ -119,9 +119,7 @@ class Finetuning:
             log = None
             if is_first():
                 self._lay_out(seed, folder)
-                log = stack.enter_context(
-                    contextlib.closing(MetricsLog(folder, start, tensorboard=False, say=self._say))
-                )
+                log = stack.enter_context(contextlib.closing(MetricsLog(folder, start, say=self._say)))
             display = Display(last, self.console, shown=is_first())
             guard = SeedGuard(self.config, checkpoints, display.say)
             batches = EpochBatches(self.task.train, self.config.train.global_batch, seed)

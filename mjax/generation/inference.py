@@ -142,33 +142,21 @@ def inference_config(
     Raises:
       UsageError: the model cannot be split over the mesh, there are too few devices, or a micro-batch is below 1.
     """
-    micro_batch = config.train.micro_batch if micro_batch is None else micro_batch
-    if micro_batch < 1:
-        raise UsageError(f"--train.micro-batch is {micro_batch}; it must be at least 1")
+    train, precision, model = config.train, config.precision, config.model.without_dropout()
+    if micro_batch is not None:
+        train = replace(train, micro_batch=micro_batch)
+    if train.micro_batch < 1:
+        raise UsageError(f"--train.micro-batch is {train.micro_batch}; it must be at least 1")
     if attention is None:
         attention = "xla" if jax.default_backend() == "gpu" else "xla_blocks"
-    precision = config.precision
     if compute is not None:
         precision = replace(precision, compute=compute, loss_scale=None)
-    micro_batches = MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1
-    model = replace(config.model.without_dropout(), attention=attention)
     if model.causal:
         model = replace(model, sequence=model.max_positions)
-    config = replace(
-        config,
-        model=model,
-        mesh=mesh,
-        precision=precision,
-        data=DataConfig(mock=True),  # no training data are read
-        train=replace(
-            config.train,
-            micro_batch=micro_batch,
-            global_batch=micro_batch * mesh.data * micro_batches,
-            batch_rampup=None,
-            batch_schedule=None,
-            taken=(),
-        ),
-    )
+    samples = train.micro_batch * mesh.data * (MICRO_BATCHES_A_STAGE * mesh.pipe if mesh.pipe > 1 else 1)
+    train = replace(train, global_batch=samples, batch_rampup=None, batch_schedule=None, taken=())
+    model, data = replace(model, attention=attention), DataConfig(mock=True)  # no training data are read
+    config = replace(config, model=model, mesh=mesh, precision=precision, data=data, train=train)
     validate(config)
     check_enough_devices(mesh)
     return config

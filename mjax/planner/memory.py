@@ -159,7 +159,7 @@ class _Sizes:
       batch: the device's part of a batch.
       accumulates: gradients are accumulated over micro-batches, in float32.
       sharded: weights are gathered from shards.
-      masters, computed, sums, activations: of all points (`_memory`, `_computed`, `_sums`, …).
+      masters, computed, sums, activations, messages: of all points (`_memory`, `_computed`, `_sums`, …).
     """
 
     def __init__(self, config: Config, kernel: str):
@@ -194,6 +194,8 @@ class _Sizes:
         self.masters = self.stored(self.weights.stored, self.trained.stored)
         self.computed, self.sums = _computed(self), _sums(self)
         self.activations = _activations(self)
+        # Buffers of a pipeline: activations and gradients that have arrived and are sent, streams for the head.
+        self.messages = 8 * self.stream if mesh.pipe > 1 else 0.0
 
     def of_layers(self, bytes_of: Callable[[_Kind], float]) -> float:
         """The sum of something over the layers of a chunk."""
@@ -388,7 +390,7 @@ def _backward(sizes: _Sizes) -> Memory:
     if sizes.unrolled and copies(sizes.config.mesh) == 1 and not sizes.accumulates:
         of_layers = sizes.width * sizes.of_layer  # in no stack: each takes less than what its layer kept, free then
     gradients = of_layers + sizes.sums + waiting
-    work = sizes.work + _weights_in_hand(sizes) + sizes.batch
+    work = sizes.work + _weights_in_hand(sizes) + sizes.messages + sizes.batch
     computed = layers + (shared if sizes.accumulates else 0.0)  # the next micro-batch needs the embedding
     return _memory(sizes, "backward", computed, gradients, activations=sizes.activations, workspace=work)
 
@@ -398,7 +400,9 @@ def _head(sizes: _Sizes) -> Memory:
     layers, shared = sizes.computed
     # The gradient of the embedding overwrites its copy, unless another micro-batch needs that.
     gradients = sizes.sums + (sizes.width * sizes.trained.table if sizes.accumulates else 0.0)
-    work = sizes.heads + sizes.batch
+    work = sizes.heads + sizes.messages + sizes.batch
+    if sizes.config.train.loss_chunks > 1:
+        work += sizes.width * sizes.weights.table  # cut into chunks
     # It does so where their product is Triton's, as in the loops compiled for the table; not where it is cuBLAS's.
     logits = sizes.logits * (2 if sizes.unrolled else 1)
     kept = {"activations": sizes.activations, "logits": logits}

@@ -185,14 +185,12 @@ def check_shared(watchdog: Watchdog, folder: Path) -> None:
 def _sees(file: Path) -> bool:
     """Whether `file` exists, or appears soon: a network file system may cache a folder for a while."""
     deadline = time.monotonic() + PATIENCE
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while not file.exists() and time.monotonic() < deadline:
         for folder in (file.parent.parent, file.parent):  # listing it makes the system refresh its cache
             if folder.is_dir():
                 os.listdir(folder)
         time.sleep(0.2)
-    return True
+    return file.exists()
 
 
 def newest_checkpoint(folder: Path) -> str:

@@ -40,7 +40,7 @@ from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
 from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
-from mjax.run.metrics import TRACKERS, MetricsLog, Record, finite_or_none
+from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
 from mjax.step.kernels import with_kernel
 from mjax.step.layout import TrainState
@@ -167,8 +167,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             write_folder(config, resolved, data, folder, display.say)
             if start == 0:
                 write_origin(folder, origin, base, data, display.say)
-            projects = {package: getattr(config.log, package) for package in TRACKERS}
-            log = MetricsLog(folder, start, config.log.tensorboard, projects, display.say, config.model.metrics)
+            log = MetricsLog(folder, start, config.log, display.say, config.model.metrics)
             goodput.begin(folder, start, display.say)
 
         # --- Steps ----------------------------------------------------------------------------------------------------

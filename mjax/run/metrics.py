@@ -260,8 +260,7 @@ class MetricsLog(Callback):
     Args:
       folder: of the run.
       step: the step the run continues from; later lines belong to an abandoned continuation and are dropped.
-      tensorboard: whether to write TensorBoard scalars.
-      projects: by package of `TRACKERS`; None: not used.
+      log: names what else gets the metrics; None: nothing.
       say: called with one line about each damage or failure.
       metrics: those of the model (`ModelConfig.metrics`), which loss.png shows.
     """
@@ -270,8 +269,7 @@ class MetricsLog(Callback):
         self,
         folder: Path,
         step: int,
-        tensorboard: bool = True,
-        projects: Mapping[str, str | None] | None = None,
+        log: LogConfig | None = None,
         say: Callable[[str], None] = print,
         metrics: Sequence[Metric] = (),
     ):
@@ -282,13 +280,13 @@ class MetricsLog(Callback):
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
         self._drawn, self._written, self._ends = -math.inf, False, False
         self._trackers: dict[str, _Scalars | _Tracker] = {}
-        if tensorboard:
+        if log is not None and log.tensorboard:
             with self._announced("TensorBoard"):
                 self._trackers["TensorBoard"] = _Scalars(folder / "tensorboard", step + 1)
-        for package, project in (projects or {}).items():
-            if project:
-                with self._announced(TRACKERS[package]):
-                    self._trackers[TRACKERS[package]] = _Tracker(package, project, folder)
+        for package, name in TRACKERS.items():
+            if project := getattr(log, package, None):
+                with self._announced(name):
+                    self._trackers[name] = _Tracker(package, project, folder)
 
     def on_start(self, run: Run) -> None:
         """After a rewind, drop the lines of the steps that are taken again."""

@@ -79,7 +79,7 @@ def start(folder):
     Goodput().begin(folder, 3, say)
     read_starts(dict[str, Any], folder / "environment.json", say)
     with contextlib.suppress(UsageError):
-        MetricsLog(folder, 3, tensorboard=False, say=say).close()
+        MetricsLog(folder, 3, say=say).close()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from mjax.config import BERTConfig, Config, load_config, save_config
 from mjax.config.model import Metric
+from mjax.config.run import LogConfig
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, smoothed
@@ -33,7 +34,7 @@ def record(step, **changes):
 
 def log_of(folder, said=None, step=0, **options):
     say = print if said is None else said.append
-    return contextlib.closing(MetricsLog(folder, step, **{"tensorboard": False, **options}, say=say))
+    return contextlib.closing(MetricsLog(folder, step, LogConfig(**{"tensorboard": False, **options}), say))
 
 
 # --- FLOPs ------------------------------------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ def starts_of(package, folder, monkeypatch, steps):
     address = "s3://user:password@bucket/corpus"
     save_config(Config(data=replace(Config().data, train_path=(address,))), folder / "config.json")
     for start in steps:
-        with log_of(folder, step=start[0] - 1, projects={package: "project"}) as log:
+        with log_of(folder, step=start[0] - 1, **{package: "project"}) as log:
             for step in start:
                 log.write(record(step))
     return calls

@@ -134,9 +134,7 @@ def test_tracker_that_fails_is_announced_once(tmp_path, monkeypatch, fails):
         (tmp_path / "tensorboard").write_text("not a folder")
         why = f"[Errno 17] File exists: '{tmp_path / 'tensorboard'}'"
     said = []
-    with log_of(
-        tmp_path, said, tensorboard=tracker == "TensorBoard", projects={"wandb": "x"} if tracker == "W&B" else None
-    ) as log:
+    with log_of(tmp_path, said, tensorboard=tracker == "TensorBoard", wandb="x" if tracker == "W&B" else None) as log:
         log.write(record(1))
         if fails in ("write", "flush", "close"):
             calls = dict.fromkeys(("write", "flush", "close"), lambda *_: None)
@@ -180,7 +178,7 @@ from mjax.run.metrics import MetricsLog
 os.close(0)
 tempfile.mkdtemp = lambda *_, **__: os.stat("no temporary directory")
 display = Display(10).begin(0)
-log = MetricsLog(Path(sys.argv[1]), 0, tensorboard=False, say=lambda line: print(line, file=sys.stderr))
+log = MetricsLog(Path(sys.argv[1]), 0, say=lambda line: print(line, file=sys.stderr))
 for step in range(1, 11):
     display.say("a message")
     log.draw()

@@ -12,11 +12,7 @@ from typing import Any
 
 from mjax.errors import UsageError
 from mjax.models.gemma3.config import Gemma3Config
-from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING
-
-
-def _kinds(layers: int, every: int) -> list[str]:
-    return [SLIDING if layer % every else FULL for layer in range(1, layers + 1)]
+from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING, attention_kinds
 
 
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -59,7 +55,7 @@ def _full_attention_every(values: dict[str, Any], file: str) -> int:
     found = kinds if isinstance(kinds, list) else []
     first = found.index(FULL) + 1 if FULL in found else len(found) + 1
     for each in (every, first):
-        if len(found) == values.get("num_hidden_layers", 26) and found == _kinds(len(found), each):
+        if len(found) == values.get("num_hidden_layers", 26) and found == attention_kinds(len(found), each):
             return each
     raise UsageError(
         f"{file}: layer_types is {reprlib.repr(kinds)}, and mjax knows one kind for each of num_hidden_layers, of "
@@ -71,7 +67,7 @@ def _write(model: Gemma3Config) -> dict[str, Any]:
     values, theta = LLAMA.write(model), model.local_rope_theta
     by_kind = {SLIDING: {"rope_type": "default", "rope_theta": theta}, FULL: values["rope_parameters"]}
     every = model.full_attention_every or model.layers + 1
-    kinds = {"layer_types": _kinds(model.layers, every), "sliding_window_pattern": every}
+    kinds = {"layer_types": attention_kinds(model.layers, every), "sliding_window_pattern": every}
     return {**values, "rope_parameters": by_kind, **kinds}
 
 

@@ -187,7 +187,7 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     if SLIDING not in kinds:
         return values, no_window
     every = kinds.index(FULL) + 1 if FULL in kinds else None
-    if kinds != _kinds(layers, every):
+    if kinds != attention_kinds(layers, every):
         raise UsageError(
             f"{file}: the pattern of layers with a window, in layer_types or max_window_layers, does not repeat, and "
             f"mjax knows only that every n-th layer, or none, has {FULL}; convert another model"
@@ -195,7 +195,7 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     return values, fields | {"window": window, "full_attention_every": every}
 
 
-def _kinds(layers: int, every: int | None) -> list[str]:
+def attention_kinds(layers: int, every: int | None) -> list[str]:
     """The kinds of attention of the layers of a model with a window."""
     return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
 
@@ -204,7 +204,7 @@ def _write_qwen(model: LlamaConfig) -> dict[str, Any]:
     """The settings of positions and windows in config.json."""
     if model.window is None:
         return {**_write(model), "use_sliding_window": False}
-    kinds = _kinds(model.layers, model.full_attention_every)
+    kinds = attention_kinds(model.layers, model.full_attention_every)
     windows = {"use_sliding_window": True, "sliding_window": model.window, "layer_types": kinds}
     return {**_write(model), **windows, "max_window_layers": 0}  # which readers without layer_types go by
 

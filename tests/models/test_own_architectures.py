@@ -1,0 +1,61 @@
+"""Architectures that mjax does not have, a file each: equal numbers on every mesh, and text from their own caches."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mjax.config import MeshConfig
+from mjax.generation.generate import Generator, Sampling
+from mjax.models.build import build_model
+from mjax.parallel.mesh import make_mesh
+from mjax.parallel.zero import cut_into_chunks
+from tests.models.own_models import hybrid, mla
+from tests.small import batch_of, gradient_program
+
+pytestmark = pytest.mark.ci
+WITHOUT_FIRST = replace(mla.config, model=replace(mla.config.model, layers=2, dense_layers=0))
+
+
+def means_of(config, **mesh):
+    names = ("loss", "mtp", "router_entropy", "expert_load") if config.model.experts else ("loss",)
+    with jax.enable_x64(True):
+        program, place = gradient_program(replace(config, mesh=MeshConfig(**mesh)), names)
+        means, _ = program(place(), batch_of(config), jnp.int32(0), jnp.float64(1.0))
+    return np.asarray(means)
+
+
+@pytest.mark.parametrize(
+    ("config", "meshes"),
+    [
+        (mla.config, [{"data": 2, "model": 2, "sequence_parallel": True, "zero": 3}, {"data": 2, "expert": 2}]),
+        (WITHOUT_FIRST, [{"pipe": 2}]),
+        (hybrid.config, [{"data": 2, "model": 2, "sequence_parallel": True}, {"pipe": 2, "zero": 1}]),
+    ],
+    ids=["latent attention", "latent attention in a pipeline", "hybrid"],
+)
+def test_means_are_those_of_one_device(config, meshes):
+    expected = means_of(config)
+    for mesh in meshes:
+        np.testing.assert_allclose(means_of(config, **mesh), expected, rtol=1e-12, err_msg=str(mesh))
+
+
+@pytest.mark.parametrize("config", [mla.config, hybrid.config], ids=["latent", "state"])
+def test_text_from_own_cache_is_that_of_whole_forward_passes(config):
+    prompts, new = [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 6
+    config = replace(config, mesh=MeshConfig(model=2), precision=replace(config.precision, compute="fp32"))
+    generator = Generator(config, make_mesh(config.mesh))
+    model = jax.tree.map(lambda weight: 4 * weight, build_model(3, config.model))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, generator.abstract_model)
+    weights = jax.device_put(cut_into_chunks(model, config.mesh), shardings)
+
+    def generated(prompts, tokens):
+        texts = generator.generate(weights, prompts, Sampling(tokens=tokens, temperature=0), eod=-1)
+        return [text.tokens for text in texts]
+
+    texts = generated(prompts, new)
+    read = [prompt + text[:count] for prompt, text in zip(prompts, texts, strict=True) for count in range(new)]
+    assert [token for text in texts for token in text] == [token for (token,) in generated(read, 1)]
+    assert len(set(map(tuple, texts))) == len(prompts)
