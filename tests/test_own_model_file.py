@@ -143,7 +143,7 @@ def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
 def test_export_of_own_model_is_one_sentence(flags, place, capsys):
     assert command("convert to-hf 'runs/my palm' out", flags) == 2
     error = capsys.readouterr().err
-    assert "no name table for 'palm', a model of your own; `mjax.open_run(RUN).weights` has its weights" in error
+    assert "has no names for 'palm', a model of your own; `mjax.open_run(RUN).weights` has its weights" in error
     assert not (place / "out").exists()
 
 

@@ -45,7 +45,7 @@ WRONG = {
     "a batch that does not divide": (finetune("--batch", 9, "--mesh.data", 2), "use a multiple of 2"),
     "a micro-batch that does not divide": (finetune("--train.micro-batch", 3), "--train.micro-batch 3 does not divide"),
     "a batch above the examples": (finetune("--batch", 25), "--batch 25 is more than the 24 examples of --train"),
-    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate is inf"),
+    "an infinite rate": (finetune("--learning-rate", "inf"), "--learning-rate inf: it takes a number"),
     "nothing but warm-up": (finetune("--warmup", 1), "--warmup is 1.0"),
     "training without labels": (finetune(train="mnli/test_matched.tsv"), "test_matched.tsv"),
     "validation without labels": (

@@ -111,7 +111,7 @@ def test_parameters_flops_memory_and_time_are_those_of_layers_added():
     dense = planned(layers=5, dense_layers=2) - planned(layers=4, dense_layers=1)
     mlp, experts, router, tokens = 3 * 32 * 512, 3 * 32 * 24, 32 * 8, 8 * 16  # matrices, and two experts a token
     assert (sparse - dense)[:2].tolist() == [8 * experts + router - mlp, 6 * tokens * (2 * experts + router - mlp)]
-    assert (abs(dense / sparse - 1)[[2, 3, 5]] > 0.01).all()  # attention is the same
+    assert (abs(dense / sparse - 1)[[2, 3, 5]] > 0.005).all()  # attention is the same
     np.testing.assert_allclose(planned(layers=7, dense_layers=3), planned(layers=4) + 3 * dense, rtol=5e-4)
     np.testing.assert_allclose(planned(layers=6, expert_interval=3), planned(layers=2) + 4 * dense, rtol=5e-4)
 

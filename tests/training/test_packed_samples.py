@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mjax.planner.ledger import ledger
+from mjax.run.loop import Evaluate
 from tests.small import batch_of, gradient_program, named, packing_of, small_config
 from tests.training.test_bert_step import Validation, expected_of, run_of
 
@@ -28,13 +29,13 @@ def test_batch_in_which_no_label_counts_has_no_gradient():
 def test_evaluation_is_the_mean_over_labels_that_count():
     """The mean is over all batches together, also where their training has no loss mask."""
     config = small_config(2, 1, mesh={"pipe": 2}, dropout=0.0, samples={"validation_tail": True})
-    run, weights = run_of(replace(config, train=replace(config.train, eval_batches=3)))
+    run = run_of(replace(config, train=replace(config.train, eval_batches=3)))
     assert "loss_mask" not in run.program.abstract_batch
     masks = packing_of(8, 16)["loss_mask"], np.arange(16) < np.full((8, 1), 2), np.zeros((8, 16), bool)
     batches = [batch_of(config, seed) | {"loss_mask": mask} for seed, mask in enumerate(masks)]
-    each = expected_of(run, weights, batches[:2])
+    each = expected_of(run, run.state.model, batches[:2])
     assert abs(each[0] - each[1]) > 1e-3
-    loss, metrics = run.evaluate(1, weights, Validation(batches))
+    loss, metrics = Evaluate(Validation(batches)).measure(run, 1)
     assert loss == pytest.approx(np.average(each, weights=[mask.sum() for mask in masks[:2]]), rel=1e-5)
     assert metrics == {}
 
