@@ -78,7 +78,7 @@ def test_what_orders_xla_is_in_one_file():
     texts = {file.relative_to(ROOT / "mjax").as_posix(): file.read_text() for file in (ROOT / "mjax").rglob("*.py")}
     assert [name for name, text in texts.items() if "lax.optimization_barrier" in text] == ["parallel/overlap.py"]
     written = {name: count for name, text in texts.items() if (count := text.count("jax.custom_vjp"))}
-    assert sum(written.values()) <= 9, written
+    assert sum(written.values()) <= 8, written
     assert len(written) <= 5, written
 
 

@@ -176,5 +176,5 @@ def test_errors_name_arguments_in_place_of_flags(run, tmp_path):
         mjax.generate(bare, "a")
     with pytest.raises(UsageError, match=r"^stride is for .*; leave it out, positions cuts"):
         mjax.evaluate(run, "positions", "x", stride=3)
-    with pytest.raises(UsageError, match=r"; add gpu, such as gpu h100$"):
+    with pytest.raises(UsageError, match="^longest=8 needs gpu h100; add it$"):
         mjax.plan(read_config(run / "config.json"), longest=8)

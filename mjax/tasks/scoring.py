@@ -30,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config
 from mjax.config.kernels import padded_width
-from mjax.models.bert.model import TaskBERT
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
 from mjax.models.protocol import Model
@@ -224,11 +223,11 @@ class TaskScorer(RowScorer):
     """Scores examples with a BERT that has a task's head."""
 
     @staticmethod
-    def head(weights: TaskBERT, x: Array, batch: dict[str, Array], context: Context) -> Array:
+    def head(weights: Any, x: Array, batch: dict[str, Array], context: Context) -> Array:
         """The scores of the task's head."""
         return mappings.once(weights.scores(x, batch, context))
 
-    def __call__(self, model: TaskBERT, examples: Examples, on_progress: Progress = unseen) -> np.ndarray:
+    def __call__(self, model: Model, examples: Examples, on_progress: Progress = unseen) -> np.ndarray:
         """Scores of all N examples, float32: [N, classes], [N, c] or [N, 2, s].
 
         Args:

@@ -6,6 +6,7 @@ import graphlib
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,15 @@ def test_imports_run_downward():
             assert package in {importer, *PACKAGES_BELOW[importer].split()}, f"{file} imports {imported}"
         elif len(file.parts) > 1:
             assert imported.name in ("errors.py", "__init__.py"), f"{file} imports {imported}"
+
+
+def test_no_file_outside_imports_an_architecture():
+    """Except fine-tuning, which replaces the head of a BERT, and Megatron's decoders, named like a Llama's tensors."""
+    folders = {file.parent.name for file in (ROOT / "mjax" / "models").glob("*/model.py")}
+    of_architecture = lambda file: file.parts[0] == "models" and file.parts[1] in folders  # noqa: E731
+    importers = {file for file, imported in imports() if of_architecture(imported) and not of_architecture(file)}
+    allowed = "finetuning/tuning.py", "interop/megatron/names.py", "interop/megatron/tensors.py"
+    assert importers == set(map(Path, allowed))
 
 
 def test_no_imports_run_in_circle():

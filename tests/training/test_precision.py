@@ -50,7 +50,7 @@ IN_16_BITS = {
         VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.masked _gather_layer _norm
         _one_dim _one_dim.forward _rotate _rotate_by _scaled _sum_of_rows _sum_of_squares _unit_rms_norm _weighted _wide
         activate add_bias as_used attend_cached chunked_cross_entropy columns combined ColumnAdapter.__call__ dispatched
-        for_every_query grouped_product lookup positions_of product_in_loops.of_group.of_tile tile_rows""",
+        _repeat_heads grouped_product lookup positions_of product_in_loops.of_group.of_tile tile_rows""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
 }
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from mjax.models.parts.flash import FLASH_STAND_IN, Aux, flash_attention, flash_
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
-from mjax.parallel.overlap import tie
+from mjax.parallel.overlap import linear_map, tie
 from mjax.parallel.random import dropout
 from mjax.parallel.sums import wide_type
 from mjax.parallel.tokens import Tokens
@@ -96,18 +95,12 @@ def for_every_query(
     return _repeat_heads(k, group), _repeat_heads(v, group)
 
 
-# Written out because autodiff would sum the gradients of a group in 16 bits.
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _repeat_heads(x: Float[Array, "b s k d"], count: int) -> Float[Array, "b s n d"]:
-    return jnp.repeat(x, count, axis=2)
+    def sum_copies(gradient, _):  # autodiff would sum the gradients of a group in 16 bits
+        groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
+        return groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
 
-
-def _repeat_heads_backward(count: int, _, gradient: Array):
-    groups = gradient.reshape(*gradient.shape[:2], -1, count, gradient.shape[-1])
-    return (groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype),)
-
-
-_repeat_heads.defvjp(lambda x, count: (_repeat_heads(x, count), None), _repeat_heads_backward)
+    return linear_map(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
 
 
 def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
