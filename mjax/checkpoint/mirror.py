@@ -261,21 +261,24 @@ def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]
     return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
 
 
+def _is_fetched(name: str) -> bool:
+    """True if a file of a run in a store is fetched with it, rather than with a checkpoint or not at all."""
+    return not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)
+
+
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
     """Make the cache of a run what the store has."""
     with alone(cache):
         known, marked = _read_known(cache), _complete_steps(objects, address, store.say)
-        used = {name for name in objects if not name.startswith((".", *STAYS_THERE)) and not IN_CHECKPOINT.match(name)}
-        used |= set(map(_manifest, marked))
+        used = {*filter(_is_fetched, objects), *map(_manifest, marked)}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
         wanted = listed.union(map(_manifest, marked[-1:])) if to_list else used
         new = [name for name in sorted(wanted) if not _is_known(cache, name, known, version(objects[name]))]
         for step in {*steps_in(cache / "checkpoints"), *marked}:
             if not _is_known(cache, name := _manifest(step), known, version(objects.get(name, NONE))):
                 shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
-        for name in list(_files_of(cache)):
-            if name not in used:
-                (cache / name).unlink()
+        for name in sorted({*_files_of(cache)} - used):
+            (cache / name).unlink()
         store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
         for name in new:
             os.utime(cache / name, (modified(objects[name]),) * 2)
@@ -369,6 +372,19 @@ def _size(file: Path) -> int:
 def _stat(file: Path) -> list[int]:
     about = file.stat()
     return [about.st_size, about.st_mtime_ns]
+
+
+def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
+    """Why a checkpoint here is not to be copied, given the sizes of its files; empty if it is complete.
+
+    Rotation was faster, or it was fetched in part and is not in the store any more.
+    """
+    if not sizes:
+        return "it was replaced here before its turn"
+    described = {} if MANIFEST not in sizes else json.loads((folder / MANIFEST).read_bytes()).get("files", {})
+    missing = [name for name in (MANIFEST, COMMIT) if name not in sizes]
+    missing += [name for name, (size, _) in described.items() if sizes.get(name) != size]
+    return f"it has no {missing[0]} here" if missing else ""
 
 
 # --- To the store -----------------------------------------------------------------------------------------------------
@@ -503,43 +519,21 @@ class Mirror:
 
     def _upload(self, step: int) -> None:
         """Copy a checkpoint; it is due until the store lists all of it."""
-        folder = self.folder / "checkpoints" / str(step)
         there, prefix, begun = f"{self.address}/checkpoints/{step}", f"checkpoints/{step}/", time.monotonic()
+        folder = self.folder / prefix
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
-        described = {} if MANIFEST not in sizes else json.loads((folder / MANIFEST).read_bytes()).get("files", {})
-        missing = [name for name in (MANIFEST, COMMIT) if name not in sizes]
-        missing += [name for name, (size, _) in described.items() if sizes.get(name) != size]
-        if missing:  # rotation was faster, or it was fetched in part and is not in the store any more
+        if why := _why_incomplete(folder, sizes):
             self._due.discard(step)
-            why = f"it has no {missing[0]} here" if sizes else "it was replaced here before its turn"
             self.store.say(f"checkpoint {step} was not copied to {self.address}: {why}")
             return
         self.uploading = step
         try:
-            before, is_there = self.store.files(there), False
-            if self._lacks(before, sizes) is None:
-                is_there = self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
+            before = self.store.files(there)
+            has_sizes = self._lacks(before, sizes) is None
+            is_there = has_sizes and self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
             if not is_there:
-                self.lock.beat()  # the run is still this process's
-                # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
-                old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
-                self.store.remove([f"{there}/{name}" for name in old if name in before])
-                data = [name for name in sizes if name not in (MANIFEST, COMMIT)]
-                data.sort(key=lambda name: name != MADE_BY_ORBAX)  # tells it from a folder of the user's
-                for name in data:
-                    if self._lacks(before, {name: sizes[name]}):
-                        self._known.pop(prefix + name, None)
-                for start in (0, *range(1, len(data), stores.TOGETHER)):
-                    self._send([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
-                    if time.monotonic() - self._looked > EVERY:
-                        self._attempt("its metrics and settings", self._copy_files)
-                self._check_listed(there, {name: sizes[name] for name in data})
-                self._send(name for name in _files_of(self.folder) if NEEDED.match(name))
-                self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
-                self.lock.beat()  # the run is still this process's
-                for name in (MANIFEST, COMMIT):
-                    self.store.put([(folder / name, f"{there}/{name}")])
+                self._put_checkpoint(prefix, sizes, before)
             listed = self._check_listed(there, sizes)
         finally:
             self.uploading = None
@@ -550,6 +544,33 @@ class Mirror:
         if not is_there:
             size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
             self.store.say(f"checkpoint {step} copied to {self.address}: {size:,.1f} MB in {seconds:.1f} s")
+
+    def _put_checkpoint(self, prefix: str, sizes: Mapping[str, int], before: Mapping[str, Any]) -> None:
+        """Copy a checkpoint whose files have these sizes, of which the store listed `before`; it is marked last."""
+        there = f"{self.address}/{prefix}"
+        self.lock.beat()  # the run is still this process's
+        # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
+        old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
+        self.store.remove([there + name for name in old if name in before])
+        data = [name for name in sizes if name not in (MANIFEST, COMMIT)]
+        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # tells it from a folder of the user's
+        for name in data:
+            if self._lacks(before, {name: sizes[name]}):
+                self._known.pop(prefix + name, None)
+        self._send_in_groups([prefix + name for name in data])
+        self._check_listed(there.rstrip("/"), {name: sizes[name] for name in data})
+        self._send(name for name in _files_of(self.folder) if NEEDED.match(name))
+        self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
+        self.lock.beat()  # the run is still this process's
+        for name in (MANIFEST, COMMIT):
+            self.store.put([(self.folder / prefix / name, there + name)])
+
+    def _send_in_groups(self, names: list[str]) -> None:
+        """Copy files, the first one alone; meanwhile also what has changed in the rest of the run."""
+        for start in (0, *range(1, len(names), stores.TOGETHER)):
+            self._send(names[start : start + stores.TOGETHER if start else 1])
+            if time.monotonic() - self._looked > EVERY:
+                self._attempt("its metrics and settings", self._copy_files)
 
     def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
         end = time.monotonic() + LAG

@@ -131,27 +131,23 @@ def storage_of(stacked: bool, shape: tuple[int, ...], spec: P, mesh: MeshConfig,
     split_by: list[tuple[str, ...]] = [() if entry is None else (entry,) for entry in computed]
     gathers: list[tuple[tuple[str, ...], int]] = []
     sizes = axes.sizes(mesh)
-
-    def split(*names: str) -> None:
-        """Split the first divisible dim, inside the axes that already split it: its rows stay contiguous."""
-        ranks = math.prod(sizes[axis] for axis in names)
-        for dim in range(layers, len(shape)):
-            local = shape[dim] // math.prod(sizes[other] for other in split_by[dim])
-            if local % ranks == 0:
-                split_by[dim] = (*split_by[dim], *names)
-                gathers.insert(0, (names, dim - len(shape)))
-                return
-
-    if mesh.pipe > 1 and layers:
-        split_by[layers - 1] = (PIPE,)
-    elif mesh.pipe > 1:
-        split(PIPE)
+    stages = (PIPE,) if mesh.pipe > 1 else ()
+    if layers and stages:
+        split_by[layers - 1] = stages
     copies = tuple(axis for axis in axes.sharding() if sizes[axis] > 1 and axis not in computed)
-    if mesh.zero and copies:
-        split(*copies)
-    entries = (entry[0] if len(entry) == 1 else entry or None for entry in split_by)
+    for names in filter(None, (() if layers else stages, copies if mesh.zero else ())):
+        if (dim := _divisible_dim(shape, split_by, sizes, names, layers)) is not None:
+            split_by[dim] = (*split_by[dim], *names)
+            gathers.insert(0, (names, dim - len(shape)))
     gather_per_layer = mesh.zero == 3 and stacked and bool(gathers)
-    return Storage(P(*entries), tuple(gathers), gather_per_layer, partial, stacked=stacked)
+    return Storage(P(*split_by), tuple(gathers), gather_per_layer, partial, stacked=stacked)
+
+
+def _divisible_dim(shape, split_by, sizes: dict[str, int], names: tuple[str, ...], first: int) -> int | None:
+    """The first dim that `names` can split inside the axes that already split it: its rows stay contiguous."""
+    ranks = math.prod(sizes[axis] for axis in names)
+    local = [rows // math.prod(sizes[axis] for axis in outer) for rows, outer in zip(shape, split_by, strict=True)]
+    return next((dim for dim in range(first, len(shape)) if local[dim] % ranks == 0), None)
 
 
 def add_whole(model, whole: dict[str, Array], plan, mesh: MeshConfig):

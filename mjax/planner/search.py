@@ -39,7 +39,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, TrainConfig, axes
+from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers, validate
@@ -93,60 +93,69 @@ def candidates(config: Config, devices: int, keep: Collection[str] = ()) -> Iter
       keep: fields of `SEARCHED` that stay as in `config`.
     """
     fixed = {name: value_of(config, name) for name in keep}
-    model, train, unit = config.model, config.train, batch_unit(config)
     zeros = (1, 3) if "mesh.replica" in fixed else (3,)  # ZeRO-1 gathers once a step: groups save it little
     mesh_of = cache(MeshConfig)  # what depends on a mesh is found again sooner if it is the same object
-
-    def or_fixed(name: str, possible: Collection) -> Collection:
-        """The fixed value, even if the field has no effect on this mesh, or the possible ones."""
-        return [fixed[name]] if name in fixed else possible
-
-    @cache
-    def portion(micro_batch: int, recompute: str, chunks: int) -> TrainConfig:
-        return replace(train, micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
-
-    @cache
-    def recomputations(pipe: int) -> list[str]:
-        staged = replace(config, mesh=MeshConfig(pipe=pipe))
-        return [kind for kind in RECOMPUTE if can_run_layers(replace(staged, train=replace(train, recompute=kind)))]
-
-    for pipe, data, context, tensor in meshes(config, devices, fixed.get("mesh.context")):
-        across = or_fixed("mesh.context_attention", ["auto"])
-        if context > 1:
-            ways = ways_across(replace(config, mesh=MeshConfig(context=context, model=tensor)))
-            across = ["auto"] * bool(ways) if fixed.get("mesh.context_attention") == "auto" else ways
-        expert = [
-            ranks
-            for ranks in divisors(math.gcd(data, model.experts or 1))
-            if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
-        ]
-        groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
-        for micro_batch in divisors(unit // data):
-            tokens = micro_batch * model.sequences * model.sequence // context
-            splits = tokens % tensor == 0 and (tensor > 1 or "mesh.sequence_parallel" in fixed)
-            in_groups = pipe > 1 and unit // data // micro_batch % pipe == 0
-            possible = {
-                "mesh.pipe": [pipe],
-                "mesh.data": [data],
-                "mesh.model": [tensor],
-                "mesh.expert": expert,
-                "mesh.context": [context],
-                "mesh.context_attention": across,
-                "mesh.sequence_parallel": or_fixed("mesh.sequence_parallel", [True]) if splits else [False],
-                "mesh.schedule": or_fixed("mesh.schedule", ["1f1b"]),
-                "mesh.chunks": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
-                "mesh.zero": or_fixed("mesh.zero", [0, 1, 3] if data * context > 1 else [0]),
-                "mesh.replica": or_fixed("mesh.replica", groups),
-                "train.micro_batch": [micro_batch],
-                "train.recompute": recomputations(pipe),
-                "train.loss_chunks": sorted({1, train.loss_chunks}),
-            }
+    train_of, recomputations = cache(partial(replace, config.train)), cache(partial(_recomputations, config))
+    for layout in meshes(config, devices, fixed.get("mesh.context")):
+        for possible in _possible_values(config, *layout, fixed):
+            possible["train.recompute"] = recomputations(layout[0])
             options = [[value for value in possible[name] if fixed.get(name, value) == value] for name in SEARCHED]
-            for *mesh, _, recompute, chunks in product(*options):
+            for *mesh, micro_batch, recompute, chunks in product(*options):
                 made = mesh_of(*mesh)
-                in_whole_groups = made.zero in zeros and data // made.expert % made.replica == 0 and shards(made) > 1
-                if made.replica == 1 or in_whole_groups:
-                    yield replace(config, mesh=made, train=portion(micro_batch, recompute, chunks))
+                are_whole = made.data // made.expert % made.replica == 0
+                if made.replica == 1 or (made.zero in zeros and are_whole and shards(made) > 1):
+                    train = train_of(micro_batch=micro_batch, recompute=recompute, loss_chunks=chunks)
+                    yield replace(config, mesh=made, train=train)
+
+
+def _recomputations(config: Config, pipe: int) -> list[str]:
+    """The kinds of recomputation that the layers can run with on this many stages."""
+    staged = replace(config, mesh=MeshConfig(pipe=pipe))
+    return [kind for kind in RECOMPUTE if can_run_layers(replace(staged, train=replace(config.train, recompute=kind)))]
+
+
+def _attentions_across(config: Config, context: int, tensor: int, fixed: str | None) -> Collection[str]:
+    """The possible values of `mesh.context_attention`."""
+    if context == 1:
+        return [fixed or "auto"]  # even if it has no effect on this mesh
+    ways = ways_across(replace(config, mesh=MeshConfig(context=context, model=tensor)))
+    return ["auto"] * bool(ways) if fixed == "auto" else ways
+
+
+def _possible_values(
+    config: Config, pipe: int, data: int, context: int, tensor: int, fixed: dict[str, Any]
+) -> Iterator[dict[str, Collection]]:
+    """For each micro-batch on a mesh, the possible values of each field of `SEARCHED` but the recomputation.
+
+    Of `fixed` fields, some have their value even if it has no effect on this mesh.
+    """
+    model, share = config.model, batch_unit(config) // data
+    across = _attentions_across(config, context, tensor, fixed.get("mesh.context_attention"))
+    expert = [
+        ranks
+        for ranks in divisors(math.gcd(data, model.experts or 1))
+        if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
+    ]
+    groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
+    for micro_batch in divisors(share):
+        tokens = micro_batch * model.sequences * model.sequence // context
+        splits = tokens % tensor == 0 and (tensor > 1 or "mesh.sequence_parallel" in fixed)
+        in_groups = pipe > 1 and share // micro_batch % pipe == 0
+        yield {
+            "mesh.pipe": [pipe],
+            "mesh.data": [data],
+            "mesh.model": [tensor],
+            "mesh.expert": expert,
+            "mesh.context": [context],
+            "mesh.context_attention": across,
+            "mesh.sequence_parallel": [splits and fixed.get("mesh.sequence_parallel", True)],
+            "mesh.schedule": [fixed.get("mesh.schedule", "1f1b")],
+            "mesh.chunks": divisors(model.layers // stage_unit(model) // pipe) if in_groups else [1],
+            "mesh.zero": [0, 1, 3] if data * context > 1 else [0],
+            "mesh.replica": groups,
+            "train.micro_batch": [micro_batch],
+            "train.loss_chunks": sorted({1, config.train.loss_chunks}),
+        } | {name: [fixed[name]] for name in ("mesh.zero", "mesh.replica") if name in fixed}
 
 
 def meshes(config: Config, devices: int, context: int | None = None) -> Iterator[tuple[int, int, int, int]]:

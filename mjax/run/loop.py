@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -117,12 +117,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     options, goodput = options or Options(), Goodput()
 
     # --- Data and devices: both are checked before the order of samples is drawn, which may take minutes --------------
-    def before_drawing(samples: int) -> None:
-        check_devices(config, jax.device_count(), options.name)
-        if samples > MANY_SAMPLES and is_first():
-            print(f"drawing the order of {samples:,} samples", flush=True)
-
-    data = options.data or open_data(config, before_drawing)
+    data = options.data or open_data(config, partial(_check_before_drawing, config, options.name))
     check_devices(config, jax.device_count(), options.name)
 
     # --- Kernels and loops for these devices --------------------------------------------------------------------------
@@ -141,16 +136,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
     # --- Program and state --------------------------------------------------------------------------------------------
     program = build_program(resolved, mesh, optimizer=options.optimizer, loss=options.loss)
     watchdog.say = display.say
-    address, mirror = address_of(folder), None
-    with contextlib.ExitStack() as stack:
-        if is_first():
-            stack.enter_context(locked(folder, display.say))
-            if address is not None:
-                mirror = stack.enter_context(Mirror(folder, address, display.say))
-        keep_last, keep_every = config.checkpoint.keep_last, config.checkpoint.keep_every
-        checkpoints = stack.enter_context(
-            Checkpoints(folder / "checkpoints", keep_last, keep_every, display.say, mirror)
-        )
+    with _open_checkpoints(config, folder, display.say) as checkpoints:
         if (step := from_first(-1 if options.step is None else options.step)) >= 0:
             continue_from(checkpoints, step, display.say)
         if checkpoints.steps() in ([], [0]):  # 0: converted
@@ -178,9 +164,29 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
         del state
         if result.exit_code == 0:
             announce_results(display, result, folder, config)
-    if address is not None:
+    if address_of(folder) is not None:
         watchdog.ask_first(None, lambda _: None)  # process 0 has copied the run to its store
     return result
+
+
+def _check_before_drawing(config: Config, name: str, samples: int) -> None:
+    """Check the devices before the order of samples is drawn, and announce it if it takes long."""
+    check_devices(config, jax.device_count(), name)
+    if samples > MANY_SAMPLES and is_first():
+        print(f"drawing the order of {samples:,} samples", flush=True)
+
+
+@contextlib.contextmanager
+def _open_checkpoints(config: Config, folder: Path, say: Callable[[str], None]) -> Iterator[Checkpoints]:
+    """The checkpoints of a run, whose folder is locked meanwhile and, if it has an address, copied there."""
+    with contextlib.ExitStack() as stack:
+        mirror = None
+        if is_first():
+            stack.enter_context(locked(folder, say))
+            if (address := address_of(folder)) is not None:
+                mirror = stack.enter_context(Mirror(folder, address, say))
+        keep = config.checkpoint.keep_last, config.checkpoint.keep_every
+        yield stack.enter_context(Checkpoints(folder / "checkpoints", *keep, say, mirror))
 
 
 @dataclass(eq=False)

@@ -149,6 +149,26 @@ class End:
     skipped: int = 0
     problem: str = ""
 
+    def needs(self, line: bytes) -> bool:
+        """Return True if a line before those that were added has to be parsed: all would take a millisecond."""
+        return (
+            not self.last
+            or (self.loss is None and b'"loss": null' not in line)
+            or (self.val_loss is None and VALIDATION in line)
+            or (self.steps < LAST and b"true" in line)
+        )
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add the record before those that were added; empty if it was not needed."""
+        if not self.last:
+            self.last = record
+            if "tokens" not in record:
+                self.problem = self.problem or "the last line of metrics.jsonl has no tokens"
+        self.loss = record.get("loss") if self.loss is None else self.loss
+        self.val_loss = record.get("val_loss") if self.val_loss is None else self.val_loss
+        if self.steps < LAST:
+            self.steps, self.skipped = self.steps + 1, self.skipped + bool(record.get("skipped"))
+
 
 def read_end(file: Path, tail: int) -> End:
     """The end of a metrics.jsonl, from its last `tail` bytes at most.
@@ -158,27 +178,13 @@ def read_end(file: Path, tail: int) -> End:
     """
     end, torn = End(), True
     for line in _lines_from_end(file, tail, lambda block: end.steps < LAST or end.loss is None or VALIDATION in block):
-        needed = (
-            not end.last
-            or (end.loss is None and b'"loss": null' not in line)
-            or (end.val_loss is None and VALIDATION in line)
-            or (end.steps < LAST and b"true" in line)
-        )  # to parse all of them would take a millisecond
-        record = _record(line) if needed else {}
-        if record is None and not (torn or end.last):
+        record = _record(line) if end.needs(line) else {}
+        if record is not None:
+            end.add(record)
+        elif not (torn or end.last):
             end.problem = "the last line of metrics.jsonl is damaged"
         torn = False
-        if record is None:
-            continue
-        if not end.last:
-            end.last = record
-            if "tokens" not in record:
-                end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
-        end.loss = record.get("loss") if end.loss is None else end.loss
-        end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
-        if end.steps < LAST:
-            end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
-        elif end.loss is not None and end.val_loss is not None:
+        if end.steps == LAST and None not in (end.loss, end.val_loss):
             break
     return end
 
