@@ -331,11 +331,8 @@ def to_hf(arguments: ToHfArguments) -> int:
         base, of_base = _base(run, config)
         blocks = lora.merged(_blocks(of_base), config.model, lora.OwnWeights(saved, config.model))
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
-    eod = None if tokenizer is None else tokenizer.eod
-    stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
-    ends = [] if eod is None else ends_of_text(run / "tokenizer", eod, arguments.tokenizer)
-    generation = stored or dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
-    ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
+    generation = _generation_config(arguments, tokenizer, carried)
+    ids = {"bos_token_id": generation.get("bos_token_id"), "eos_token_id": generation.get("eos_token_id")}
     with model_folder.new_folder(output) as folder:
         values = {
             "architectures": [family.model],
@@ -363,12 +360,20 @@ def to_hf(arguments: ToHfArguments) -> int:
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
     into = f", merged into checkpoint {base.step} of {base.run}" if base else ""
-    run = resolved(run) if address_of(run) else run
+    run = address_of(run) or run
     print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
     return 0
+
+
+def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, carried: dict[str, bytes]) -> dict:
+    """The values of generation_config.json: those that the run carries, or the ids that end a text."""
+    eod = None if tokenizer is None else tokenizer.eod
+    stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
+    ends = [] if eod is None else ends_of_text(arguments.run / "tokenizer", eod, arguments.tokenizer)
+    return stored or dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
 def _check_adapters(arguments: ToHfArguments, config: Config) -> None:

@@ -109,12 +109,17 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
             raise UsageError(
                 f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
             )
-        options = [option for option in _options(flag.kind) if option is not type(None)]
-        if "." in name and any(... in get_args(option) for option in options):  # others may add up: --prompt
+        if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
-        if not any(_accepts(option, words) for option in _options(flag.kind)):
-            typed = " ".join([f"--{name}", *words[: len(get_args(options[0])) if _is_tuple(options[0]) else 1]])
-            raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
+        _check_value(name, words, flag.kind)
+
+
+def _check_value(name: str, words: Sequence[str], kind: Any) -> None:
+    """Refuse words of another type or number than a flag of this kind takes."""
+    options = [option for option in _options(kind) if option is not type(None)]
+    if not any(_accepts(option, words) for option in _options(kind)):
+        typed = " ".join([f"--{name}", *words[: len(get_args(options[0])) if _is_tuple(options[0]) else 1]])
+        raise UsageError(f"{typed}: it takes {' or '.join(map(_describe_option, options))}")
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -168,12 +173,9 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
-    section, _, last = name.lower().rpartition(".")
-    flags, value = [flag for flag in fields.values() if not flag.hidden], "".join(words[:1])
-    ours = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
-    ours = ours or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
-    if ours := [(flag, value) for flag, value in ours if flag.name.startswith(f"{section}.")] or ours:
-        return "; type " + either([_format_flag(flag, value, len(ours) > 1) for flag, value in ours])
+    flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
+    if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
+        return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
     for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
@@ -182,6 +184,14 @@ def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str
         return f" for this model; it is {known}for {KIND_FLAG} {either(kinds)}: leave it out"
     close = suggestion(name, sorted(flag.name for flag in flags)).replace("'", "--", 1).replace("'", "")
     return f"{close or f'; `{prog} --help` lists its flags'}"
+
+
+def _match_flags(name: str, value: str, flags: Sequence[Flag]) -> list[tuple[Flag, str]]:
+    """Flags that have a name elsewhere, or without its section, each with its value; of its section if there are."""
+    section, _, last = name.rpartition(".")
+    matches = [(flag, known) for flag in flags if (known := _translate_value(flag.marks, last, value)) is not None]
+    matches = matches or [(flag, value) for flag in flags if flag.name.rpartition(".")[2] == last]
+    return [match for match in matches if match[0].name.startswith(f"{section}.")] or matches
 
 
 def _translate_value(marks: Sequence, name: str, given: str) -> str | None:

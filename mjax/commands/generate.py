@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from mjax.config import MeshConfig, load_own_model
 from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, ends_of_text
 from mjax.errors import UsageError, lines_of
+from mjax.generation.chat import Chat, read_conversations
 from mjax.generation.generate import Generator
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, Sample, Streamed, continue_ids
@@ -146,40 +147,41 @@ def _is_terminal() -> bool:
 
 def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
-    from mjax.generation.chat import Chat, read_conversations
+    conversations, questions = _read_chat(arguments)
+    run = arguments.checkpoint
+    model = read_run(run, True, "which generates no text").model
+    chat = Chat(run / "tokenizer", run_tokenizer(run, model, arguments.tokenizer))
+    writer = Writer(arguments)
+    history: list[dict[str, Any]] = (
+        [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    )
+    if conversations:
+        texts = [chat.render([*history, *messages], tools) for messages, tools in conversations]
+        titles = [f"{messages[-1].get('content')}\n" if len(texts) > 1 else "" for messages, _ in conversations]
+        writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+        return 0
+    for question in filter(str.strip, questions):
+        history.append(_user(question))
+        text = chat.render(history)
+        (answer,) = writer.write([text], [chat.encode(text)], chat.decode, chat.stops, [""])
+        history.append({"role": "assistant", "content": answer.continuation})
+    return 0
 
+
+def _read_chat(arguments: GenerateArguments) -> tuple[list[tuple[list[dict[str, Any]], Any]], Iterable[str]]:
+    """Conversations to answer, each with its tools, or the questions of one: of --prompt, of stdin, or typed."""
     prompts = _prompts(arguments) if arguments.prompt else []
     on_terminal = not prompts and _is_terminal()
     stdin = "" if prompts or on_terminal else _stdin()
     is_json = stdin.lstrip()[:1] in ("[", "{")
     conversations = read_conversations(stdin) if is_json else [([_user(text)], None) for text in prompts]
-    questions = iter([]) if prompts or is_json else _read_questions() if on_terminal else iter(lines_of(stdin))
     if not (prompts or on_terminal or stdin.strip()):
         raise UsageError("there is no question; add --prompt TEXT, or write one a line to stdin")
     if arguments.num_samples > 1 and not conversations:
         raise UsageError(
             f"--num-samples {arguments.num_samples} would give a conversation several answers; add --prompt"
         )
-
-    run = arguments.checkpoint
-    model = read_run(run, True, "which generates no text").model
-    chat = Chat(run / "tokenizer", run_tokenizer(run, model, arguments.tokenizer))
-    writer = Writer(arguments)
-    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-    if conversations:
-        texts = [chat.render([*system, *messages], tools) for messages, tools in conversations]
-        titles = [f"{messages[-1].get('content')}\n" if len(texts) > 1 else "" for messages, _ in conversations]
-        writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
-        return 0
-    messages: list[dict[str, Any]] = system
-    for question in questions:
-        if not question.strip():
-            continue
-        messages.append(_user(question))
-        text = chat.render(messages)
-        (answer,) = writer.write([text], [chat.encode(text)], chat.decode, chat.stops, [""])
-        messages.append({"role": "assistant", "content": answer.continuation})
-    return 0
+    return conversations, _read_questions() if on_terminal else lines_of(stdin)
 
 
 def _user(text: str) -> dict[str, Any]:

@@ -139,10 +139,15 @@ def list_runs(arguments: ListArguments) -> int:
     if arguments.json:
         for row in rows:
             print(json.dumps(asdict(row), ensure_ascii=False))
-        return 0
-    if not rows:
+    elif rows:
+        _print_rows(rows)
+    else:
         print(with_addresses(f"no runs in {arguments.runs}"))
-        return 0
+    return 0
+
+
+def _print_rows(rows: list[Row]) -> None:
+    """Print the list, with the columns for which the terminal is wide enough."""
     console = Console(highlight=False, markup=False)
     columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
     lines = [[title for title, _, _ in columns], *([one_sentence(cell(row)) for _, _, cell in columns] for row in rows)]
@@ -152,7 +157,6 @@ def list_runs(arguments: ListArguments) -> int:
         pairs = zip(columns, cells, spaces, strict=True)
         line = "  ".join(space + cell if title in RIGHT else cell + space for (title, _, _), cell, space in pairs)
         console.print(line.rstrip(), style="bold", soft_wrap=True) if number == 0 else print(line.rstrip())
-    return 0
 
 
 def show_goodput(arguments: ListArguments) -> int:
@@ -202,12 +206,9 @@ RIGHT = {"parameters", "step", "tokens", "loss", "val loss"}
 
 
 def _run_folders(runs: Path) -> list[Path]:
-    fetched = mirror.fetch_all(runs)
-    return (
-        fetched
-        if fetched is not None
-        else sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
-    )
+    if (fetched := mirror.fetch_all(runs)) is not None:
+        return fetched
+    return sorted(file.parent for file in runs.glob("*/config.json") if file.is_file() and file.parent.name[0] != ".")
 
 
 def row_of(folder: Path) -> Row:
@@ -313,11 +314,16 @@ def compare_runs(arguments: CompareArguments) -> int:
     draw_runs({labels[name]: history.curves for name, history in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
-        return 0
+    else:
+        _print_comparison(names, results, settings, figure)
+    return 0
+
+
+def _print_comparison(names: list[str], results: dict[str, dict], settings: dict[str, dict], figure: Path) -> None:
+    """Print a column for each run: its results, by run, then the settings that differ, by setting."""
     rows = [(result, *(_format_value(results[name][result]) for name in names)) for result in results[names[0]]]
     rows += [(setting, *(_format_value(values[name]) for name in names)) for setting, values in settings.items()]
     print("\n".join([*table(("", *names), rows), "", f"{len(settings) or 'no'} settings differ; curves in {figure}"]))
-    return 0
 
 
 class History:

@@ -61,9 +61,7 @@ class SftArguments(TrainArguments):
         "the run": ("data", "init", "epochs", "name", "template", "turns"),
         "length": ("train.steps", "train.global-batch", "train.micro-batch", "data.pack"),
         "adapters": ("lora.rank", "lora.alpha", "lora.targets"),
-        "devices": ("mesh.data", "mesh.model", "mesh.pipe", "mesh.zero", "simulate"),
-        "learning": ("optimizer.learning-rate", "optimizer.warmup-steps", "precision.compute", "train.recompute"),
-        "what is kept": ("checkpoint.interval", "train.eval-interval"),
+        **{topic: TrainArguments.usual[topic] for topic in ("devices", "learning", "what is kept")},
     }
     derived: ClassVar = {
         "config": "of --init",
@@ -110,19 +108,24 @@ def sft(argv: Sequence[str]) -> int:
     data = given.settings.data
     if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    longest, prefixes = given.settings.model.sequence + 1 if "model.sequence" in first else None, {}
-    for path in dict.fromkeys([*data.path, *data.train_path, *data.valid_path]):
-        if path.endswith(OF_ROWS):
-            prefix = prefixes[path] = _prepare_file(given, path, longest)
-            argv = [prefix if word == path else word.replace(f"={path}", f"={prefix}") for word in argv]
+    longest = given.settings.model.sequence + 1 if "model.sequence" in first else None
+    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(OF_ROWS))
+    prefixes = {file: _prepare_file(given, file, longest) for file in files}
+    for file, prefix in prefixes.items():
+        argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
     paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
     given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
     chosen = _chosen(given, defaults, first)
-    changed = differences(chosen.settings, Config())
-    typed = {name.replace("-", "_") for name in first}
-    names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
-    print(f"sft     {' '.join(as_flag(name, changed[name][0]) for name in names if name not in typed)}")
+    _print_defaults(chosen.settings, first)
     return train(argv, lambda _: chosen, "mjax sft")
+
+
+def _print_defaults(settings: Config, typed: Container[str]) -> None:
+    """Print, as flags, the settings of training that are neither typed nor the defaults of `mjax train`."""
+    changed = differences(settings, Config())
+    names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
+    shown = [name for name in names if name.replace("_", "-") not in typed]
+    print(f"sft     {' '.join(as_flag(name, changed[name][0]) for name in shown)}")
 
 
 def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:

@@ -52,6 +52,31 @@ def _check_shapes(config: Config) -> None:
             f"--model.sequence {model.sequence} is longer than the {most} learned positions of the model; use 1 to "
             f"{most}, or for a new model --model.max-position-embeddings {model.sequence}"
         )
+    _check_axes(config)
+    tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
+    if mesh.sequence_parallel and tokens % mesh.model:
+        raise UsageError(
+            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
+            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
+            "--mesh.no-sequence-parallel"
+        )
+    if train.unroll == "on" and mesh.pipe > 1:
+        raise UsageError(
+            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
+        )
+    if train.global_batch % mesh.data:
+        raise UsageError(
+            f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
+            f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
+        )
+    share = train.global_batch // mesh.data
+    what = f"the {share} sequences of a data replica (global batch {train.global_batch} / data {mesh.data})"
+    _check_divides("--train.micro-batch", train.micro_batch, what, share)
+
+
+def _check_axes(config: Config) -> None:
+    """Check that the axes `model`, `expert`, `replica` and `context` divide what they split."""
+    model, mesh = config.model, config.mesh
     if not model.splits(mesh.model):
         columns = model.columns()
         what, size = next(row for row in (columns | model.shared_columns()).items() if row[1] % mesh.model)
@@ -77,25 +102,6 @@ def _check_shapes(config: Config) -> None:
         _check_divides("--mesh.replica", mesh.replica, what, mesh.data // mesh.expert)
     if mesh.context > 1:
         _check_context(config)
-    tokens = train.micro_batch * model.sequences * model.sequence // mesh.context
-    if mesh.sequence_parallel and tokens % mesh.model:
-        raise UsageError(
-            f"--mesh.sequence-parallel cannot split the {tokens} tokens of a micro-batch over --mesh.model "
-            f"{mesh.model}; use a --train.micro-batch that is a multiple of {mesh.model}, or "
-            "--mesh.no-sequence-parallel"
-        )
-    if train.unroll == "on" and mesh.pipe > 1:
-        raise UsageError(
-            f"--train.unroll on fails with --mesh.pipe {mesh.pipe}: stages keep activations by slot; leave it out"
-        )
-    if train.global_batch % mesh.data:
-        raise UsageError(
-            f"--train.global-batch {train.global_batch} does not divide over --mesh.data {mesh.data}; "
-            f"use a multiple of {mesh.data}, such as {_nearest_multiple(train.global_batch, mesh.data)}"
-        )
-    share = train.global_batch // mesh.data
-    what = f"the {share} sequences of a data replica (global batch {train.global_batch} / data {mesh.data})"
-    _check_divides("--train.micro-batch", train.micro_batch, what, share)
 
 
 def _check_lora(config: Config) -> None:
@@ -187,10 +193,9 @@ def _check_schedules(config: Config) -> None:
         raise UsageError(
             f"--optimizer.min-learning-rate is above --optimizer.learning-rate {optimizer.learning_rate:g}; lower it"
         )
-    sizes = BatchSizes.of(config)  # of conversations, some padding may fill the last batch
-    needed = (
-        sizes.samples_before(train.steps - 1) + 1 if config.data.conversations else sizes.samples_before(train.steps)
-    )
+    samples_before = BatchSizes.of(config).samples_before
+    # Of conversations, some padding may fill the last batch.
+    needed = samples_before(train.steps - 1) + 1 if config.data.conversations else samples_before(train.steps)
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
             f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
@@ -249,11 +254,8 @@ def check_batch_sizes(config: Config) -> None:
         return
     if train.batch_rampup is not None and train.batch_schedule is not None:
         raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
-    unit, of, end = (
-        mesh.data * train.micro_batch,
-        f"data {mesh.data} × micro-batch {train.micro_batch}",
-        train.global_batch,
-    )
+    unit, end = mesh.data * train.micro_batch, train.global_batch
+    of = f"data {mesh.data} × micro-batch {train.micro_batch}"
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
     if train.batch_rampup is not None:
@@ -291,8 +293,7 @@ def check_devices(config: Config, available: int, name: str = "this config") -> 
         *first, last = (f"--mesh.{name}" for name in shown)
         flags = f"{', '.join(first)} and {last}"
         raise UsageError(
-            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} "
-            f"({axes.in_words(mesh)}); {available} found: "
+            f"{name} needs {mesh.devices} device{'s' * (mesh.devices > 1)} ({axes.in_words(mesh)}); {available} found: "
             f"set {flags}, or --simulate {mesh.devices}"
         )
 

@@ -117,22 +117,25 @@ def fits(value: Any, kind: Any) -> bool:
         return True
     if is_typeddict(kind):
         return isinstance(value, dict) and misfit(value, kind) is None
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:  # JSON has lists
-        kinds = get_args(kind)
-        if kinds[1:] == (...,):
-            kinds = kinds[:1] * len(value) if isinstance(value, (list, tuple)) else ()
-        return isinstance(value, (list, tuple)) and len(value) == len(kinds) and all(map(fits, value, kinds))
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(fits(part, *get_args(kind)) for part in value)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(fits(part, get_args(kind)[1]) for part in value.values())
-    if get_args(kind):
-        return any(fits(value, option) for option in get_args(kind))
-    if kind is float:
-        in_range = not isinstance(value, (int, float)) or abs(value) <= sys.float_info.max  # NaN is not
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and in_range
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in kinds
+    if origin is tuple:  # JSON has lists
+        if not isinstance(value, (list, tuple)):
+            return False
+        kinds = kinds[:1] * len(value) if kinds[1:] == (...,) else kinds
+        return len(value) == len(kinds) and all(map(fits, value, kinds))
+    if origin is list:
+        return isinstance(value, list) and all(fits(part, *kinds) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(part, kinds[1]) for part in value.values())
+    return any(fits(value, option) for option in kinds) if kinds else _fits_scalar(value, kind)
+
+
+def _fits_scalar(value: Any, kind: type) -> bool:
+    """True if a value is a number in range, text that can be a path, or another instance of `kind`."""
+    if kind is float:  # NaN is out of range
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
     if kind is str:  # may be any path or name
