@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,40 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     Raises:
       UsageError: the folder is not LoRA as mjax knows it, or not of this base.
     """
+    fields = _read_config(folder)
+    tensors = SafetensorsFiles({folder / WEIGHTS: []})
+    named = {}
+    for name in tensors.kinds:
+        inside = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if inside is None:
+            raise UsageError(f"{folder} has a tensor {name}, which is not part of LoRA's adapters; merge it with peft")
+        named[inside[1], inside[2].lower()] = name
+    model = replace(base, **fields)
+    every = modules_of(family, model)
+    if foreign := sorted({module for module, _ in named} - every.keys()):
+        known = f"the linear layers of {base.title} are {and_more(sorted(every))}"
+        raise UsageError(f"{folder} has an adapter of {foreign[0]}, and {known}; {OTHER_BASE}")
+    targets = {every[module].target for module, _ in named}
+    if targets != {module.target for module in every.values()}:
+        model = replace(model, lora_targets=tuple(sorted(targets)))
+    modules = modules_of(family, model)
+    if missing := [pair for pair in product(modules, "ab") if pair not in named]:
+        absent = f"{missing[0][0]}.lora_{missing[0][1].upper()}"
+        raise UsageError(f"{folder} lacks {absent}; mjax has adapters in all layers or in none: merge with peft")
+    shapes = abstract_weights(model)
+    own = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
+    for (name, module), matrix in product(modules.items(), "ab"):
+        ours = getattr(module, matrix)(own[f"{module.path}.adapter.{matrix}"])
+        theirs = tensors.read(named[name, matrix]).astype(np.float32)
+        if theirs.shape != ours.shape:
+            shapes = f"shape {theirs.shape}, and the base asks for {ours.shape}"
+            raise UsageError(f"{folder}: {named[name, matrix]} has {shapes}; {OTHER_BASE}")
+        ours[...] = theirs
+    return model, own
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a model with the adapters of a peft folder."""
     file = folder / CONFIG
     values = read_object(file)
     for name in sorted(values.keys() - READ - HARMLESS):
@@ -194,40 +229,9 @@ def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[M
     rank, alpha = values.get("r"), values.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
         raise UsageError(f"{file}: r is {rank!r} and lora_alpha {alpha!r}; restore the file")
-    tensors = SafetensorsFiles({folder / WEIGHTS: []})
-    named = {}
-    for name in tensors.kinds:
-        inside = re.fullmatch(rf"(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", name)
-        if inside is None:
-            raise UsageError(f"{folder} has a tensor {name}, which is not part of LoRA's adapters; merge it with peft")
-        named[inside[1], inside[2].lower()] = name
-    model = replace(
-        base,
-        lora_rank=rank,
-        lora_alpha=float(alpha),
-        lora_rslora=bool(values.get("use_rslora")),
-        lora_dropout=float(values.get("lora_dropout") or 0.0),
-    )
-    every = modules_of(family, model)
-    if foreign := sorted({module for module, _ in named} - every.keys()):
-        known = f"the linear layers of {base.title} are {and_more(sorted(every))}"
-        raise UsageError(f"{folder} has an adapter of {foreign[0]}, and {known}; {OTHER_BASE}")
-    targets = {every[module].target for module, _ in named}
-    if targets != {module.target for module in every.values()}:
-        model = replace(model, lora_targets=tuple(sorted(targets)))
-    modules = modules_of(family, model)
-    if missing := [
-        f"{name}.lora_{matrix.upper()}" for name in modules for matrix in "ab" if (name, matrix) not in named
-    ]:
-        raise UsageError(f"{folder} lacks {missing[0]}; mjax has adapters in all layers or in none: merge with peft")
-    shapes = abstract_weights(model)
-    own = {name: np.zeros(shape, np.float32) for name, (shape, _) in shapes.items() if ".adapter." in name}
-    for name, module in modules.items():
-        for matrix in "ab":
-            ours = getattr(module, matrix)(own[f"{module.path}.adapter.{matrix}"])
-            theirs = tensors.read(named[name, matrix]).astype(np.float32)
-            if theirs.shape != ours.shape:
-                shapes = f"shape {theirs.shape}, and the base asks for {ours.shape}"
-                raise UsageError(f"{folder}: {named[name, matrix]} has {shapes}; {OTHER_BASE}")
-            ours[...] = theirs
-    return model, own
+    return {
+        "lora_rank": rank,
+        "lora_alpha": float(alpha),
+        "lora_rslora": bool(values.get("use_rslora")),
+        "lora_dropout": float(values.get("lora_dropout") or 0.0),
+    }

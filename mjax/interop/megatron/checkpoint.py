@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,13 +109,8 @@ def find_folder(source: Path, step: int | None) -> Path:
 
 def _open_ranks(folder: Path) -> Checkpoint:
     files = _rank_files(folder)
-    contents = {place: load(file) for place, file in files.items()}
+    contents = _load_ranks(files)
     first = contents[0, 0, 0]
-    for place, content in contents.items():
-        for name in ("iteration", "checkpoint_version"):
-            if content.get(name) != first.get(name):
-                there = f"{content.get(name)}, and {first.get(name)} in {files[0, 0, 0]}"
-                raise incomplete(f"{files[place]}: {name} is {there}")
     arguments = _arguments(first, folder)
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
     if experts == 1 and stages > 1 and _only_experts(arguments):
@@ -123,14 +118,15 @@ def _open_ranks(folder: Path) -> Checkpoint:
         files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
         stages, experts = 1, stages
     _check_ranks(arguments, ranks, stages, experts, folder)
-    chunks = [name for name in first if re.fullmatch(r"model\d*", name)]
+    chunks = list(filter(re.compile(r"model\d*").fullmatch, first))
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
     chunks.sort(key=lambda name: int(name.removeprefix("model") or 0))
     shares = {
         (chunk, *at): _weights(content.get(chunk), files[at]) for chunk in chunks for at, content in contents.items()
     }
-    kind = _architecture(arguments, [name for share in shares.values() for name in share], folder)
+    names = list(chain.from_iterable(shares.values()))
+    kind = _architecture(arguments, names, folder)
     current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
 
     def piece(chunk: str, stage: int) -> list[Share]:
@@ -138,11 +134,10 @@ def _open_ranks(folder: Path) -> Checkpoint:
         return [gathered(shares, str(folder)) for shares in of_ranks]
 
     pieces = [piece(*at) for at in product(chunks, range(stages))]
-    old = any(name.startswith("language_model.") for share in shares.values() for name in share)
+    old = any(name.startswith("language_model.") for name in names)
     version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
-    missing = first.get("checkpoint_version") is None
-    return Checkpoint(folder, kind, tensors, version, missing, arguments, ranks, old)
+    return Checkpoint(folder, kind, tensors, version, first.get("checkpoint_version") is None, arguments, ranks, old)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -166,6 +161,16 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
             name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
             raise incomplete(f"{folder} lacks {name}")
     return files
+
+
+def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """The contents of the files, which are of the same save."""
+    contents = {place: load(file) for place, file in files.items()}
+    for (place, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
+        if content.get(name) != (expected := contents[0, 0, 0].get(name)):
+            there = f"{content.get(name)}, and {expected} in {files[0, 0, 0]}"
+            raise incomplete(f"{files[place]}: {name} is {there}")
+    return contents
 
 
 def _only_experts(arguments: dict[str, Any] | None) -> bool:
