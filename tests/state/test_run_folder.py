@@ -94,7 +94,7 @@ def test_base_at_address_needs_a_named_store(run, named, fetched, tmp_path, monk
         return
     with pytest.raises(
         UsageError,
-        match=r"adapters of (s3://evil|gs://bucket)/runs/q, not fetched because only base.json names it; .* type: mjax runs --runs (s3|gs)://",
+        match=r"adapters of (s3://evil|gs://bucket)/runs/q, not fetched because .* type: mjax runs --runs (s3|gs)://",
     ):
         base.folder_of(Base(named, 0, ""), run)
     (run.parent / "q").mkdir(parents=True)
