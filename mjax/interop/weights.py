@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, product
 from typing import Any
 
 import jax
@@ -71,28 +71,28 @@ class Place:
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
     shapes, dims = _shapes(model), weight_dims(model)
-    stored, table = _stored(shapes, model), {}
-    for in_layers, rows in groupby(family.names.items(), key=lambda row: bool(re.search(r"\{[01]\}", "".join(row[1])))):
-        rows = list(rows)
-        for layer in range(model.layers if in_layers else 1):
-            for module, names in rows:
-                for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
-                    if (ours, layer) not in stored or (ours != module and ours in family.names):
-                        continue
-                    weight, index = stored[ours, layer]
-                    for which, name in enumerate((names,) if isinstance(names, str) else names):
-                        of_experts = EXPERT in dims[weight]
-                        one_by_one = "{2}" in name and of_experts
-                        suffix = ".bias" if ours.endswith(".bias") else ".weight"
-                        if of_experts and not one_by_one:
-                            suffix = ""
-                        for expert in range(shapes[weight][1]) if one_by_one else (None,):
-                            part = None if isinstance(names, str) else which
-                            place = _place(family, model, weight, shapes[weight], index, part, expert)
-                            table[name.format(layer, layer + 1, expert) + suffix] = place
+    stored, table, whole = _stored(shapes, model), {}, slice(None)
+    for layer, (module, names) in _modules(family, model):
+        for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
+            if (ours, layer) not in stored or (ours != module and ours in family.names):
+                continue
+            weight, index = stored[ours, layer]
+            of_experts = EXPERT in dims[weight]
+            for which, name in [(whole, names)] if isinstance(names, str) else enumerate(names):
+                one_by_one = of_experts and "{2}" in name
+                suffix = "" if of_experts and not one_by_one else ".bias" if ours.endswith(".bias") else ".weight"
+                for expert in range(shapes[weight][1]) if one_by_one else (None,):
+                    place = _place(family, model, weight, shapes[weight], index, which, expert)
+                    table[name.format(layer, layer + 1, expert) + suffix] = place
     nameless = shapes.keys() - {place.ours for place in table.values()}
     assert not nameless, f"the table of {family.model} has no name for {', '.join(sorted(nameless))}"
     return table
+
+
+def _modules(family: Family, model: ModelConfig) -> Iterator[tuple[int, tuple[str, str | tuple[str, ...]]]]:
+    """The rows of the table, layer by layer, each with its layer from 0."""
+    for in_layers, rows in groupby(family.names.items(), key=lambda row: bool(re.search(r"\{[01]\}", "".join(row[1])))):
+        yield from product(range(model.layers if in_layers else 1), rows)
 
 
 def _stored(weights: Iterable[str], model: ModelConfig) -> dict[tuple[str, int], tuple[str, int]]:
@@ -113,7 +113,7 @@ def _place(
     ours: str,
     shape: tuple[int, ...],
     layer: int,
-    which: int | None,
+    which: int | slice,
     expert: int | None,
 ) -> Place:
     """The place of one tensor.
@@ -124,14 +124,14 @@ def _place(
       ours: name of the weight.
       shape: of the weight.
       layer: index in the weight, if it has one for each layer.
-      which: of queries, keys and values, or of gate and up, if these are separate tensors.
+      which: of queries, keys and values, or of gate and up, if these are separate tensors; else all.
       expert: its number, if each has a tensor.
     """
-    indices = {LAYER: layer, EXPERT: expert, PART: which, TOKEN: slice(model.vocabulary)}
+    experts = slice(None) if expert is None else expert
+    indices = {LAYER: layer, EXPERT: experts, PART: which, TOKEN: slice(model.vocabulary)}
     index, dims, sizes = [], [], []
     for dim, size in zip(weight_dims(model)[ours], shape, strict=True):
-        at = indices.get(dim)
-        index.append(slice(None) if at is None else at)
+        index.append(at := indices.get(dim, slice(None)))
         if not isinstance(at, int):
             dims.append(dim)
             sizes.append(model.vocabulary if dim == TOKEN else size)
@@ -140,8 +140,8 @@ def _place(
     )
     if len(outs) == 3:  # queries, keys and values in one
         outs = [outs["cnd".index(dim)] for dim in family.qkv]
-    groups = [group for group in ([[i] for i in alone] + ([outs, ins] if family.transposed else [ins, outs])) if group]
-    order = tuple(i for group in groups for i in group)
+    groups = [*filter(None, [*([i] for i in alone), *([outs, ins] if family.transposed else [ins, outs])])]
+    order = tuple(chain.from_iterable(groups))
     shape = tuple(math.prod(sizes[i] for i in group) for group in groups)
     while index and index[-1] == slice(None):
         index.pop()
@@ -207,17 +207,22 @@ def find_tensors(
         found[known] = name
     absent = absent_heads(family, model, {copied.get(known, known) for known in found})
     copies = {copy: found.pop(copy) for copy in copied if copy in found}
-    missing = [name for name in expected if name not in found]
-    if lost := [name for name in missing if not expected[name].ours.startswith(tuple(absent))]:
+    missing = {name: place for name, place in expected.items() if name not in found}
+    _check_missing(family, missing, absent, source, draw_heads)
+    for known, copy in copies.items():
+        _check_copy(family, tensors, copy, found[copied[known]], expected[copied[known]], source)
+    return found
+
+
+def _check_missing(family: Family, missing: dict[str, Place], absent: list[str], source: str, draw_heads: bool) -> None:
+    """Refuse missing tensors, except those of heads without any if these may be drawn."""
+    if lost := [name for name, place in missing.items() if not place.ours.startswith(tuple(absent))]:
         named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
     if missing and not draw_heads:
         heads = ", ".join(family.heads[head] for head in absent)
-        lost = f"{and_more(missing)}, all of {heads}; its encoder is complete"
+        lost = f"{and_more(list(missing))}, all of {heads}; its encoder is complete"
         raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
-    for known, copy in copies.items():
-        _check_copy(family, tensors, copy, found[copied[known]], expected[copied[known]], source)
-    return found
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
