@@ -59,19 +59,12 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
     if theta is not None:
         values["rope_theta"] = theta
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise UsageError(f"{file}: rope_type is {kind!r}; mjax knows {', '.join(SCALINGS)}: convert another model")
     factor, original = rope.pop("factor", 1.0), rope.pop("original_max_position_embeddings", None)
     if type(factor) not in (int, float) or not 1 <= factor < 1e30:
         raise UsageError(f"{file}: factor is {factor!r}, which is not a number from 1 on; restore the file")
-    of_yarn = 0.1 * math.log(factor) + 1  # attention_factor follows from factor (arXiv 2309.00071, eq. 22)
-    for name, value in rope.items():
-        known = SCALINGS[kind].get(name)
-        if name == "attention_factor" and type(value) in (int, float) and math.isclose(value, of_yarn):
-            continue
-        if name not in SCALINGS[kind] or (value != known and value is not None):
-            raise UsageError(f"{file}: {name} of {kind} positions is {value!r}, and mjax knows only {known!r}")
+    _check_scaling(rope, kind, factor, file)
     if kind == "default":
         return {"rope_scaling": "none", "rope_factor": 1.0, "rope_original": None}
     if kind == "linear":
@@ -81,6 +74,16 @@ def _read_rope(values: dict[str, Any], file: str) -> dict[str, Any]:
         if type(original) is not int or original < 1:
             raise UsageError(f"{file}: original_max_position_embeddings is {original!r}; restore the file")
     return {"rope_scaling": kind, "rope_factor": float(factor), "rope_original": original}
+
+
+def _check_scaling(settings: dict[str, Any], kind: str, factor: float, file: str) -> None:
+    of_yarn = 0.1 * math.log(factor) + 1  # attention_factor follows from factor (arXiv 2309.00071, eq. 22)
+    for name, value in settings.items():
+        known = SCALINGS[kind].get(name)
+        if name == "attention_factor" and type(value) in (int, float) and math.isclose(value, of_yarn):
+            continue
+        if name not in SCALINGS[kind] or (value != known and value is not None):
+            raise UsageError(f"{file}: {name} of {kind} positions is {value!r}, and mjax knows only {known!r}")
 
 
 def _write(model: RotaryConfig) -> dict[str, Any]:
