@@ -67,7 +67,8 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SHOWN = 300
 """Characters of a conversation in an error."""
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-Spans = list[tuple[int, int]]
+Span = tuple[int, int]
+Spans = list[Span]
 Message = dict[str, Any]
 
 
@@ -304,11 +305,7 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     Raises:
       Unfit: it has neither, or messages without a role or with content that is not text.
     """
-    tools = fields.get("tools")
-    if isinstance(tools, str):  # as datasets store them, whose columns have one type
-        tools = _parsed(tools, "tools")
-    if tools is not None and not isinstance(tools, list):
-        raise Unfit("tools is not a list")
+    tools = _read_tools(fields.get("tools"))
     if fields.get("messages") is not None:
         messages = fields["messages"]
     elif fields.get("prompt") is not None and fields.get("completion") is not None:
@@ -318,13 +315,7 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
     elif isinstance(fields.get("conversations"), list):
         messages = [*_system(fields), *map(_spoken, fields["conversations"])]
     elif fields.get("instruction") is not None and fields.get("output") is not None:
-        if fields.get("history"):
-            raise Unfit("it has a history of earlier turns, which is not read beside an instruction; write messages")
-        asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
-        if not all(isinstance(part, str) for part in asked):
-            raise Unfit("its instruction or input is not text")
-        answer = {"role": "assistant", "content": fields["output"]}
-        messages = [*_system(fields), {"role": "user", "content": "\n".join(asked)}, answer]
+        messages = [*_system(fields), *_read_instruction(fields)]
     else:
         raise Unfit(
             "it has no messages, prompt and completion, conversations, or instruction and output, only "
@@ -332,7 +323,28 @@ def messages_of(fields: dict[str, Any]) -> tuple[list[Message], list | None]:
         )
     if not isinstance(messages, list) or not messages:
         raise Unfit("messages is not a list of them")
-    return [_message(message) for message in messages], tools or None
+    return [_message(message) for message in messages], tools
+
+
+def _read_tools(tools: Any) -> list | None:
+    if isinstance(tools, str):  # as datasets store them, whose columns have one type
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise Unfit(f"tools is not JSON ({error})") from None
+    if not isinstance(tools, list | None):
+        raise Unfit("tools is not a list")
+    return tools or None
+
+
+def _read_instruction(fields: dict[str, Any]) -> list[Message]:
+    """The instruction and the output of Alpaca as messages."""
+    if fields.get("history"):
+        raise Unfit("it has a history of earlier turns, which is not read beside an instruction; write messages")
+    asked = [fields[name] for name in ("instruction", "input") if fields.get(name)]
+    if not all(isinstance(part, str) for part in asked):
+        raise Unfit("its instruction or input is not text")
+    return [{"role": "user", "content": "\n".join(asked)}, {"role": "assistant", "content": fields["output"]}]
 
 
 def _system(fields: dict[str, Any]) -> list[Message]:
@@ -357,20 +369,12 @@ def _message(message: Any) -> Message:
         raise Unfit(f"the weight of a message is {message['weight']!r:.60}; it is 0 (not trained) or 1")
     content = message.get("content")
     if isinstance(content, list):
-        other = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
-        if other:
+        if other := [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text"), str)]:
             raise Unfit(f"a message holds {shown(other[0], 60)}, which is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise Unfit(f"the content of a message is {content!r:.60}, which is not text")
     return {name: value for name, value in {**message, "content": content}.items() if value is not None}
-
-
-def _parsed(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unfit(f"{what} is not JSON ({error})") from None
 
 
 # --- What is trained --------------------------------------------------------------------------------------------------
@@ -383,6 +387,34 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
       Unfit: it has no turn of the assistant, or its template renders that differently without what follows.
       UsageError: the template refuses it.
     """
+    turns, answers = _list_turns(messages, trained)
+    around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
+    asked = around[-2:-1] if chat.marks else around
+    (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
+    if chat.marks and not generated:
+        others = chat.rendered(around, tools)
+    texts = [rendered for rendered, _ in others]
+    header = texts[-2:][0]  # with all before the last answer
+    if len(generated) == len(turns):
+        spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]
+    elif generated:
+        _check_weights(messages, turns, generated)
+        begin = _begin(header, answers[-1], text, last=True) if trained.turns == "last" else 0
+        spans = [span for span in generated if span[1] > begin]
+    else:
+        renderings = zip(texts[::2], texts[1::2], answers, strict=True)
+        spans = [_turn(chat, *rendering, text, rendering[-1] == answers[-1]) for rendering in renderings]
+    if OPENED.search(header) and trained.reasoning and _thought(messages[answers[-1]]) not in text:
+        raise Unfit(
+            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
+            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+        )
+    written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
+    return text, list(_remove_untrained(text, spans, written, trained.reasoning))
+
+
+def _list_turns(messages: Sequence[Message], trained: Trained) -> tuple[list[int], list[int]]:
+    """The numbers of the assistant's messages, and of those that are trained."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise Unfit("it has no turn of the assistant")
@@ -390,36 +422,15 @@ def trained_spans(chat: Chat, messages: Sequence[Message], tools: list | None, t
     answers = [number for number in answers if messages[number].get("weight") != 0]
     if not answers:
         raise Unfit("the weight of each turn to train is 0")
-    around = [(messages[: number + after], not after) for number in answers for after in (0, 1)]
-    asked = around[-2:-1] if chat.marks else around
-    (text, generated), *others = chat.rendered([(messages, False), *asked], tools)
-    if len(generated) == len(turns):
-        spans = [span for span, number in zip(generated, turns, strict=True) if number in answers]
-    elif generated:
-        if any(messages[number].get("weight") == 0 for number in turns):
-            raise Unfit(
-                f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
-                "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
-            )
-        begin = _begin(others[0][0], answers[-1], text, last=True) if trained.turns == "last" else 0
-        spans = [span for span in generated if span[1] > begin]
-    else:
-        if chat.marks:
-            others = chat.rendered(around, tools)
-        texts = iter(rendered for rendered, _ in others)
-        spans = [_turn(chat, next(texts), next(texts), number, text, number == answers[-1]) for number in answers]
-    opens = OPENED.search(others[max(len(others) - 2, 0)][0])  # the header of the last answer
-    if opens and trained.reasoning and _thought(messages[answers[-1]]) not in text:
+    return turns, answers
+
+
+def _check_weights(messages: Sequence[Message], turns: Sequence[int], generated: Spans) -> None:
+    if any(messages[number].get("weight") == 0 for number in turns):
         raise Unfit(
-            f"the chat template leaves out the reasoning of message {answers[-1] + 1}, which it asks the model for; "
-            "give one that writes it (--template FILE), or train on the answers alone (--no-reasoning)"
+            f"the chat template marks {len(generated)} parts of {len(turns)} turns of the assistant, so that those "
+            "of weight 0 cannot be told; give a template that marks each turn: --template FILE"
         )
-    written = [[messages[number]] for number in answers] if len(answers) == len(spans) else [messages] * len(spans)
-    parts = []
-    for (begin, end), by in zip(spans, written, strict=True):
-        first, last = _untrained(text[begin:end], by, trained.reasoning)
-        parts += [(begin, begin + first), (begin + last, end)]
-    return text, [(begin, end) for begin, end in parts if begin < end]
 
 
 def _begin(before: str, number: int, text: str, last: bool) -> int:
@@ -433,7 +444,7 @@ def _begin(before: str, number: int, text: str, last: bool) -> int:
     raise Unfit(_disagrees(number, last))
 
 
-def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> tuple[int, int]:
+def _turn(chat: Chat, before: str, through: str, number: int, text: str, last: bool) -> Span:
     """Return the first and the last character of the turn `messages[number]` in the text of all of them.
 
     Args:
@@ -475,7 +486,14 @@ def _thought(message: Message) -> str:
     return next((value.strip() for value in values if isinstance(value, str)), "")
 
 
-def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> tuple[int, int]:
+def _remove_untrained(text: str, spans: Spans, written: list[Sequence[Message]], reasoning: bool) -> Iterator[Span]:
+    """The `spans` of a text, each of which renders the messages in `written`, without what is not trained."""
+    for (begin, end), messages in zip(spans, written, strict=True):
+        first, last = _untrained(text[begin:end], messages, reasoning)
+        yield from (part for part in ((begin, begin + first), (begin + last, end)) if part[0] < part[1])
+
+
+def _untrained(turn: str, messages: Sequence[Message], reasoning: bool) -> Span:
     """The part of a turn, which renders one of `messages`, that is not trained; it may be empty."""
     if match := (EMPTY if reasoning else THOUGHT).search(turn):
         return match.span()
