@@ -81,7 +81,7 @@ def places(family: Family, model: ModelConfig) -> dict[str, Place]:
             for which, name in [(whole, names)] if isinstance(names, str) else enumerate(names):
                 one_by_one = of_experts and "{2}" in name
                 suffix = "" if of_experts and not one_by_one else ".bias" if ours.endswith(".bias") else ".weight"
-                for expert in range(shapes[weight][1]) if one_by_one else (whole,):
+                for expert in range(shapes[weight][1]) if one_by_one else (None,):
                     place = _place(family, model, weight, shapes[weight], index, which, expert)
                     table[name.format(layer, layer + 1, expert) + suffix] = place
     nameless = shapes.keys() - {place.ours for place in table.values()}
@@ -114,7 +114,7 @@ def _place(
     shape: tuple[int, ...],
     layer: int,
     which: int | slice,
-    expert: int | slice,
+    expert: int | None,
 ) -> Place:
     """The place of one tensor.
 
@@ -125,13 +125,13 @@ def _place(
       shape: of the weight.
       layer: index in the weight, if it has one for each layer.
       which: of queries, keys and values, or of gate and up, if these are separate tensors; else all.
-      expert: its number, if each has a tensor; else all.
+      expert: its number, if each has a tensor.
     """
-    indices = {LAYER: layer, EXPERT: expert, PART: which, TOKEN: slice(model.vocabulary)}
+    experts = slice(None) if expert is None else expert
+    indices = {LAYER: layer, EXPERT: experts, PART: which, TOKEN: slice(model.vocabulary)}
     index, dims, sizes = [], [], []
     for dim, size in zip(weight_dims(model)[ours], shape, strict=True):
-        at = indices.get(dim, slice(None))
-        index.append(at)
+        index.append(at := indices.get(dim, slice(None)))
         if not isinstance(at, int):
             dims.append(dim)
             sizes.append(model.vocabulary if dim == TOKEN else size)
