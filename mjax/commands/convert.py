@@ -351,7 +351,7 @@ def to_hf(arguments: ToHfArguments) -> int:
             tokenizer.save(folder)
             for name in carried.keys() - {tokenizer_files.GENERATION}:
                 (folder / name).write_bytes(carried[name])
-        parameters = sum(math.prod(shape) for shape in shapes.values())
+        parameters = sum(map(math.prod, shapes.values()))
         card = _card(arguments, family, model, parameters, step, tokenizer is not None)
         (folder / model_folder.CARD).write_text(card, encoding="utf-8")
         parts = weights.tensor_parts(family, model, blocks)

@@ -108,9 +108,7 @@ def sft(argv: Sequence[str]) -> int:
     data = given.settings.data
     if not data.path and not data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    longest = given.settings.model.sequence + 1 if "model.sequence" in first else None
-    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(OF_ROWS))
-    prefixes = {file: _prepare_file(given, file, longest) for file in files}
+    prefixes = _prepare_files(given, first)
     for file, prefix in prefixes.items():
         argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
     paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
@@ -126,6 +124,13 @@ def _print_defaults(settings: Config, typed: Container[str]) -> None:
     names = [name for section in ("train.", "optimizer.") for name in changed if name.startswith(section)]
     shown = [name for name in names if name.replace("_", "-") not in typed]
     print(f"sft     {' '.join(as_flag(name, changed[name][0]) for name in shown)}")
+
+
+def _prepare_files(given: SftArguments, typed: Container[str]) -> dict[str, str]:
+    """The prefixes of the files among the data, whose conversations may be as long as a typed sequence."""
+    longest, data = given.settings.model.sequence + 1 if "model.sequence" in typed else None, given.settings.data
+    files = dict.fromkeys(path for path in (*data.path, *data.train_path, *data.valid_path) if path.endswith(OF_ROWS))
+    return {file: _prepare_file(given, file, longest) for file in files}
 
 
 def _prepare_file(given: SftArguments, file: str, longest: int | None) -> str:

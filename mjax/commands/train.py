@@ -215,10 +215,10 @@ def _train_arguments(
     chosen = choose(argv)
     arguments = parse(type(chosen), argv, prog, chosen)
     name = name_of(arguments.config) if arguments.name is None else arguments.name
-    if arguments.resume is None:
+    folder, label = arguments.resume, str(arguments.resume)
+    if folder is None:
         check_run_name(name)
-    folder = arguments.resume or arguments.runs / name
-    label = arguments.config if arguments.resume is None else str(folder)
+        folder, label = arguments.runs / name, arguments.config
     from mjax.checkpoint.folders import check_run_folder, checkpoint_steps
 
     check_run_folder(folder)
