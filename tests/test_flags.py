@@ -30,7 +30,7 @@ TYPED = {
     "train --batch-size 32": "type --train.global-batch 32 (sequences per step over all devices)",
     "train --num_train_epochs 3": "type --train.steps (number of optimizer steps; an epoch is",
     "train --config moe_demo --num-experts 8": "type --model.experts 8",
-    "train --num-experts 8": "for this model; it is --model.experts, for --model.kind mixture: leave it out",
+    "train --num-experts 8": "for this model; it is --model.experts, for --model.kind mixture",
     "train --checkpoint.every 5": "--checkpoint.every; type --checkpoint.interval 5\n",
     "train --data.mock True": "--data.mock True: it takes no value; type --data.mock or --data.no-mock",
     "plan --json false --compile": "--json false: it takes no value; type --json or --no-json",
