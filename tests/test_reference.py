@@ -15,7 +15,7 @@ def test_changed_field_makes_pages_stale(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name)
     check = [sys.executable, tmp_path / "scripts" / "make_reference.py", "--check"]
     assert subprocess.run(check, cwd=tmp_path, timeout=300).returncode == 0
-    field = tmp_path / "mjax" / "config" / "optimizer.py"
+    field = tmp_path / "mjax" / "config" / "run.py"
     field.write_text(field.read_text().replace("clip_norm: ", "clip_norm_of_all: ", 1))
     result = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1

@@ -112,7 +112,7 @@ def test_full_disk_is_relieved_of_data_that_no_process_reads(server, tmp_path, m
         r"has 2.0 MB free: removed 4.0 MB of s3://bucket/data/b.v1.bin, not in use", capsys.readouterr().err
     )
     read(a)
-    with pytest.raises(RunError, match="is full, and all data there are in use; set XDG_CACHE_HOME"):
+    with pytest.raises(RunError, match="is full of data in use; set XDG_CACHE_HOME"):
         read(d)
     ranges._open.close()
     read(d)
