@@ -40,6 +40,9 @@ def lora_flag(name: str):
 
 Tuned = Annotated[NotNegative, TUNING]
 Rate = Annotated[Share, TUNING]
+HiddenDropout = Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")]
+AttentionDropout = Annotated[Rate, Elsewhere("dropout attn-pdrop")]
+FeedForward = Annotated[Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")]
 Gelu = Literal["gelu_tanh", "gelu_erf"]
 Attention = Literal["auto", "cudnn", "flash", "xla", "xla_blocks"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Elsewhere
-from mjax.config.model import Rate, Tuned, register
+from mjax.config.marks import FILE_ONLY, TUNING, Elsewhere
+from mjax.config.model import AttentionDropout, HiddenDropout, Tuned, register
 from mjax.errors import UsageError
 from mjax.models.parts.config import MLPConfig
 
@@ -16,9 +16,9 @@ from mjax.models.parts.config import MLPConfig
 class TransformerConfig(MLPConfig):
     """Fields shared by the transformers of GPT-2, BERT and Megatron-LM."""
 
-    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.1
+    hidden_dropout: HiddenDropout = 0.1
     """Dropout rate on the embedding and on both residual branches of a layer."""
-    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.1
+    attention_dropout: AttentionDropout = 0.1
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
     layernorm_epsilon: Annotated[Tuned, FILE_ONLY, Elsewhere("norm-epsilon layer-norm-epsilon layer-norm-eps")] = 1e-5
     """Added to the variance in LayerNorm."""

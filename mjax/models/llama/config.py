@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Bounds
 from mjax.config.marks import FILE_ONLY, TUNING, UNPLANNED, Elsewhere
-from mjax.config.model import Rate, Tuned, register
+from mjax.config.model import HiddenDropout, Tuned, register
 from mjax.models.parts.config import GatedMLPConfig, GroupedQueryConfig, RotaryConfig
 
 
@@ -18,7 +18,7 @@ class DecoderConfig(GroupedQueryConfig, RotaryConfig, GatedMLPConfig):
 
     norm_epsilon: Annotated[Tuned, FILE_ONLY] = 1e-5
     """Added to the mean square in RMSNorm."""
-    hidden_dropout: Annotated[Rate, UNPLANNED, Elsewhere("dropout resid-pdrop embd-pdrop")] = 0.0
+    hidden_dropout: HiddenDropout = 0.0
     """Dropout rate on the embedding and on both residual branches of a layer."""
 
     tied = True

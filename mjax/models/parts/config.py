@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import ANY_FAMILY, NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
-from mjax.config.model import Gelu, ModelConfig, Rate, Tuned
+from mjax.config.marks import NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
 
@@ -32,7 +32,7 @@ class GroupedQueryConfig(ModelConfig):
     full_attention_every: Annotated[Count | None, TUNING] = None
     """Of so many layers the last sees everything despite the window: 2 alternates, 4 is OLMo 3; no layer does when not
     given."""
-    attention_dropout: Annotated[Rate, Elsewhere("dropout attn-pdrop")] = 0.0
+    attention_dropout: AttentionDropout = 0.0
     """Dropout rate on attention probabilities; above 0 the cuDNN flash kernel cannot be used."""
 
     @property
@@ -109,9 +109,7 @@ class RotaryConfig(ModelConfig):
 class MLPConfig(ModelConfig):
     """An MLP with GELU."""
 
-    feed_forward: Annotated[
-        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
-    ] = None
+    feed_forward: FeedForward = None
     """Width of the MLP, f; by default 4 × hidden."""
     activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
@@ -129,9 +127,7 @@ class MLPConfig(ModelConfig):
 class GatedMLPConfig(ModelConfig):
     """An MLP with a gate."""
 
-    feed_forward: Annotated[
-        Count | None, By("mlp_width"), ANY_FAMILY, Elsewhere("ffn-hidden-size intermediate-size")
-    ] = None
+    feed_forward: FeedForward = None
     """Width of the MLP, f; 8/3 × hidden, rounded up to a multiple of 256, when not given."""
 
     activation = "silu"
