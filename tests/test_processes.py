@@ -96,7 +96,7 @@ def test_two_processes_compute_and_stop_as_one(tmp_path, capsys):
 
 @pytest.mark.ci
 def test_processes_share_the_positions_of_sequences(tmp_path):
-    """A process has a part of the positions of every sequence, and reads no others."""
+    """A process has a part of the positions of every sequence."""
     mesh = ["--mesh.data", "1", "--mesh.model", "1", "--mesh.context", "4", "--train.steps", "4"]
     run_here(tmp_path / "one", *mesh)
     with Group(tmp_path / "two", *mesh, count=2) as group:

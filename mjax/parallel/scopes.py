@@ -1,5 +1,5 @@
 """Names that the step puts on its equations (`jax.named_scope`), which show the part of the model: in the communication
-ledger (`trace/collectives.py`), in a profile, in the metadata of a compiled program.
+ledger (`planner/ledger.py`), in a profile, in the metadata of a compiled program.
 
 JAX keeps the names through differentiation: the backward pass of `layer` is named `transpose(jvp(layer))`, and
 recomputation has `rematted_computation` in its name.

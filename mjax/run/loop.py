@@ -382,7 +382,7 @@ class Run:
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
     def to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
-        """The batch of `step`; a process reads only the rows and positions of its own devices."""
+        """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
         shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
         has_positions = {name for name in shapes if axes.CONTEXT in shardings[name].spec}

@@ -1,7 +1,7 @@
 """The forward pass of one micro-batch: from its arrays to its part of the means.
 
 Without a pipeline the three parts run one after the other (`Forward.__call__`). The stages of a pipeline run them in
-ticks (`stages.py`).
+ticks (`parallel/pipeline.py`).
 """
 
 from __future__ import annotations

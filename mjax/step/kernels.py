@@ -13,7 +13,6 @@ import jax
 
 from mjax.config import Config
 from mjax.config.kernels import capability_of, choose_grouped, choose_kernel, with_grouped
-from mjax.config.model import ModelConfig
 from mjax.config.pattern import stacks_of
 
 MOST_UNROLLED = 80
@@ -64,8 +63,3 @@ def is_unrolled(config: Config, on_gpu: bool) -> bool:
 def with_unrolling(config: Config, on_gpu: bool) -> Config:
     """`config` with `train.unroll` decided (`is_unrolled`)."""
     return replace(config, train=replace(config.train, unroll="on" if is_unrolled(config, on_gpu) else "off"))
-
-
-def repeats_in_stack(config: ModelConfig) -> bool:
-    """True if layers of one stack differ in more than weights, such as windows; a loop then runs several at once."""
-    return any(len(stack.kinds) > 1 for stack in stacks_of(config))

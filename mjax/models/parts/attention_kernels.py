@@ -9,7 +9,7 @@
 | `xla_blocks` | meant for CPUs   | the same over four blocks of queries, skipping keys that none sees      |
 
 All take q, k, v [b, s, n, d] with this rank's heads and return [b, s, n, d]. `xla` and `flash` also take the queries of
-some positions with the keys of all (`across.py`). The kernel of a run is resolved once, at the start, by rule
+some positions with the keys of all (`attend_across`). The kernel of a run is resolved once, at the start, by rule
 (`config/kernels.py`); nothing falls back later. `mjax doctor` runs it.
 
 If a sample has several documents that must be kept apart, all kernels take the number of each token's document and mask
