@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -210,8 +209,8 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
         if arguments.days is not None:
             name = name if arguments.run is None else f"{arguments.run}/config.json"
             budget = Budget(devices, gpu, arguments.days, arguments.tokens_per_parameter)
-            base, say = config if name == OWN else load_config(name), partial(print, file=sys.stderr)
-            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep, say)
+            base = config if name == OWN else load_config(name)
+            config, sections["budget"] = run_budget(config, name, base, budget, calibration, arguments.keep)
         config, sections["search"] = run_search(config, name, devices, gpu, calibration, arguments.keep)
     _check(arguments, config, name, gpu, per_server)
     if arguments.write is not None:  # after all checks
@@ -230,9 +229,9 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
 
         sections["longest"] = run_longest(config, name, arguments.longest, gpu, calibration)
     if arguments.compile:
-        from mjax.planner.compile import compile_and_tell
+        from mjax.planner.command import compile_for
 
-        sections["compile"] = compile_and_tell(config, gpu.name, per_server)
+        sections["compile"] = compile_for(config, gpu)
     return sections
 
 
@@ -268,7 +267,7 @@ def _check(arguments: PlanArguments, config: Config, name: str, gpu: Gpu | None,
             f"--schedule-figure needs a pipeline and {name} has none; add stages, such as --mesh.pipe {stages}{keep}"
         )
     if arguments.compile:
-        from mjax.planner.compile import check_compile
+        from mjax.planner.command import check_compile
 
         check_compile(config, gpu and gpu.name, per_server)
     if gpu is None:
