@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -29,9 +29,11 @@ from mjax.config.resolve import resolve, resolve_steps
 from mjax.config.source import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner import Section
-from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration
 from mjax.utils.figures import human_bytes, named_rows, table
 from mjax.utils.files import cache_home
+
+if TYPE_CHECKING:
+    from mjax.planner.time import Calibration
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ def sections_of(arguments: PlanArguments) -> dict[str, Section | None]:
       UsageError: the config cannot run, a figure shows a part that it does not have, or its file cannot be written.
     """
     config, name, devices = arguments.settings, arguments.config, arguments.devices
+    from mjax.planner.time import Rates
+
     gpu, calibration = _hardware(arguments)
     per_server = 8 if gpu is None else gpu.gpus_per_node
     sections: dict[str, Section | None] = dict.fromkeys(KEYS)
@@ -250,6 +254,8 @@ def _hardware(arguments: PlanArguments) -> tuple[Gpu | None, Calibration | None]
             raise UsageError(f"--{name.replace('_', '-')} {shown} needs --{needed}; add it")
     per_server, network, file = arguments.devices_per_node, arguments.network, arguments.calibration
     if arguments.gpu is not None:
+        from mjax.planner.time import default_calibration, read_calibration
+
         gpu = gpu_named(arguments.gpu).in_server(per_server, network)
         return gpu, default_calibration(gpu) if file is None else read_calibration(file)
     return None, None
@@ -386,7 +392,7 @@ def _communication(config: Config, name: str, file: Path | None) -> Section:
 
 def _time(config: Config, gpu: Gpu, calibration: Calibration | None) -> Section:
     """The time of a step and of the run."""
-    from mjax.planner.time import time_section
+    from mjax.planner.time import Rates, time_section
 
     try:
         Rates(gpu, calibration, config.precision.compute)

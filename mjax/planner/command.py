@@ -35,7 +35,6 @@ from mjax.config.source import WIDTH
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, good_to, layers_in_words
-from mjax.planner.calibration import Calibration
 from mjax.planner.layer import kinds_of, layer_forward
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory, usable_memory
 from mjax.planner.search import (
@@ -62,7 +61,7 @@ from mjax.planner.search import (
     value_of,
     with_values,
 )
-from mjax.planner.time import run_tokens
+from mjax.planner.time import Calibration, run_tokens
 from mjax.step.kernels import is_unrolled, with_unrolling
 from mjax.step.precision import in_float8
 from mjax.step.step import build_program

@@ -10,10 +10,10 @@ from benchmarks.aot.roofline import PRODUCTS
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
 from mjax.errors import UsageError
-from mjax.planner.calibration import H100 as H100_RATES
-from mjax.planner.calibration import Rates, filled_share
 from mjax.planner.command import ADA, check_float8
 from mjax.planner.memory import predict_memory
+from mjax.planner.time import H100 as H100_RATES
+from mjax.planner.time import Rates, filled_share
 from tests.planner.configs import changed
 from tests.planner.test_waste import compiled
 
