@@ -537,7 +537,6 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         "unrolled": is_unrolled(config, on_gpu=True),
         "float8": in_float8(config.precision),
         "loss_chunks": config.train.loss_chunks,
-        "figure": None if figure is None else str(figure),
     }
     rows = {kind: f"{size / GIB:8.2f} GiB" for kind, size in memory.parts.items()}
     rows["total"] = f"{memory.total / GIB:8.2f} GiB on each device, {WHEN[memory.moment]}"
@@ -565,7 +564,6 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
             lines += [f"  {change.flags}  →  {change.needs(config)}" for change in changes]
     if figure is not None:
         draw_modes(config, figure, gpu, name)
-        rows["picture"] = str(figure)
     return Section("Memory", values, [*named_rows(rows), *lines])
 
 
@@ -647,7 +645,7 @@ def sheet_names() -> list[str]:
     return sorted(file.stem for file in SHEETS.glob("*.txtpb"))
 
 
-def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
+def check_compile(config: Config, gpu: Gpu | None) -> None:
     """Refuse what cannot be compiled.
 
     Raises:
@@ -657,9 +655,9 @@ def check_compile(config: Config, gpu: str | None, per_server: int = 8) -> None:
     names = ", ".join(sheet_names())
     if gpu is None:
         raise UsageError(f"--compile needs a GPU to compile for; add --gpu with one of {names}")
-    if gpu not in sheet_names():
-        raise UsageError(f"--gpu {gpu} cannot be compiled for; use one of {names}")
-    devices = config.mesh.devices
+    if gpu.name not in sheet_names():
+        raise UsageError(f"--gpu {gpu.name} cannot be compiled for; use one of {names}")
+    devices, per_server = config.mesh.devices, gpu.gpus_per_node
     if devices > per_server and devices % per_server:
         raise UsageError(
             f"a mesh of {devices} devices does not fill servers of {per_server}; change --mesh.data, or use "

@@ -170,10 +170,6 @@ class Ledger:
             by_axes[axes_name(axes)] = {key: float(size[stage]) for key, size in sent.items()}
         return by_axes
 
-    def by_source(self) -> dict[str, float]:
-        """Bytes a device sends in a step from each source; each on the stage that sends most of it."""
-        return {source: part.sent for source, part in self.grouped("source").items()}
-
     @property
     def count(self) -> int:
         """Collectives that a device runs in a step, on the stage that runs most."""

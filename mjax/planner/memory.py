@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
+from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
 from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
 from mjax.config.model import ModelConfig
@@ -170,13 +170,11 @@ class _Sizes:
         self.weights, self.trained = (weights_of_device(model, mesh, trained=trained) for trained in (False, True))
         self.width = WIDTHS[config.precision.compute]
         self.master = max(4, self.width)
-        alone = of_layers(mesh)
-        of_run = model, config.data, config.precision.compute
-        kinds, arrays = _of_micro_batch(*of_run, alone, kernel, recompute, train.micro_batch)
         self.layers = []
-        for count, kind, sample in kinds:
-            of_kind = (weights_of_device(model, mesh, kind, trained) for trained in (False, True))
-            self.layers.append(_Kind(kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
+        for count, of in trace.kinds_of(config):
+            of_kind = (weights_of_device(model, mesh, of.kind, trained) for trained in (False, True))
+            sample = _sizes_of(of, kernel, recompute, train.micro_batch)
+            self.layers.append(_Kind(of.kind, count // (mesh.pipe * mesh.chunks), mesh.chunks, *of_kind, sample))
         of_kinds = [kind.sample for kind in self.layers]
         # The dropout mask has one byte per element. If attention is recomputed and there are collectives, XLA starts
         # with it during one of them, so its probabilities exist twice.
@@ -190,6 +188,7 @@ class _Sizes:
         rows = config.model.padded_vocabulary // mesh.model
         self.logits = sample.logits * rows_of_chunks(rows, config.train.loss_chunks)[0].stop / rows
         self.heads = sample.heads
+        arrays = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in config.batch_arrays().values())
         self.batch = arrays * train.global_batch / copies(mesh)
         self.accumulates = mesh.pipe > 1 or config.micro_batches > 1
         self.sharded = mesh.pipe > 1 or (mesh.zero > 0 and shards(mesh) > 1)
@@ -259,6 +258,7 @@ class _Sample(NamedTuple):
     heads: float
 
 
+@lru_cache(maxsize=4096)
 def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _Sample:
     """The sizes of a layer and the head for the samples of a micro-batch."""
     layer, backward, head = trace.layer_forward(of), trace.layer_backward(of, kernel, recompute), trace.head(of)
@@ -284,20 +284,6 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         logits=samples * width * head.logits,
         heads=samples * head.kept,
     )
-
-
-@lru_cache(maxsize=4096)
-def _of_micro_batch(
-    model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig,
-    kernel: str, recompute: str, samples: int,
-) -> tuple[list[tuple[int, int | None, _Sample]], int]:  # fmt: skip
-    """For each kind of layers how many the model has, and sizes of one for the samples of a micro-batch; bytes of a
-    sample in a batch."""
-    config = Config(model=model, data=data, mesh=mesh, precision=PrecisionConfig(compute=compute))
-    kinds = [(n, of.kind, _sizes_of(of, kernel, recompute, samples)) for n, of in trace.kinds_of(config)]
-    arrays = config.batch_arrays()
-    bytes_of_sample = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in arrays.values())
-    return kinds, bytes_of_sample
 
 
 # --- Residuals --------------------------------------------------------------------------------------------------------
@@ -472,19 +458,6 @@ def weights_of_device(
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     """The matrices of `model` on `mesh`, one entry a weight."""
     return _matrices(model, STORED_BY(mesh))
-
-
-@lru_cache(maxsize=16384)
-def of_layers(mesh: MeshConfig) -> MeshConfig:
-    """The mesh as far as the work of layers depends on it, without a pipeline and gathers of weights."""
-    return MeshConfig(
-        data=mesh.expert,
-        model=mesh.model,
-        expert=mesh.expert,
-        context=mesh.context,
-        context_attention=mesh.context_attention,
-        sequence_parallel=mesh.sequence_parallel,
-    )
 
 
 STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")

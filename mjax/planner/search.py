@@ -397,7 +397,7 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
     for factor in FACTORS:
         for price, values in sorted(_changes(config, factor, unused), key=itemgetter(0)):
             changed = with_values(config, values)
-            if any(_includes(values, change.values) for change in proposed) or not _is_useful(changed, config, values):
+            if any(_includes(values, change.values) for change in proposed) or not _can_run(changed, config, values):
                 continue
             memory = predict_memory(changed)
             if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
@@ -427,17 +427,12 @@ def _changes(config: Config, factor: int, unused: Collection[str]) -> Iterator[t
                 yield cost + sum(prices), changed
 
 
-def _is_useful(changed: Config, config: Config, values: Collection[str]) -> bool:
-    """True if a changed config can run, and each of its new `values` has an effect."""
+def _can_run(changed: Config, config: Config, values: Collection[str]) -> bool:
+    """True if a config with these `values` changed can run as in a search."""
     mesh, sequence = changed.mesh, config.model.sequence
-    without_effect = {
-        "mesh.sequence_parallel": mesh.model == 1,
-        "mesh.zero": mesh.data * mesh.context == 1,
-        "mesh.model": mesh.model > max(SERVER, config.mesh.model),
-        "mesh.context": sequence // mesh.context < LEAST_POSITIONS,
-        "train.unroll": mesh.pipe > 1,
-    }
-    if any(without_effect.get(name) for name in values):
+    if "mesh.model" in values and mesh.model > max(SERVER, config.mesh.model):
+        return False
+    if "mesh.context" in values and sequence // mesh.context < LEAST_POSITIONS:
         return False
     try:
         validate(replace(changed, data=replace(config.data, mock=True)))

@@ -463,7 +463,6 @@ class Software:
         2, 26 and 6, read from programs compiled for H100s (docs/results/log).
       splits_messages: each rank of `model` sends its part of an activation to the next stage, which gathers it (arXiv
         2104.04473, section 4.1), with sequence parallelism or without.
-      sends_every_tick: stages synchronise after every tick of the schedule and send both ways, even without a receiver.
       sums_stacks: it sums the gradients of each stack of layers as one, after all micro-batches.
     """
 
@@ -475,7 +474,6 @@ class Software:
     accumulate_bytes: int = 12
     optimizer_bytes: int = 34
     splits_messages: bool = False
-    sends_every_tick: bool = True
     sums_stacks: bool = True
 
 
@@ -942,11 +940,9 @@ class _Step:
                 seconds["model" if axis == MODEL else "data"] += exchanged
         if mesh.pipe > 1:
             message = self._message()
-            # One activation and one gradient.
+            # One activation and one gradient of each chunk; and two for each stage to fill.
             seconds["pipe"] = m * (work.seconds["pipe"] + 2 * mesh.chunks * message)
-            forward, inputs, weights = (spent / mesh.chunks for spent in work.of_passes)
-            empty = empty_messages(mesh, m, self.software.sends_every_tick) * message
-            seconds["bubble"] += bubble(mesh, m, forward, inputs, weights) + empty
+            seconds["bubble"] += bubble(mesh, sum(work.of_passes) / mesh.chunks + 2 * message)
         return seconds
 
     def _message(self) -> float:
@@ -1032,31 +1028,14 @@ def muon_exchange_seconds(config: Config, rates: Rates) -> dict[str, float]:
     return seconds
 
 
-def bubble(mesh: MeshConfig, m: int, forward: float, inputs: float, weights: float) -> float:
-    """Return the idle seconds of the last stage in a step of `m` micro-batches.
-
-    Closed forms of `Schedule.makespan`, since a table of thousands of micro-batches is too slow for a search.
+def bubble(mesh: MeshConfig, layer_passes: float) -> float:
+    """Return the idle seconds of the last stage in a step: those of `Schedule.makespan` in closed form.
 
     Args:
-      mesh, m: the pipeline.
-      forward, inputs, weights: seconds of F, and of the halves of a backward pass, of one chunk.
+      mesh: the pipeline.
+      layer_passes: seconds of the forward and the backward pass of one chunk.
     """
-    return (mesh.pipe - 1) * (forward + inputs + weights)
-
-
-def ticks(mesh: MeshConfig, m: int) -> int:
-    """Length of the schedule's table for `m` micro-batches."""
-    work, stages = m * mesh.chunks, mesh.pipe
-    if mesh.schedule == "gpipe":
-        return 2 * (work + stages) - 3
-    return work + stages * mesh.chunks + stages - 2
-
-
-def empty_messages(mesh: MeshConfig, m: int, every_tick: bool) -> int:
-    """Messages beyond two per micro-batch and chunk: two per stage to fill, or those of all ticks."""
-    if every_tick:
-        return 2 * (ticks(mesh, m) - m * mesh.chunks)
-    return 2 * (mesh.pipe - 1)
+    return (mesh.pipe - 1) * layer_passes
 
 
 # --- The time section of a plan ---------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_plan_longest_prints_what_it_finds(capsys):
     printed = capsys.readouterr().out
     assert cli.main(["plan", *FLAGS, "--longest", "2", "--json"]) == 0
     full, offload = json.loads(capsys.readouterr().out)["longest"]["found"]
-    assert (full["recompute"], offload["recompute"]) == ("full", "offload")
+    assert (full["train.recompute"], offload["train.recompute"]) == ("full", "offload")
     assert 0 < full["sequence"] <= offload["sequence"]
     assert all(f"{each['sequence']:,}" in printed for each in (full, offload))
 

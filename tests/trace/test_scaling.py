@@ -14,7 +14,7 @@ from mjax.planner.layer import Traced
 from mjax.planner.search import find, predictions
 from tests.small import small_config
 
-CACHES = layers._record, memory._of_micro_batch, find, predictions
+CACHES = layers._record, memory._sizes_of, find, predictions
 
 
 @pytest.fixture
