@@ -38,7 +38,7 @@ from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
-from mjax.pictures.runs import Curve, draw_runs, smoothed
+from mjax.pictures.runs import Curve, draw_runs, smoothed, window_of
 from mjax.run.continuing import ORIGIN, origin_of
 from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
@@ -302,7 +302,7 @@ def compare_runs(arguments: CompareArguments) -> int:
     settings = _different_settings(configs)
     x = "tokens" if TOKENS_OF_A_STEP & settings.keys() else "step"
     histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
-    if empty := [name for name in names if not histories[name].curves[0].bins]:
+    if empty := [name for name in names if not histories[name].steps]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(history.last["step"] for history in histories.values())
@@ -311,7 +311,7 @@ def compare_runs(arguments: CompareArguments) -> int:
         for name, folder in runs.items()
     }
     labels = curve_labels(configs)
-    draw_runs({labels[name]: history.curves for name, history in histories.items()}, figure, x)
+    draw_runs({labels[name]: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
     else:
@@ -331,11 +331,10 @@ class History:
 
     Attributes:
       last: the last record.
-      steps, losses: of the steps that have a loss.
-      validation: losses in validation.
+      losses, validation: in training and in validation, over steps or tokens.
+      steps: those of the losses in training.
       speeds: tokens per second.
       skipped: number of steps that were skipped.
-      curves: losses in training and in validation, to be drawn.
     """
 
     def __init__(self, file: Path, x: str = "step"):
@@ -344,27 +343,21 @@ class History:
         Raises:
           UsageError: the file cannot be read.
         """
-        self.last, self.skipped, self.curves = {}, 0, (Curve(), Curve())
-        self.steps, self.losses, self.validation, self.speeds = array("q"), array("d"), array("d"), array("d")
-        damaged = []
+        self.last, self.skipped, self.losses, self.validation = {}, 0, Curve(), Curve()
+        self.steps, self.speeds, damaged = array("q"), array("d"), []
         for _, record in read_lines(file, damaged):
-            self._add(record, record.get(x))
+            self.last, at = record, record.get(x)
+            self.skipped += bool(record.get("skipped"))
+            if (speed := record.get("tokens_per_second")) is not None:
+                self.speeds.append(speed)
+            if (loss := record.get("loss")) is not None and at is not None:
+                self.steps.append(record["step"])
+                self.losses.add(at, loss)
+            if (loss := record.get("val_loss")) is not None and at is not None:
+                self.validation.add(at, loss)
         if damaged:
             lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first is"
             print(f"note: {file} cannot be read in {lines} {damaged[0]}, which is left out", file=sys.stderr)
-
-    def _add(self, record: dict[str, Any], at: int | None) -> None:
-        self.last = record
-        self.skipped += bool(record.get("skipped"))
-        if (speed := record.get("tokens_per_second")) is not None:
-            self.speeds.append(speed)
-        if record.get("loss") is not None:
-            self.steps.append(record["step"])
-        for name, values, curve in zip(("loss", "val_loss"), (self.losses, self.validation), self.curves, strict=True):
-            if (value := record.get(name)) is not None:
-                values.append(value)
-                if at is not None:
-                    curve.add(at, value)
 
 
 def results_of(history: History, common: int) -> dict[str, float | int | None]:
@@ -374,16 +367,16 @@ def results_of(history: History, common: int) -> dict[str, float | int | None]:
       history: with a loss.
       common: the last step that every run has reached.
     """
-    averaged = smoothed(history.losses)
-    speeds = sorted(history.speeds[1:] or history.speeds)
+    averaged = smoothed(history.losses.values, window_of(len(history.steps)))
+    speeds, validation = sorted(history.speeds[1:] or history.speeds), history.validation.values
     reached = bisect_right(history.steps, common)
     return {
         "steps": history.last["step"],
         "tokens": history.last.get("tokens"),
-        f"loss at step {common}": finite_or_none(averaged[reached - 1]) if reached else None,
-        "loss": finite_or_none(averaged[-1]),
-        "val loss": history.validation[-1] if history.validation else None,
-        "best val loss": min(history.validation, default=None),
+        f"loss at step {common}": finite_or_none(float(averaged[reached - 1])) if reached else None,
+        "loss": finite_or_none(float(averaged[-1])),
+        "val loss": validation[-1] if validation else None,
+        "best val loss": min(validation, default=None),
         "tokens/s": speeds[len(speeds) // 2] if speeds else None,
         "skipped steps": history.skipped,
     }
