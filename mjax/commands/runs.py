@@ -25,7 +25,6 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 import tyro
 from rich import filesize
-from rich.cells import cell_len
 from rich.console import Console
 from rich.prompt import Confirm
 
@@ -33,7 +32,6 @@ from mjax.checkpoint import mirror
 from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
-from mjax.config.checks import validate
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
@@ -140,51 +138,43 @@ def list_runs(arguments: ListArguments) -> int:
         for row in rows:
             print(json.dumps(asdict(row), ensure_ascii=False))
     elif rows:
-        _print_rows(rows)
+        width = Console().width
+        columns = [column for column in COLUMNS if width >= column[1] and any(column[2](row) for row in rows)]
+        cells = [[one_sentence(cell(row)) for _, _, cell in columns] for row in rows]
+        print("\n".join(table([title for title, _, _ in columns], cells, LEFT)))
     else:
         print(with_addresses(f"no runs in {arguments.runs}"))
     return 0
 
 
-def _print_rows(rows: list[Row]) -> None:
-    """Print the list, with the columns for which the terminal is wide enough."""
-    console = Console(highlight=False, markup=False)
-    columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
-    lines = [[title for title, _, _ in columns], *([one_sentence(cell(row)) for _, _, cell in columns] for row in rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    for number, cells in enumerate(lines):  # by hand: a `Table` takes a third of a millisecond for each row
-        spaces = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
-        pairs = zip(columns, cells, spaces, strict=True)
-        line = "  ".join(space + cell if title in RIGHT else cell + space for (title, _, _), cell, space in pairs)
-        console.print(line.rstrip(), style="bold", soft_wrap=True) if number == 0 else print(line.rstrip())
-
-
 def show_goodput(arguments: ListArguments) -> int:
     """`mjax runs --goodput`: shares of the time in which each run existed, and hours. Returns the exit code."""
-    rows, unknown, problems = [], [], []
+    records, rows, unknown = [], [], []
     for folder in _run_folders(arguments.runs):
         try:
             starts = read_goodput(folder)
             seconds = summed(starts)
         except UsageError as error:
-            problems.append({"name": folder.name, "problem": str(error)})
+            records.append({"name": folder.name, "problem": str(error)})
             continue
-        total = sum(seconds[kind] for kind in KINDS)
-        if arguments.json:
-            print(json.dumps({"name": folder.name, "starts": len(starts), "seconds": seconds}, ensure_ascii=False))
-        elif total:
+        records.append({"name": folder.name, "starts": len(starts), "seconds": seconds})
+        if total := sum(seconds[kind] for kind in KINDS):
             shares = [f"{seconds[kind] / total:.1%}" if seconds[kind] else "-" for kind in KINDS]
             between = duration(seconds["between"]) if len(starts) > 1 else "-"
             rows.append([folder.name, len(starts), duration(total), *shares, between])
         else:
             unknown.append(folder.name)
-    if not arguments.json:
-        if rows:
-            print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
-        if unknown or not (rows or problems):
-            print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
-    for problem in problems:
-        print(json.dumps(problem, ensure_ascii=False) if arguments.json else "{name}: {problem}".format(**problem))
+    if arguments.json:
+        for record in records:
+            print(json.dumps(record, ensure_ascii=False))
+        return 0
+    if rows:
+        print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
+    if unknown or not records:
+        print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
+    for record in records:
+        if "problem" in record:
+            print(f"{record['name']}: {record['problem']}")
     return 0
 
 
@@ -201,8 +191,8 @@ COLUMNS = (
     ("state", 0, lambda row: row.state),
 )
 """Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
-RIGHT = {"parameters", "step", "tokens", "loss", "val loss"}
-"""Titles of columns that are aligned at the right."""
+LEFT = {"run", "model", "from", "last step", "state"}
+"""Titles of columns that are aligned at the left."""
 
 
 def _run_folders(runs: Path) -> list[Path]:
@@ -257,7 +247,7 @@ class _StartRecord(TypedDict, total=False):
 
 
 def _parameters(folder: Path, config: Config) -> int | None:
-    """The number of the model's parameters: recorded, or counted in a checkpoint, or without either in the model."""
+    """The number of the model's parameters, recorded or counted in a checkpoint; None without either."""
     if is_own(type(config.model)):
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
@@ -269,10 +259,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
     with contextlib.suppress(Unusable, IndexError):
         arrays = read_manifest(folder / "checkpoints" / str(steps[-1]), lambda line: None)["arrays"]
         return sum(math.prod(shape) for name, (_, shape) in arrays.items() if name.startswith("model."))
-    validate(config)
-    from mjax.models.build import count_parameters  # with JAX, which takes a second or two
-
-    return count_parameters(config.model)
+    return None
 
 
 def _is_running(folder: Path) -> bool:
