@@ -201,26 +201,26 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, source: str):
         try_tokenizer(model, source, "sentencepiece")
         with library_errors(f"{source} is not a sentencepiece model", "give the .model file of one"):
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            self.vocabulary = self._processor.vocab_size()
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.vocabulary = self.processor.vocab_size()
             # A piece that is not UTF-8 fails here, not in the middle of a text.
-            pieces = [self._processor.id_to_piece(number) for number in range(self.vocabulary)]
-        self.contents, self.eod = (model,), self._processor.eos_id()
+            pieces = [self.processor.id_to_piece(number) for number in range(self.vocabulary)]
+        self.contents, self.eod = (model,), self.processor.eos_id()
         if self.eod < 0 and EOD_PIECE in pieces:
             self.eod = pieces.index(EOD_PIECE)
-        if self.eod < 0 or not self._processor.is_control(self.eod):  # text encodes to any other piece
+        if self.eod < 0 or not self.processor.is_control(self.eod):  # text encodes to any other piece
             fix = "use a model trained with one (--control_symbols), or leave --tokenizer out to train one"
             raise UsageError(f"{source} has no control piece that ends sentences or is {EOD_PIECE}; {fix}")
 
     def bos_of_files(self) -> int | None:
         """The piece that begins a sentence, if the model has one."""
-        return None if (number := self._processor.bos_id()) < 0 else number
+        return None if (number := self.processor.bos_id()) < 0 else number
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._processor.encode(texts, num_threads=1)
+        return self.processor.encode(texts, num_threads=1)
 
     def _text(self, ids: list[int]) -> str:
-        return self._processor.decode(ids)
+        return self.processor.decode(ids)
 
 
 ENDS = (
