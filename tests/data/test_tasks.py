@@ -122,7 +122,7 @@ def test_killed_work_continues_or_starts_over(corpus, monkeypatch, capsys):
     def counted(job, stage, rank):
         done.append((stage, rank))
         if done[0] == ("lines", 0) and (stage, rank) == ("clean", 1):
-            raise RunError("a worker process was killed")  # as `Workers` says it
+            raise RunError("a worker process was killed")  # as `_run_stage` says it
         return plain(job, stage, rank)
 
     plain = Job.run_task
