@@ -344,8 +344,6 @@ class Encoder:
         """The documents of a block as token ids."""
         parsed, malformed = parse(block, self.key)
         texts = [document.text for document in parsed]
-        if block.first == 1:
-            self.tokenizer.begin_file()
         tokens, lengths, sequences = self._encode(texts)
         indexed.check_ids(tokens, self.tokenizer.vocabulary)
         counts = {"text_bytes": sum(len(text) if text.isascii() else len(text.encode()) for text in texts)}

@@ -32,13 +32,15 @@ from mjax.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    add_special,
+    byte_characters,
+    byte_level,
+    library_errors,
     load_tokenizer,
     open_library,
     parse_tokenizer,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.kinds import library_errors
-from mjax.data.tokenizers.load import add_special, byte_characters, byte_level
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
