@@ -41,8 +41,7 @@ from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
 from mjax.data.corpus import Corpus, TextFiles, parse, tasks
-from mjax.data.corpus.blocks import OF_ROWS, Block, ending_of
-from mjax.data.corpus.documents import Questions, Wikipedia
+from mjax.data.corpus.documents import OF_ROWS, Block, Questions, Wikipedia, ending_of
 from mjax.data.corpus.outputs import speed
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
@@ -98,10 +97,9 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     """
     _check(arguments)
     if arguments.chat:
-        run = Path((arguments.tokenizer or "").partition(":")[2])
-        arguments = replace(
-            arguments, longest=arguments.longest or read_settings(run / "config.json").model.sequence + 1
-        )
+        if arguments.longest is None:
+            model = read_settings(_run_of(arguments) / "config.json").model
+            arguments = replace(arguments, longest=model.sequence + 1)
         corpus = Questions() if arguments.demo else _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
@@ -136,7 +134,7 @@ class PrepareJob(tasks.Job):
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
-            _save_chat(how.template, Path(how.tokenizer.partition(":")[2]), folder, given)
+            _save_chat(how.template, _run_of(how), folder, given)
             given.bos = None  # the template writes it
         if given is not None:
             given.save(folder)
@@ -316,6 +314,11 @@ def _check(arguments: PrepareArguments) -> None:
     if arguments.split_sentences:
         load_splitter(arguments.language)
     indexed.check_output(arguments.output, arguments.overwrite)
+
+
+def _run_of(arguments: PrepareArguments) -> Path:
+    """The run of `--tokenizer run:RUN`."""
+    return Path((arguments.tokenizer or "").partition(":")[2])
 
 
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:

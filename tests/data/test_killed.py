@@ -44,7 +44,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
 STALLED = """
 import os, sys, time
 from pathlib import Path
-import mjax.data.corpus.blocks, mjax.data.corpus.documents
+import mjax.data.corpus.documents
 from mjax.commands import cli
 
 def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
@@ -54,7 +54,7 @@ def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
             time.sleep(600)
         yield block
 
-mjax.data.corpus.blocks.SIZE = 200
+mjax.data.corpus.documents.SIZE = 200
 mjax.data.corpus.documents.read_blocks = three_blocks
 if __name__ == "__main__":
     how = ["--tokenizer", "bytes", "--workers", "2", "--tasks", "2"]

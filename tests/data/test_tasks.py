@@ -165,7 +165,7 @@ def run_until(stage, rank, monkeypatch, command, corpus, **options):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_progress_counts_the_input_as_it_is_read(corpus, monkeypatch, command):
     """Within a task, and all of it once; stages that read nothing count their tasks."""
-    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 500)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 500)
     size, counts = sum(Path(file).stat().st_size for file in corpus), {}
 
     @contextlib.contextmanager

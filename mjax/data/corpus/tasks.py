@@ -43,7 +43,7 @@ import numpy as np
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines
-from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
