@@ -49,7 +49,7 @@ from mjax.cluster.hardware import Gpu
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
 from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
-from mjax.config.kernels import FUSED, attention_on_gpu
+from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.models.build import count_parameters
 from mjax.parallel.grouped import ROWS
@@ -59,7 +59,6 @@ from mjax.planner.calibration import WIDTHS, Calibration, Rates, default_calibra
 from mjax.planner.layer import hardware_flops, model_flops
 from mjax.planner.memory import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
 from mjax.planner.program import Product
-from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
 from mjax.utils.figures import named_rows, table
 

@@ -35,15 +35,13 @@ from mjax.data.sources import TrainingData, open_data
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
 from mjax.run.agreement import agree, check_shared, facts_of
-from mjax.run.callbacks import Callback
+from mjax.run.callbacks import Callback, Goodput
 from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
-from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
-from mjax.step.kernels import with_kernel
-from mjax.step.layout import TrainState
+from mjax.step.layout import TrainState, with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.utils.progress import status

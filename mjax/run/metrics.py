@@ -149,26 +149,6 @@ class End:
     skipped: int = 0
     problem: str = ""
 
-    def needs(self, line: bytes) -> bool:
-        """Return True if a line before those that were added has to be parsed: all would take a millisecond."""
-        return (
-            not self.last
-            or (self.loss is None and b'"loss": null' not in line)
-            or (self.val_loss is None and VALIDATION in line)
-            or (self.steps < LAST and b"true" in line)
-        )
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the record before those that were added; empty if it was not needed."""
-        if not self.last:
-            self.last = record
-            if "tokens" not in record:
-                self.problem = self.problem or "the last line of metrics.jsonl has no tokens"
-        self.loss = record.get("loss") if self.loss is None else self.loss
-        self.val_loss = record.get("val_loss") if self.val_loss is None else self.val_loss
-        if self.steps < LAST:
-            self.steps, self.skipped = self.steps + 1, self.skipped + bool(record.get("skipped"))
-
 
 def read_end(file: Path, tail: int) -> End:
     """The end of a metrics.jsonl, from its last `tail` bytes at most.
@@ -176,21 +156,30 @@ def read_end(file: Path, tail: int) -> End:
     Raises:
       UsageError: the file cannot be read.
     """
-    end, torn = End(), True
-    for line in _lines_from_end(file, tail, lambda block: end.steps < LAST or end.loss is None or VALIDATION in block):
-        record = _record(line) if end.needs(line) else {}
-        if record is not None:
-            end.add(record)
-        elif not (torn or end.last):
-            end.problem = "the last line of metrics.jsonl is damaged"
-        torn = False
+    end = End()
+    for number, line in enumerate(_lines_from_end(file, tail)):
         if end.steps == LAST and None not in (end.loss, end.val_loss):
             break
+        if end.steps == LAST and end.loss is not None and VALIDATION not in line:
+            continue  # parsing all would take milliseconds
+        record = _record(line)
+        if record is None:
+            if number and not end.last:  # the last line may be torn
+                end.problem = "the last line of metrics.jsonl is damaged"
+            continue
+        if not end.last:
+            end.last = record
+            if "tokens" not in record:
+                end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
+        end.loss = record.get("loss") if end.loss is None else end.loss
+        end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
+        if end.steps < LAST:
+            end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
     return end
 
 
-def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -> Iterator[bytes]:
-    """Lines in the last `tail` bytes of a file, the last one first, without blocks that are not needed."""
+def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
+    """Lines in the last `tail` bytes of a file, the last one first."""
     rest = b""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
         position = stream.seek(0, os.SEEK_END)
@@ -199,9 +188,8 @@ def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -
             begin = max(position - BLOCK, first)
             stream.seek(begin)
             block, position = stream.read(position - begin) + rest, begin
-            rest = block.split(b"\n", 1)[0] if position else b""
-            if is_needed(block):
-                yield from reversed(block.split(b"\n")[bool(position) :])
+            rest, *lines = block.split(b"\n") if position else (b"", *block.split(b"\n"))
+            yield from reversed(lines)
 
 
 @contextlib.contextmanager

@@ -30,8 +30,8 @@ from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.weights import joined, split_trained, trained
+from mjax.run.callbacks import read_starts
 from mjax.run.continuing import Origin, save_digests, save_origin
-from mjax.run.goodput import read_starts
 from mjax.step.layout import TrainState, initial_weights
 from mjax.step.step import TrainProgram
 from mjax.utils import packages

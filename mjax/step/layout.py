@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
-from mjax.config import Config
-from mjax.config.kernels import position_unit
+from mjax.config import Config, kernels
 from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
 from mjax.models.build import build_model, mixing_class
@@ -39,6 +38,32 @@ class Layout:
     plan: Any
     specs: Any
     abstract_model: Model
+
+
+def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
+    """`config` with `model.attention` set to the kernel for this process's devices, in a mixture of experts
+    `model.grouped`, and `train.unroll` (`with_unrolling`).
+
+    Args:
+      announce: receives one sentence for each slower kernel that `auto` has to use on a GPU.
+
+    Raises:
+      UsageError: a requested kernel does not support the run.
+    """
+    model, compute, chunks = config.model, config.precision.compute, config.sequence_chunks
+    documents, on_gpu = "documents" in config.batch_arrays(), jax.default_backend() == "gpu"
+    capability = kernels.capability_of(jax.local_devices()[0])
+    kernel, obstacle = kernels.choose_kernel(model, compute, jax.default_backend(), documents, capability, chunks)
+    if model.attention == "auto" and on_gpu and obstacle:
+        announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
+    if kernel == "cudnn" and documents:
+        announce("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
+    if model.grouped:
+        grouped, obstacle = kernels.choose_grouped(config, jax.default_backend(), capability)
+        if model.grouped == "auto" and on_gpu and obstacle:
+            announce(f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}")
+        model = kernels.with_grouped(model, grouped)
+    return kernels.with_unrolling(replace(config, model=replace(model, attention=kernel)), on_gpu)
 
 
 def initial_weights(config: Config) -> Model:
@@ -100,7 +125,7 @@ def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
     parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
-    unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    unit = math.lcm(kernels.position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:
         raise UsageError(
             f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "
