@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import jax
@@ -141,7 +141,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             checkpoints.try_save(mesh)
         with status("compiling and filling the state", display.console):
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.say)
-        announce_start(display, resolved, program, data, folder, start)
+        announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
@@ -383,26 +383,24 @@ class Run:
         """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
         shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
-        has_positions = {name for name in shapes if axes.CONTEXT in shardings[name].spec}
 
-        def bounds(index: tuple[slice, ...], name: str, dim: int) -> tuple[int, int]:
-            return index[dim].indices(shapes[name][dim])[:2]
+        def positions(index: tuple[slice, ...], name: str) -> tuple[int, int]:
+            return index[-1].indices(shapes[name][-1])[:2]
 
         local = [
-            (name, index)
+            positions(index, name)
             for name, shape in shapes.items()
+            if axes.CONTEXT in shardings[name].spec
             for index in shardings[name].addressable_devices_indices_map(shape).values()
         ]
-        columns = [bounds(index, name, -1) for name, index in local if name in has_positions]
-        first, last = min(columns, default=(0,))[0], max((end for _, end in columns), default=None)
-        rows = {bounds(index, name, 0) for name, index in local}
-        parts = {part: batches.at(step, slice(*part), slice(first, last)) for part in rows}
+        first, last = min(local, default=(0,))[0], max((end for _, end in local), default=None)
+        rows = cache(lambda begin, end: batches.at(step, slice(begin, end), slice(first, last)))
 
         def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
-            array = parts[bounds(index, name, 0)][name]
-            if name not in has_positions:
+            array = rows(*index[0].indices(size)[:2])[name]
+            if axes.CONTEXT not in shardings[name].spec:
                 return array
-            begin, end = bounds(index, name, -1)
+            begin, end = positions(index, name)
             return array[..., begin - first : end - first]
 
         return {

@@ -223,28 +223,6 @@ def _is_valid(record: dict[str, Any]) -> bool:
     )
 
 
-class Announced:
-    """Lets code that only records or displays fail without ending the run, and reports the first failure.
-
-    Attributes:
-      failed: what has failed.
-    """
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
-        self.failed: set[str] = set()
-
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Run a block that writes `what`, such as a file, and continue if it fails."""
-        try:
-            yield
-        except Exception as error:  # whatever goes wrong in matplotlib or wandb
-            if what not in self.failed:
-                self.failed.add(what)
-                self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
-
-
 class MetricsLog(Callback):
     """Appends to metrics.jsonl, TensorBoard, W&B and Trackio, and draws loss.png, and of a mixture experts.png.
 
@@ -268,7 +246,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, names_of(metrics)
-        self._announced = Announced(say)
+        self._say, self._failed = say, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
@@ -307,7 +285,7 @@ class MetricsLog(Callback):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
         for name, tracker in self._trackers.items():
-            if name not in self._announced.failed:
+            if name not in self._failed:
                 with self._announced(name):
                     tracker.write(scalars, record.step)
 
@@ -335,7 +313,7 @@ class MetricsLog(Callback):
         if file.is_symlink():  # its damaged lines would be copied into the folder
             raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
         if file.is_file() and (size := file.stat().st_size) > MANY_BYTES:
-            self._announced.say(f"reading {file}: {size / 1e6:,.0f} MB")
+            self._say(f"reading {file}: {size / 1e6:,.0f} MB")
         temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
         with contextlib.ExitStack() as undo:
             whole = undo.enter_context(temporary.open("xb"))
@@ -351,7 +329,7 @@ class MetricsLog(Callback):
             shutil.copyfile(file, aside)
             to_disk(aside)
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            self._announced.say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
+            self._say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         put(temporary, file)
         self._file, self._torn = open_no_link(file, "ab", buffering=0), False
 
@@ -396,6 +374,16 @@ class MetricsLog(Callback):
         for name, tracker in self._trackers.items():
             with self._announced(name):
                 tracker.close()
+
+    @contextlib.contextmanager
+    def _announced(self, what: str) -> Iterator[None]:
+        """Run a block that writes `what`, such as a file, and continue if it fails; the first failure is reported."""
+        try:
+            yield
+        except Exception as error:  # whatever goes wrong in matplotlib or wandb
+            if what not in self._failed:
+                self._failed.add(what)
+                self._say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
 
     def _append(self, line: bytes) -> None:
         if self._torn:  # a full disk truncated a line: the next one starts on its own line
