@@ -117,12 +117,36 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     return choose_kernel(config.model, compute, "gpu", documents, capability, chunks)[0]
 
 
-def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
-    """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
-    model = replace(config.model, attention=attention_on_gpu(config, capability))
+def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[Config, list[str]]:
+    """`config` with the kernels that the rules choose, in `model.attention` and, in a mixture, `model.grouped`; and a
+    sentence for each slower one that `auto` has to use on a GPU.
+
+    Args:
+      platform, capability: as for `choose_kernel`.
+
+    Raises:
+      UsageError: a requested kernel does not support the run.
+    """
+    model, compute, notes = config.model, config.precision.compute, []
+    documents = "documents" in config.batch_arrays()
+    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability, config.sequence_chunks)
+    if model.attention == "auto" and platform == "gpu" and obstacle:
+        notes.append(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
+    if kernel == "cudnn" and documents:
+        notes.append("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
     if model.grouped:
-        model = with_grouped(model, choose_grouped(config, "gpu", capability)[0])
-    return replace(config, model=model)
+        grouped, obstacle = choose_grouped(config, platform, capability)
+        if model.grouped == "auto" and platform == "gpu" and obstacle:
+            notes.append(
+                f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}"
+            )
+        model = with_grouped(model, grouped)
+    return replace(config, model=replace(model, attention=kernel)), notes
+
+
+def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
+    """`config` with the kernels of an NVIDIA GPU."""
+    return with_kernels(config, "gpu", capability)[0]
 
 
 def is_unrolled(config: Config, on_gpu: bool) -> bool:

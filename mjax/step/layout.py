@@ -50,20 +50,11 @@ def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Conf
     Raises:
       UsageError: a requested kernel does not support the run.
     """
-    model, compute, chunks = config.model, config.precision.compute, config.sequence_chunks
-    documents, on_gpu = "documents" in config.batch_arrays(), jax.default_backend() == "gpu"
-    capability = kernels.capability_of(jax.local_devices()[0])
-    kernel, obstacle = kernels.choose_kernel(model, compute, jax.default_backend(), documents, capability, chunks)
-    if model.attention == "auto" and on_gpu and obstacle:
-        announce(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
-    if kernel == "cudnn" and documents:
-        announce("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
-    if model.grouped:
-        grouped, obstacle = kernels.choose_grouped(config, jax.default_backend(), capability)
-        if model.grouped == "auto" and on_gpu and obstacle:
-            announce(f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}")
-        model = kernels.with_grouped(model, grouped)
-    return kernels.with_unrolling(replace(config, model=replace(model, attention=kernel)), on_gpu)
+    platform, capability = jax.default_backend(), kernels.capability_of(jax.local_devices()[0])
+    config, notes = kernels.with_kernels(config, platform, capability)
+    for note in notes:
+        announce(note)
+    return kernels.with_unrolling(config, on_gpu=platform == "gpu")
 
 
 def initial_weights(config: Config) -> Model:
