@@ -23,7 +23,7 @@ from mjax.pictures.figures import add_perplexity
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, smoothed
 from mjax.planner.layer import hardware_flops, model_flops, peak_tflops
 from mjax.run import metrics
-from mjax.run.metrics import MetricsLog, Record, read_metrics
+from mjax.run.metrics import MetricsLog, Record
 
 
 def record(step, **changes):
@@ -108,25 +108,6 @@ def test_metrics_are_valid_json_without_nan(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert (first["loss"], "val_loss" in first, second["val_loss"], third["val_loss"]) == (None, False, 8.5, None)
-
-
-def test_metrics_after_the_resumed_step_are_dropped(tmp_path):
-    with log_of(tmp_path) as log:
-        for step in range(1, 6):
-            log.write(record(step))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
-    with log_of(tmp_path, step=3) as log:
-        log.write(record(4, loss=1.0))
-    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")][2:] == [(3, 8.7), (4, 1.0)]
-
-
-def test_event_file_has_scalars(tmp_path):
-    with log_of(tmp_path, tensorboard=True) as log:
-        log.write(record(1))
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    assert all(name in content for name in (b"loss", b"grad_norm", b"learning_rate", b"tokens_per_second"))
 
 
 @pytest.mark.parity
@@ -262,44 +243,6 @@ def test_curve_of_long_run_has_bounded_bins(monkeypatch, first):
         assert part.mean == pytest.approx(np.mean(inside))
         assert part.step == pytest.approx(key * 256 + 127.5)
     assert curve.last == pytest.approx(smoothed(values)[-1])
-
-
-def lines_executed(call):
-    """Lines of Python that a call executes in this thread."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
-
-
-def test_steps_of_a_long_run_cost_the_same(tmp_path, monkeypatch):
-    """Counted in lines of Python, of the loop and of the pictures; bins are doubled in neither of the two parts."""
-    monkeypatch.setattr(runs, "MAX_POINTS", 256)
-    points = []
-    monkeypatch.setattr(metrics, "draw_loss", lambda curves, *_: points.append(len(curves["loss"].bins)))
-
-    def steps(first):
-        for step in range(first, first + 100):
-            log.write(record(step))
-            log.draw(last=False)
-        log.draw()
-
-    with log_of(tmp_path) as log:
-        early = lines_executed(lambda: steps(1))
-        for step in range(101, 20_001):
-            log._add(record(step).as_dict())
-        late = lines_executed(lambda: steps(20_001))
-    assert late < 1.5 * early
-    assert max(points) <= 256
 
 
 def test_start_of_a_long_run_takes_little_memory(tmp_path):
