@@ -45,7 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
 from mjax.config.axes import copies, shards
-from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
+from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
@@ -57,7 +57,6 @@ from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
 from mjax.planner.layer import traced_once
 from mjax.planner.program import Product, Program
-from mjax.step.kernels import is_unrolled
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.

@@ -51,7 +51,7 @@ from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig
 from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
-from mjax.config.kernels import FUSED, attention_on_gpu
+from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.parallel.grouped import ROWS
 from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
@@ -65,7 +65,6 @@ from mjax.planner.memory import (
     weights_of_device,
 )
 from mjax.planner.program import Product
-from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
 from mjax.utils.figures import named_rows, table
 
