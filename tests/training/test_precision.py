@@ -32,10 +32,9 @@ IN_16_BITS = {
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
         product_in_loops.of_group.of_tile""",
     # The residual stream, and biases.
-    "add": """Block.__call__ Block.decode ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
-        MixtureBlock.__call__ MixtureBlock.decode OutputNormBlock.__call__ OutputNormBlock.decode PostNormBlock.__call__
-        SandwichBlock.__call__ SandwichBlock.decode _scores_forward add_bias add_bias.add columns
-        RowParallelLinear.__call__""",
+    "add": """Block.__call__ ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
+        OutputNormBlock.__call__ PostNormBlock.__call__ SandwichBlock.__call__ _scores_forward add_bias add_bias.add
+        columns RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
         _unit_rms_norm columns enter gated gather_tokens linear lookup""",

@@ -36,13 +36,11 @@ from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding
 
 
-def llama_layer(
-    key: Array, config: LlamaConfig, dtype, block: type[Block] | None = None, mlp: type[nnx.Module] = GatedMLP
-) -> Block:
-    """One layer, with an MLP of this kind, in a block of this kind or that of `config.norms`."""
+def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = GatedMLP) -> Block:
+    """One layer, with an MLP of this kind."""
     attention, other = jax.random.split(key)
     norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
-    block = block or (Block if config.norms == "pre" else OutputNormBlock)
+    block = Block if config.norms == "pre" else OutputNormBlock
     return block(
         attention_norm=norm(config.hidden),
         attention=Attention(
