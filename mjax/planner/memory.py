@@ -49,7 +49,7 @@ from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
-from mjax.parallel.cross_entropy import rows_of_chunks
+from mjax.parallel.chunked_cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, computed_spec, storage_of
