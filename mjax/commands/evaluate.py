@@ -73,18 +73,18 @@ def metrics_of(folder: str | Path, task: str, data: str, **options) -> dict[str,
 
 def _check(arguments: EvaluateArguments) -> None:
     """Refuse flags that do not go together."""
-    task, of_text, of_labels = arguments.task, list(TEXT_TASKS), list(labelled.TASKS)
-    labelled.check_name(task, of_text + of_labels)
-    if task in of_text and arguments.predictions is not None:
-        raise UsageError(f"--predictions is for {either(of_labels)}; leave it out, {task} predicts text")
-    if task not in SHORT_TASKS and arguments.stride is not None:
-        raise UsageError(f"--stride is for {either(SHORT_TASKS)}; leave it out, {task} cuts long texts its own way")
+    labelled.check_name(arguments.task, [*TEXT_TASKS, *labelled.TASKS])
     check_bounds(arguments.positions, "--positions.")
-    if task != "positions" and arguments.positions != PositionsOptions():
-        raise UsageError(f"flags that begin with --positions are for --task positions; leave them out for {task}")
+    flags = {
+        "--predictions": (arguments.predictions is not None, labelled.TASKS),
+        "--stride": (arguments.stride is not None, SHORT_TASKS),
+        "--figure": (arguments.figure is not None, ["positions"]),
+        "--positions.length and --positions.bins": (arguments.positions != PositionsOptions(), ["positions"]),
+    }
+    for flag, (is_given, tasks) in flags.items():
+        if is_given and arguments.task not in tasks:
+            raise UsageError(f"{flag} is for {either(tasks)}; leave it out")
     if arguments.figure is not None:
-        if task != "positions":
-            raise UsageError(f"--figure is for positions; leave it out, {task} has no picture")
         check_picture("--figure", arguments.figure)
 
 
