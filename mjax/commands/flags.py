@@ -273,9 +273,10 @@ def _whole_help(cls: type, default: object, prog: str) -> str:
 
 
 def _format_default(cls: type, flag: Flag) -> str:
-    """' [24]'; in words if it follows from other flags, which `derived` of `cls` says for flags and whole sections."""
-    derived = getattr(cls, "derived", {})
-    value = derived.get(flag.name) or derived.get(flag.name.partition(".")[0], flag.default)
+    """' [24]'; in words if it follows from other flags: `derived` of `cls` has the flags and whole sections."""
+    derived, value = getattr(cls, "derived", {}), flag.default
+    for words, names in derived.items():
+        value = words if {flag.name, flag.name.partition(".")[0]} & set(names.split()) else value
     if value in (None, "", (), dataclasses.MISSING) or value is False:
         return ""
     return f" [{' '.join(map(str, value)) if isinstance(value, tuple) else value}]"
