@@ -4,7 +4,6 @@ import errno
 import os
 from collections import namedtuple
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -157,5 +156,4 @@ def test_written_checkpoints_need_no_room_again(tmp_path, disk):
 
 def test_link_to_nowhere_is_red(tmp_path):
     (tmp_path / "runs").symlink_to("absent")
-    finding = check_storage(Facts(runs=Path(tmp_path / "runs")))
-    assert (finding.status, finding.advice.startswith("mkdir -p")) == (RED, True)
+    assert check_storage(Facts(runs=tmp_path / "runs")).status == RED
