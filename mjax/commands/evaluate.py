@@ -94,7 +94,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     from mjax.cluster import processes
     from mjax.generation.inference import inference_config, read_run, run_tokenizer
     from mjax.parallel.mesh import make_mesh
-    from mjax.step.kernels import with_kernel
+    from mjax.step.layout import with_kernel
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------

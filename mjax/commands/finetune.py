@@ -53,7 +53,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.run.agreement import agree, check_shared, facts_of
     from mjax.run.display import lasting_console
-    from mjax.step.kernels import with_kernel
+    from mjax.step.layout import with_kernel
     from mjax.tasks.labelled import open_task
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------

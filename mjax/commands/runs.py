@@ -32,13 +32,14 @@ from mjax.checkpoint import mirror
 from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
+from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
 from mjax.pictures.runs import Curve, draw_runs, smoothed, window_of
+from mjax.run.callbacks import KINDS, read_goodput, summed
 from mjax.run.continuing import ORIGIN, origin_of
-from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration, table
 from mjax.utils.files import path_below, rename, without_parents
@@ -46,7 +47,6 @@ from mjax.utils.stores import address_of, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
-TOKENS_OF_A_STEP = {"train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"}
 OF_A_RUN = {
     ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
     "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",
@@ -287,7 +287,8 @@ def compare_runs(arguments: CompareArguments) -> int:
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
     settings = _different_settings(configs)
-    x = "tokens" if TOKENS_OF_A_STEP & settings.keys() else "step"
+    tokens_of_steps = {(BatchSizes.of(config).pieces, config.model.sequence) for config in configs.values()}
+    x = "tokens" if len(tokens_of_steps) > 1 else "step"
     histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
     if empty := [name for name in names if not histories[name].steps]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")

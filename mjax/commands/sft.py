@@ -27,7 +27,7 @@ from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_o
 from mjax.config.bounds import Bounds
 from mjax.config.marks import Elsewhere
 from mjax.config.run import BLENDS, as_flag, differences
-from mjax.data.corpus.blocks import OF_ROWS
+from mjax.data.corpus.documents import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
 

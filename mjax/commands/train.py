@@ -11,8 +11,7 @@ import tyro
 
 from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
-from mjax.cluster.launch import Distributed
-from mjax.cluster.xla_flags import be_repeatable
+from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
