@@ -13,25 +13,6 @@ from mjax.profiling.trace import Breakdown, TraceError, read_trace
 
 PROGRAM = """HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(bf16[8]{0})->bf16[8]{0}}
 
-%product (p0: bf16[8,8], p1: bf16[8,8]) -> bf16[8,8] {
-  %p0 = bf16[8,8]{1,0} parameter(0)
-  %p1 = bf16[8,8]{1,0} parameter(1)
-  ROOT %dot.1 = bf16[8,8]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%slice_of_stack (q0: bf16[4,8], q1: s32[]) -> bf16[1,8] {
-  %q0 = bf16[4,8]{1,0} parameter(0)
-  %q1 = s32[] parameter(1)
-  %four = s32[] constant(4)
-  %index = s32[] add(%q1, %four)
-  ROOT %cut = bf16[1,8]{1,0} dynamic-slice(%q0, %index), dynamic_slice_sizes={1,8}
-}
-
-%adam (r0: f32[8]) -> f32[8] {
-  %r0 = f32[8]{0} parameter(0)
-  ROOT %root = f32[8]{0} sqrt(%r0)
-}
-
 ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
   %x = bf16[8,8]{1,0} parameter(0)
   %fusion.1 = bf16[8,8]{1,0} fusion(%x, %x), kind=kCustom, calls=%product, metadata={op_name="jit(train_step)/transpose(jvp(layer))/dot_general"}
