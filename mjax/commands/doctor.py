@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -57,8 +56,6 @@ def doctor(arguments: DoctorArguments) -> int:
     """
     check_bounds(arguments)
     config = None if arguments.config is None else load_config(arguments.config)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # some terminals cannot print the marks
     console = Console(highlight=False, soft_wrap=True, quiet=arguments.json)
     findings = []
     with console.status("starting …") as status:

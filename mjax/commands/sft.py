@@ -26,7 +26,7 @@ from mjax.commands.train import TrainArguments, train
 from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
 from mjax.config.marks import Elsewhere
-from mjax.config.run import BLENDS, as_flag, differences
+from mjax.config.run import as_flag, differences
 from mjax.data.corpus.documents import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
@@ -98,15 +98,11 @@ def sft(argv: Sequence[str]) -> int:
         raise UsageError(f"{init} holds {saved.model.title}, which writes no answers; see mjax finetune --help")
     defaults = _defaults(saved, trained=any((init / "checkpoints").glob("[1-9]*")))  # not only converted
     given = parse(SftArguments, argv, "mjax sft", SftArguments(settings=defaults))
-    data = given.settings.data
-    if not data.path and not data.train_path:
+    if not given.settings.data.path and not given.settings.data.train_path:
         raise UsageError("there are no conversations; add --data FILE.jsonl, or the prefix of `mjax prepare --chat`")
-    prefixes = _prepare_files(given, first)
-    for file, prefix in prefixes.items():
+    for file, prefix in _prepare_files(given, first).items():
         argv = [prefix if word == file else word.replace(f"={file}", f"={prefix}") for word in argv]
-    paths = {name: tuple(prefixes.get(path, path) for path in getattr(data, name)) for name in BLENDS}
-    given = replace(given, settings=replace(given.settings, data=replace(data, **paths)))
-    chosen = _chosen(given, defaults, first)
+    chosen = _chosen(parse(SftArguments, argv, "mjax sft", given), defaults, first)
     _print_defaults(chosen.settings, first)
     return train(argv, lambda _: chosen, "mjax sft")
 
