@@ -215,7 +215,6 @@ MISTAKES = {
     "compare base fast --figure no/where.png": "there is no folder no",
     "compare base fast --figure curve.txt": "use a name that ends in .png, .pdf or .svg",
     "compare base empty": "empty has no losses to compare",
-    "delete base": "mjax runs has no command 'delete'",
     "remove --yes": "takes names of runs",
     "remove bse --yes": "there is no run 'bse' in runs (did you mean 'base'?)",
     "remove notes --yes": "is not a run folder",
