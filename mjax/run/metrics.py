@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import importlib
@@ -345,7 +346,7 @@ class MetricsLog(Callback):
         busy = self._drawing is not None and not self._drawing.done()
         if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
             return
-        curves = {name: curve.copy() for name, curve in self.curves.items()}
+        curves = copy.deepcopy(self.curves)
         self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()
