@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mjax.commands.arguments import DedupArguments
-from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, outputs, parse, tasks
-from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes, shingle_set
-from mjax.data.corpus.outputs import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
+from mjax.data.corpus import Document, MalformedLines, TextFiles, near_duplicates, parse, tasks
+from mjax.data.corpus.near_duplicates import EDGE, HASHES, ROUNDS, Bands, Shingles, begins, shingle_hashes
+from mjax.data.corpus.tasks import EXAMPLES, FilterJob, Tally, check_outputs, where_they_differ
 from mjax.errors import RunError
 
 EXACT, NEAR = "exact duplicate", "near-duplicate"
@@ -82,9 +82,9 @@ class DedupJob(FilterJob):
                 texts = [document.text for document in documents]
                 digests += (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
                 if texts and not how.exact:
-                    sketches = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
-                    sketches.signatures.tofile(stream)
-                    keys.append(sketches.keys)
+                    signatures, of_bands = near_duplicates.sketch(texts, how.shingle_size, how.shingles, self.bands)
+                    signatures.tofile(stream)
+                    keys.append(of_bands)
         values = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         with self.writing(rank, "digests", "keys", "documents") as (halves, sorted_keys, numbers):
             order = np.lexsort(values.T[::-1])
@@ -191,7 +191,7 @@ class DedupJob(FilterJob):
                 if texts:
                     hashes, offsets = shingle_hashes(texts, how.shingle_size, how.shingles)
                     for start, stop in pairwise(offsets):
-                        distinct = shingle_set(hashes[start:stop])
+                        distinct = np.unique(hashes[start:stop])
                         distinct.tofile(stream)
                         sizes[next(rows)] = len(distinct)
             np.cumsum(sizes).tofile(ends)
@@ -320,7 +320,7 @@ class DedupJob(FilterJob):
                     tallies["read"].add(document.text)
                     tallies[reasons[row]].add(document.text)
                     if need & KEPT:
-                        kept.write(outputs.document_line(document, self.corpus.key))
+                        kept.write(tasks.document_line(document, self.corpus.key))
                     if need & NAMED:
                         source = document.source.encode(errors="surrogatepass")
                         numbers.append(part.start + row)
@@ -359,7 +359,7 @@ class DedupJob(FilterJob):
         """Write the record of the documents of a share that are removed."""
         fate = self.fate(slice(*self.firsts[rank : rank + 2].tolist()))
         with self.writing(rank, "removed") as (stream,):
-            stream.writelines(outputs.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
+            stream.writelines(tasks.json_line(self.story(fate, row)) for row in np.flatnonzero(~fate.kept).tolist())
 
     def finish(self, rank: int) -> dict[str, Any]:
         """Write the report, and give the files their names."""

@@ -42,7 +42,7 @@ from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
 from mjax.data.corpus import Corpus, TextFiles, parse, tasks
 from mjax.data.corpus.documents import OF_ROWS, Block, Questions, Wikipedia, ending_of
-from mjax.data.corpus.outputs import speed
+from mjax.data.corpus.tasks import speed
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
 from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, HuggingFaceTokenizer, Tokenizer
