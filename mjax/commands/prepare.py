@@ -40,8 +40,8 @@ from mjax.config import DataConfig, load_config, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import Corpus, TextFiles, parse, tasks
-from mjax.data.corpus.documents import OF_ROWS, Block, Questions, Wikipedia, ending_of
+from mjax.data.corpus import TextFiles, parse, tasks
+from mjax.data.corpus.documents import OF_ROWS, Block, Wikipedia, ending_of
 from mjax.data.corpus.tasks import speed
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
@@ -100,7 +100,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         if arguments.longest is None:
             model = read_settings(_run_of(arguments) / "config.json").model
             arguments = replace(arguments, longest=model.sequence + 1)
-        corpus = Questions() if arguments.demo else _conversations_of(arguments)
+        corpus = Wikipedia(questions=True) if arguments.demo else _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -116,7 +116,7 @@ class PrepareJob(tasks.Job):
     single = ("tokenizer", "finish")
     readers = ("lines", "tokenizer", "encode")
 
-    def __init__(self, arguments: PrepareArguments, corpus: Corpus, following: bool):
+    def __init__(self, arguments: PrepareArguments, corpus: TextFiles, following: bool):
         stages = [*["tokenizer"] * _trains(arguments), "encode", "merge", "finish"]
         super().__init__(arguments, corpus, arguments.output, stages)
         self.following, self.given = following, None
@@ -471,7 +471,7 @@ def _conversations_of(arguments: ConversationArguments) -> TextFiles:
     return corpus
 
 
-def _show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -> None:
+def _show_first(arguments: ConversationArguments, corpus: TextFiles, folder: Path) -> None:
     """Print the first conversations, with what is trained in green."""
     console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
     for document in islice(corpus, arguments.preview):

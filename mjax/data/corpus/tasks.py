@@ -54,7 +54,7 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, Document, MalformedLines
+from mjax.data.corpus import Document, MalformedLines, TextFiles
 from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, parse_json, take_lock, to_disk, write_whole
@@ -98,7 +98,7 @@ class Job:
     copies = False
     _counter: tuple[int, int] | None = None
 
-    def __init__(self, arguments: Any, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: TextFiles, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{beside(output)}.tmp")
@@ -255,7 +255,7 @@ class Job:
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
         how = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
-        files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
+        files = (file for file in (*self.corpus.inputs, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
         values |= {"mjax_version": __version__, "gigatoken": os.environ.get("MJAX_GIGATOKEN")}
@@ -571,7 +571,7 @@ def output_files(output: Path) -> dict[str, Path]:
 class FilterJob(Job):
     """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
 
-    def __init__(self, arguments: Any, corpus: Corpus, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
         arguments = replace(arguments, output=located(arguments.output))
         super().__init__(arguments, corpus, arguments.output, stages)
 
