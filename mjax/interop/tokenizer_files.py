@@ -23,7 +23,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizer_trial import remember
+from mjax.data.tokenizer_trial import PROSE, remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     EOD_PIECE,
@@ -52,7 +52,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 SPACE = "▁"  # U+2581, sentencepiece's
 WEIGHTS_ALONE = "export the weights alone with --tokenizer none"
 AWKWARD = (
-    "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n",
+    PROSE,
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
     "\u00a0no\u3000break\u200b\u2028\ufeff",
     f"a\x00\x01\x7f {SPACE}Ġ <s>a</s> <unk><0x0A><pad> [CLS] [MASK] [SEP] {EOD_PIECE}one",
@@ -298,11 +298,10 @@ def collect_files(folder: Path, config: dict[str, Any], positions: int | None = 
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
+    files, settings, templates = _read_files(folder)
     limit = settings.get("model_max_length")
     if positions is not None and isinstance(limit, int | float):
         settings["model_max_length"] = max(limit, positions)
-    templates = of_files or of_settings  # `transformers` looks no further where there are files
     if "default" in templates:
         files[TEMPLATE] = templates.pop("default").encode()
     if templates:
@@ -319,8 +318,7 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
-    templates = of_settings | of_files
+    files, settings, templates = _read_files(folder)
     if [*templates] == ["default"]:
         settings["chat_template"] = templates["default"]
         files[TEMPLATE] = templates["default"].encode()
@@ -329,25 +327,24 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     return files | {SETTINGS: _json(settings)}
 
 
-def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str], dict[str, str]]:
-    """Files of a tokenizer, its settings, and the chat templates by name, in these and in files of their own."""
+def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str]]:
+    """Files of a tokenizer, its settings, and the chat templates by name; files of their own take precedence."""
     settings = read_object(folder / SETTINGS)
     files = {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
     if (folder / GENERATION).is_file():
         files[GENERATION] = _json(read_object(folder / GENERATION))
-    named = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
-    if (folder / TEMPLATE).is_file():
-        named["default"] = folder / TEMPLATE
-    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
-        of_files = {name: file.read_bytes().decode() for name, file in named.items()}
     listed = settings.pop("chat_template", None) or []
     with library_errors(
         f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template",
         "restore the file",
     ):
         listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
-        of_settings = {one["name"] + "": one["template"] + "" for one in listed}
-    return files, settings, of_settings, of_files
+        templates = {one["name"] + "": one["template"] + "" for one in listed}
+    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
+        for file in (folder / TEMPLATE, *sorted((folder / NAMED).glob("*.jinja"))):
+            if file.is_file():
+                templates["default" if file.name == TEMPLATE else file.stem] = file.read_bytes().decode()
+    return files, settings, templates
 
 
 def _list_templates(templates: dict[str, str]) -> list[dict[str, str]]:
