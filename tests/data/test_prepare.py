@@ -152,10 +152,10 @@ def test_impossible_preparation_is_rejected(tmp_path, monkeypatch, inputs, optio
 
 @pytest.mark.parametrize("ending", ["bin", "idx", "json", "tokenizer"])
 def test_existing_output_is_kept(lines, tmp_path, ending):
-    """A temporary file of a killed run does not change that."""
+    """The working folder of a killed run does not change that."""
     (tmp_path / f"d.{ending}").write_text("precious")
     if ending == "idx":
-        (tmp_path / "d.bin.tmp").touch()
+        (tmp_path / "d.tmp").mkdir()
     with pytest.raises(UsageError, match=rf"d\.{ending} exists; choose another name, or add --overwrite"):
         run(lines, output=tmp_path / "d")
     assert (tmp_path / f"d.{ending}").read_text() == "precious"

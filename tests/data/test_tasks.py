@@ -256,7 +256,7 @@ def test_gigatoken_switch_starts_over(corpus, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("link", r"out.jsonl.tmp is a link or a file, not a folder; type rm out.jsonl.tmp, or choose another --output"),
+        ("link", r"out.jsonl.tmp is a link or a file, not a folder; type rm out.jsonl.tmp, or choose another name"),
         ("user", r"out.jsonl.tmp belongs to another user \(number 12345\); ask them to remove it, or choose another"),
         ("group", r"others can write into out.jsonl.tmp; type chmod go-w out.jsonl.tmp if it is yours, or choose"),
     ],

@@ -57,7 +57,7 @@ from mjax import __version__
 from mjax.data.corpus import Document, MalformedLines, TextFiles
 from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
-from mjax.utils.files import make_private, parse_json, take_lock, to_disk, write_whole
+from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
 from mjax.utils.progress import Pace, facts, watched
 from mjax.utils.remote import RemoteFile, beside, located, put, remove
 
@@ -324,11 +324,7 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
 def _working_folder(job: Job) -> Iterator[None]:
     """The folder of `job`, with what the same command left in it; what another left is removed."""
     try:
-        if problem := make_private(job.folder):
-            raise UsageError(f"{problem}, or choose another --output than {job.output}")
-        stream = (job.folder / "plan.json").open("a+")
-        if not take_lock(stream, print):
-            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        stream = lock_folder(job.folder, job.output)
         _start_over(job, stream)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
