@@ -228,13 +228,11 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     """Byte pairs of the library for a model of byte pairs without normalization; others fail `_check_same`."""
     ids = {processor.id_to_piece(number): number for number in range(processor.vocab_size())}
-    scores = {piece: processor.get_score(number) for piece, number in ids.items()}
     special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
-    bytes_of = {piece for piece, number in ids.items() if processor.is_byte(number)}
-    # The trainer gives pieces of the user the score 0.0, and those it learns -0.0, -1.0, …
-    plain = [piece for piece, number in ids.items() if piece not in {*special, *bytes_of}]
-    given = [piece for piece in plain if scores[piece] == 0 and math.copysign(1, scores[piece]) > 0]
-    learned = {piece: scores[piece] for piece in plain if piece not in given}
+    bytes_of = [piece for piece, number in ids.items() if processor.is_byte(number)]
+    scores = {piece: processor.get_score(ids[piece]) for piece in ids if piece not in {*special, *bytes_of}}
+    given = _pieces_of_user(scores)
+    learned = {piece: score for piece, score in scores.items() if piece not in given}
 
     unknown = processor.id_to_piece(processor.unk_id())
     prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
@@ -246,9 +244,14 @@ def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
     add_special(library, *special)
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
     inside = {character for piece in learned for character in piece}
-    looked_for = [text for text in given if len(text) > 1 or text in inside]
+    looked_for = [text for text in scores if text in given and (len(text) > 1 or text in inside)]
     library.add_tokens([AddedToken(text, special=False, normalized=True) for text in looked_for])
     return library
+
+
+def _pieces_of_user(scores: dict[str, float]) -> set[str]:
+    """Pieces that were not learned: the trainer gives them the score 0.0, and those it learns -0.0, -1.0, …"""
+    return {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
 
 
 def _byte_pairs(ids: dict[str, int], scores: dict[str, float], unknown: str, byte_fallback: bool) -> models.BPE:
