@@ -638,11 +638,6 @@ def _plain(value: Any) -> Any:
 # --- On the terminal --------------------------------------------------------------------------------------------------
 
 
-def speed(documents: int, text_bytes: int, seconds: float) -> str:
-    """'1,234 documents/s  5.6 MB/s'."""
-    return f"{documents / seconds:,.0f} documents/s  {text_bytes / seconds / 1e6:.1f} MB/s"
-
-
 def excerpt(text: str, start: int = 0) -> str:
     """Shorten a text for an example: some characters from `start` on."""
     end = start + SHOWN
