@@ -38,10 +38,6 @@ from mjax.utils import packages
 from mjax.utils.files import copy_whole, write_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "sentencepiece")
-# NVIDIA's libraries by the name of their wheel, without the version of CUDA at its end.
-LIBRARIES = {
-    "nvidia-cuda-runtime": "CUDA", "nvidia-cublas": "cuBLAS", "nvidia-cudnn": "cuDNN", "nvidia-nccl": "NCCL",
-}  # fmt: skip
 FLAGS = re.compile(r"(XLA|JAX|NCCL|CUDA|CUDNN|NVIDIA_TF32)_\w+|GLIBC_TUNABLES|TF_CUDNN_DETERMINISTIC")
 FRESH = "starting with fresh optimizer state"
 
@@ -177,10 +173,9 @@ def nvidia_versions() -> dict[str, str]:
     """
     if jax.devices()[0].platform != "gpu":
         return {}
-    versions = {"driver": launch.nvidia_driver()}
-    for name, version in sorted(packages.installed().items()):
-        versions[LIBRARIES.get(re.sub(r"-cu\d+$", "", name))] = version
-    return {name: version for name, version in versions.items() if name and version}
+    wheels = {name: version for name, version in sorted(packages.installed().items()) if name.startswith("nvidia-")}
+    driver = launch.nvidia_driver()
+    return wheels if driver is None else {"driver": driver, **wheels}
 
 
 def write_environment(config: Config, folder: Path, say: Callable[[str], None]) -> None:
