@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mjax.checkpoint.folders import check_run_folder
-from mjax.cluster import launch
-from mjax.cluster.launch import keep_programs
 from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
@@ -40,13 +38,10 @@ def finetune(arguments: FinetuneArguments) -> int:
       RunError: the checkpoint is damaged, or training cannot continue.
     """
     recipes.check(arguments)
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
 
-    keep_programs(arguments.distributed.several)
-    processes.start(arguments.distributed)
+    processes.start(arguments.distributed, arguments.simulate)
     with watching(arguments.distributed, explain) as watchdog:
         return _tune(arguments, watchdog)
 

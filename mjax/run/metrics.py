@@ -341,7 +341,7 @@ class MetricsLog(Callback):
         busy = self._drawing is not None and not self._drawing.done()
         if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
             return
-        curves = {name: curve.merged() for name, curve in self.curves.items()}
+        curves = {name: curve.copy() for name, curve in self.curves.items()}
         self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()

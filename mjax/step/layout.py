@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from mjax.config import Config, kernels
 from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
-from mjax.models.build import build_model, mixing_class
-from mjax.models.protocol import Model
+from mjax.models.build import mixing_class
+from mjax.models.protocol import Model, build_model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.weights import metadata_of
 from mjax.parallel.zero import cut_into_chunks, plan_storage
