@@ -39,10 +39,7 @@ def _jobset(_):
     assert job["template"]["spec"]["completions"] == job["template"]["spec"]["parallelism"]
     assert job["template"]["spec"]["completionMode"] == "Indexed"
     for index in range(job["template"]["spec"]["parallelism"]):
-        annotations = {
-            "jobset.sigs.k8s.io/jobset-name": name,
-            "batch.kubernetes.io/job-completion-index": str(index),
-        }
+        annotations = {"jobset.sigs.k8s.io/jobset-name": name, "batch.kubernetes.io/job-completion-index": str(index)}
         environment: dict[str, str] = {}
         for variable in container["env"]:
             if "value" in variable:  # only variables above it are known

@@ -234,11 +234,7 @@ class Guard(Callback):
     """
 
     def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        say: Callable[[str], None],
-        continued_from: int | None = None,
+        self, config: Config, checkpoints: Checkpoints, say: Callable[[str], None], continued_from: int | None = None
     ):
         """Nothing is read before `begin`."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
