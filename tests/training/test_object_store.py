@@ -396,7 +396,7 @@ def test_run_of_two_processes_killed_in_an_upload_goes_on_elsewhere(server, else
     assert losses(tmp_path / "copied") == moved
     elsewhere()
     for source, name in ((f"{runs}/run", "a"), (tmp_path / "copied" / "run", "b")):
-        assert cli.main(["convert", "to-hf", "--run", str(source), str(tmp_path / name)]) == 0
+        assert cli.main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0
     exported = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
     assert exported[0] == exported[1]
 
