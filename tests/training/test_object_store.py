@@ -600,6 +600,22 @@ def test_woken_process_leaves_what_its_successor_saved(server, pair, ended):
     successor.finish()
 
 
+def test_lock_lost_in_an_upload_leaves_no_mark(server, run, monkeypatch):
+    check = Mirror._check_listed
+
+    def lose(mirror, *arguments):
+        Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9))
+        return check(mirror, *arguments)
+
+    monkeypatch.setattr(Mirror, "_check_listed", lose)
+    monkeypatch.setattr(mirrors, "EVERY", 1000.0)
+    mirror = Mirror(run, ADDRESS, print).__enter__()
+    save(mirror, 10)
+    with pytest.raises(RunError, match="trained by process 7 on elsewhere now, so this process has stopped"):
+        mirror.finish()
+    assert marked(ADDRESS) == []
+
+
 def test_successor_survives_a_late_beat(server, run, tmp_path, monkeypatch):
     """The process was paused between reading its lock and writing it."""
     other, write, successor = tmp_path / "other", Store.write, []
