@@ -15,7 +15,7 @@ from mjax.config import MeshConfig, read_config, save_config
 from mjax.data.tokenizers import ByteTokenizer
 from mjax.errors import UsageError
 from mjax.models.build import build_model
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import leaf_name
 from tests.small import batch_of, program_of, small_config
 
 CONFIG = small_config(layers=4, heads=4, vocabulary=257, dropout=0.0)

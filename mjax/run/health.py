@@ -54,13 +54,13 @@ from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError, and_more, shortened
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
+from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
 from mjax.run.start import own_state
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.files import write_whole
-from mjax.utils.names import leaf_name
 
 if TYPE_CHECKING:
     from mjax.run.loop import Run
