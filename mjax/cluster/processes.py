@@ -35,7 +35,7 @@ import pynvml
 from jax.experimental import multihost_utils
 
 from mjax.cluster.huge_pages import has_nvidia_gpu
-from mjax.cluster.launch import Distributed, launched_by
+from mjax.cluster.launch import Distributed, keep_programs, launched_by, simulate_devices
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 
@@ -46,12 +46,20 @@ WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
 
 
-def start(where: Distributed) -> None:
-    """Join the other processes, if a launcher or the flags say that there are any; before any device is used.
+def start(where: Distributed, simulate: int | None = None) -> None:
+    """Keep compiled programs, and join the other processes, if a launcher or the flags say that there are any; before
+    any device is used.
+
+    Args:
+      where: the others are.
+      simulate: number of CPU devices of this process.
 
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
     """
+    if simulate is not None:
+        simulate_devices(simulate)
+    keep_programs(where.several)
     return_memory_of_compiler()
     where, launched = where.under_launcher(), launched_by() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]
@@ -222,12 +230,11 @@ def place_on_host() -> tuple[int, int]:
     Raises:
       UsageError: a variable of the launcher is wrong.
     """
-    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun
-        count = _number("LOCAL_WORLD_SIZE", 1)
-        return _number("LOCAL_RANK", 0, count - 1), count
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        count = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-        return _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, count - 1), count
+    of_open_mpi = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    for index, number in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), of_open_mpi):  # torchrun's first
+        if index in os.environ and number in os.environ:
+            count = _number(number, 1)
+            return _number(index, 0, count - 1), count
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
         counts: list[int] = []  # of each node, from strings like "8(x63),4"
         for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +11,7 @@ import tyro
 
 from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
-from mjax.cluster.launch import Distributed, keep_programs
-from mjax.cluster.xla_flags import be_repeatable
+from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
@@ -102,7 +100,6 @@ def train(
     from mjax.run.loop import Options
 
     config = arguments.settings
-    keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
         if processes.is_first():
@@ -224,7 +221,10 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        _check_step(arguments, folder, checkpoint_steps(folder))
+        if arguments.resume is None:
+            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+        if arguments.step not in (steps := checkpoint_steps(folder)):
+            raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
@@ -257,14 +257,6 @@ def _train_arguments(
     return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
 
 
-def _check_step(arguments: TrainArguments, folder: Path, steps: Sequence[int]) -> None:
-    """Refuse `--step` without a run, or without a checkpoint in it."""
-    if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
-    if arguments.step not in steps:
-        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
-
-
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:
     """Report why this process does not train and, if it is one of several, join the others to tell them; otherwise they
     would wait for it."""
@@ -276,12 +268,10 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     if not arguments.distributed.several:
         return
     explain(error)  # at once: the others may start late
-    if arguments.simulate is not None and "jax" not in sys.modules:
-        launch.simulate_devices(arguments.simulate)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
 
-    processes.start(arguments.distributed)
+    processes.start(arguments.distributed, arguments.simulate)
     with watching(arguments.distributed, exit_code):
         raise error
 

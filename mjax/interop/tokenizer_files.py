@@ -12,17 +12,18 @@ The library has no exact counterpart of everything, so ids and text of the two a
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizer_trial import BPE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parse_pieces, remember
+from mjax.data.tokenizer_trial import PROSE, remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     EOD_PIECE,
@@ -31,13 +32,15 @@ from mjax.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    add_special,
+    byte_characters,
+    byte_level,
+    library_errors,
     load_tokenizer,
     open_library,
     parse_tokenizer,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.kinds import library_errors
-from mjax.data.tokenizers.load import add_special, byte_characters, byte_level
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
@@ -49,7 +52,7 @@ SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 SPACE = "▁"  # U+2581, sentencepiece's
 WEIGHTS_ALONE = "export the weights alone with --tokenizer none"
 AWKWARD = (
-    "The quick brown fox, 3.14 times. Don't!\n\n\tdef f(x):\n        return x  # two  spaces \r\n",
+    PROSE,
     "  naïve café, e\u0301 s\u0323\u0307 ﬁ\u0301 Ⅷ ① ½ İ ẞ 漢字、한국어 हिन्दी ภาษาไทย مرحبا 👩‍👩‍👧🇫🇷",
     "\u00a0no\u3000break\u200b\u2028\ufeff",
     f"a\x00\x01\x7f {SPACE}Ġ <s>a</s> <unk><0x0A><pad> [CLS] [MASK] [SEP] {EOD_PIECE}one",
@@ -170,7 +173,7 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
       UsageError: the library does not give the same ids and text; the message shows where.
     """
     if isinstance(tokenizer, SentencePieceTokenizer):
-        library = _convert_sentencepiece(parse_pieces(tokenizer.contents[0]))
+        library = _convert_sentencepiece(tokenizer.processor)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         values = json.loads(tokenizer.library.to_str())
         if not (pairs and isinstance(tokenizer, BertTokenizer)):
@@ -222,33 +225,37 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def _convert_sentencepiece(model: Any) -> Library:
-    pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
-    changes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-    if trainer.model_type != BPE or changes or not normalizer.escape_whitespaces:
-        problem = "transformers has an equivalent only of sentencepiece models of byte pairs without normalization"
-        raise UsageError(f"{problem}; {WEIGHTS_ALONE}")
-    unknown = next(piece.piece for piece in pieces if piece.type == UNKNOWN)
-    prefix = normalizer.add_dummy_prefix
-    library = Library(_byte_pairs(pieces, unknown, trainer.byte_fallback))
-    steps = [normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix]
-    library.normalizer = normalizers.Sequence(steps)
-    steps = [decoders.Replace(unknown, trainer.unk_surface), decoders.Replace(SPACE, " "), decoders.ByteFallback()]
-    steps += [decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
+def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
+    """Byte pairs of the library for a model of byte pairs without normalization; others fail `_check_same`."""
+    ids = {processor.id_to_piece(number): number for number in range(processor.vocab_size())}
+    special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
+    bytes_of = [piece for piece, number in ids.items() if processor.is_byte(number)]
+    scores = {piece: processor.get_score(ids[piece]) for piece in ids if piece not in {*special, *bytes_of}}
+    given = _pieces_of_user(scores)
+    learned = {piece: score for piece, score in scores.items() if piece not in given}
+
+    unknown = processor.id_to_piece(processor.unk_id())
+    prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
+    library = Library(_byte_pairs(ids, learned, unknown, bool(bytes_of)))
+    library.normalizer = normalizers.Sequence([normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix])
+    steps = [decoders.Replace(unknown, processor.decode([processor.unk_id()])), decoders.Replace(SPACE, " ")]
+    steps += [decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     library.decoder = decoders.Sequence(steps)
-    add_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
+    add_special(library, *special)
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
-    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
-    of_user = (piece.piece for piece in pieces if piece.type == USER_DEFINED)
-    looked_for = [text for text in of_user if len(text) > 1 or text in inside]
+    inside = {character for piece in learned for character in piece}
+    looked_for = [text for text in scores if text in given and (len(text) > 1 or text in inside)]
     library.add_tokens([AddedToken(text, special=False, normalized=True) for text in looked_for])
     return library
 
 
-def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> models.BPE:
+def _pieces_of_user(scores: dict[str, float]) -> set[str]:
+    """Pieces that were not learned: the trainer gives them the score 0.0, and those it learns -0.0, -1.0, …"""
+    return {piece for piece, score in scores.items() if score == 0 and math.copysign(1, score) > 0}
+
+
+def _byte_pairs(ids: dict[str, int], scores: dict[str, float], unknown: str, byte_fallback: bool) -> models.BPE:
     """Every two pieces that make a third are a pair, ordered by the score of the third."""
-    ids = {piece.piece: number for number, piece in enumerate(pieces)}
-    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     pairs = [
         (text[:cut], text[cut:])
         for text in sorted(scores, key=lambda text: (-scores[text], ids[text]))
@@ -294,11 +301,10 @@ def collect_files(folder: Path, config: dict[str, Any], positions: int | None = 
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
+    files, settings, templates = _read_files(folder)
     limit = settings.get("model_max_length")
     if positions is not None and isinstance(limit, int | float):
         settings["model_max_length"] = max(limit, positions)
-    templates = of_files or of_settings  # `transformers` looks no further where there are files
     if "default" in templates:
         files[TEMPLATE] = templates.pop("default").encode()
     if templates:
@@ -315,8 +321,7 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     """
     if not (folder / SETTINGS).is_file():
         return {}
-    files, settings, of_settings, of_files = _read_files(folder)
-    templates = of_settings | of_files
+    files, settings, templates = _read_files(folder)
     if [*templates] == ["default"]:
         settings["chat_template"] = templates["default"]
         files[TEMPLATE] = templates["default"].encode()
@@ -325,25 +330,24 @@ def restore_files(folder: Path) -> dict[str, bytes]:
     return files | {SETTINGS: _json(settings)}
 
 
-def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str], dict[str, str]]:
-    """Files of a tokenizer, its settings, and the chat templates by name, in these and in files of their own."""
+def _read_files(folder: Path) -> tuple[dict[str, bytes], dict[str, Any], dict[str, str]]:
+    """Files of a tokenizer, its settings, and the chat templates by name; files of their own take precedence."""
     settings = read_object(folder / SETTINGS)
     files = {name: (folder / name).read_bytes() for name in UNREAD if (folder / name).is_file()}
     if (folder / GENERATION).is_file():
         files[GENERATION] = _json(read_object(folder / GENERATION))
-    named = {file.stem: file for file in sorted((folder / NAMED).glob("*.jinja"))}
-    if (folder / TEMPLATE).is_file():
-        named["default"] = folder / TEMPLATE
-    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
-        of_files = {name: file.read_bytes().decode() for name, file in named.items()}
     listed = settings.pop("chat_template", None) or []
     with library_errors(
         f"{folder / SETTINGS}: chat_template is neither text nor a list of templates with name and template",
         "restore the file",
     ):
         listed = [{"name": "default", "template": listed}] if isinstance(listed, str) else listed
-        of_settings = {one["name"] + "": one["template"] + "" for one in listed}
-    return files, settings, of_settings, of_files
+        templates = {one["name"] + "": one["template"] + "" for one in listed}
+    with library_errors(f"{folder} has a chat template that is not UTF-8", "download it again"):
+        for file in (folder / TEMPLATE, *sorted((folder / NAMED).glob("*.jinja"))):
+            if file.is_file():
+                templates["default" if file.name == TEMPLATE else file.stem] = file.read_bytes().decode()
+    return files, settings, templates
 
 
 def _list_templates(templates: dict[str, str]) -> list[dict[str, str]]:

@@ -27,8 +27,7 @@ from mjax.interop.tensor_files import FLOATS, Kind, Tensors
 from mjax.models.build import abstract_weights, weight_dims
 from mjax.models.huggingface.family import Family
 from mjax.models.protocol import Model
-from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import EXPERT, INPUTS, LAYER, OUTPUTS, PART, POSITION, TOKEN, leaf_name
 
 ROWS = 4096  # of an embedding to read at once
 ALONE = (EXPERT, TOKEN, POSITION)
@@ -318,12 +317,12 @@ def tensor_parts(
     Args:
       family: of the model.
       model: the model.
-      blocks: takes the name of a weight and its number of dims; returns parts along dim 0 in order, each with its
-        first index.
+      blocks: takes the name of an array of a checkpoint and its number of dims; returns parts along dim 0 in order,
+        each with its first index.
     """
     shapes, dims = _shapes(model), weight_dims(model)
     for ours, named in _by_weight(family, model).items():
-        found = blocks(ours, len(shapes[ours]))
+        found = blocks(f"model.{ours}", len(shapes[ours]))
         if {LAYER, TOKEN}.isdisjoint(dims[ours]):
             found = [(0, np.concatenate([part for _, part in found]))]
         for first, block in found:

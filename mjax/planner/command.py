@@ -30,7 +30,7 @@ from mjax.config import Config, MeshConfig, as_flag, differences
 from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import HOPPER, capability_of, resolved_on_gpu
+from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
 from mjax.config.source import WIDTH
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
@@ -62,7 +62,6 @@ from mjax.planner.search import (
     with_values,
 )
 from mjax.planner.time import Calibration, run_tokens
-from mjax.step.kernels import is_unrolled, with_unrolling
 from mjax.step.precision import in_float8
 from mjax.step.step import build_program
 from mjax.utils.figures import GIB, named_rows, table

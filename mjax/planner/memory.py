@@ -45,18 +45,17 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import copies, shards
-from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
+from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
-from mjax.parallel.cross_entropy import rows_of_chunks
+from mjax.parallel.chunked_cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
 from mjax.parallel.zero import Storage, computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.layer import traced_once
 from mjax.planner.program import Product, Program
-from mjax.step.kernels import is_unrolled
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
 # Bytes per element of each dtype.

@@ -43,7 +43,7 @@ from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import ways_across
+from mjax.config.kernels import is_unrolled, ways_across
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
@@ -54,7 +54,6 @@ from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
-from mjax.step.kernels import is_unrolled
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 

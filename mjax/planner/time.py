@@ -56,7 +56,7 @@ from mjax.config import Config, MeshConfig, axes
 from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
 from mjax.config.bounds import Bounds, check_bounds
-from mjax.config.kernels import FUSED, attention_on_gpu
+from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.config.plain_values import build
 from mjax.errors import UsageError, either
 from mjax.parallel.grouped import ROWS
@@ -65,7 +65,6 @@ from mjax.planner import layer as trace
 from mjax.planner.layer import hardware_flops, model_flops
 from mjax.planner.memory import WIDTHS, matrices_of, muon_products, muon_width, weights_of_device
 from mjax.planner.program import Product
-from mjax.step.kernels import is_unrolled
 from mjax.step.muon import ITERATE_IN
 from mjax.step.precision import in_float8
 from mjax.utils.figures import named_rows, table

@@ -19,12 +19,11 @@ from mjax.models.block import Block
 from mjax.parallel import scopes
 from mjax.parallel.mappings import rank, sum_over, varying_axes
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import are_stacked, decays, dims_of
+from mjax.parallel.weights import are_stacked, decays, dims_of, leaf_name
 from mjax.parallel.zero import layer_dims
 from mjax.step.layout import Layout
 from mjax.step.muon import ITERATE_IN, matrices_of, scale_by_muon
 from mjax.step.precision import COMPUTE_TYPES
-from mjax.utils.names import leaf_name
 
 LARGEST = 1e20  # far above any weight or first moment of a sound run
 
@@ -201,12 +200,9 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     def reached(index: int) -> tuple:
         name, _, layer = names[index].partition(" of layer ")
         parts = name.split(".")
-        if layer:
-            return (
-                1,
-                -int(layer),
-                next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward)),
-            )
-        return (0,) if parts[0] in after_layers else (2,)
+        if not layer:
+            return (0,) if parts[0] in after_layers else (2,)
+        position = next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward))
+        return 1, -int(layer), position
 
     return sorted(range(len(names)), key=reached)

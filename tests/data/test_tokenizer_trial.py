@@ -7,12 +7,12 @@ import pytest
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from mjax.data import tokenizer_trial
-from mjax.data.tokenizer_trial import EXPANSION, LONGEST, PROSE, encode_texts, parse_pieces, remember, try_tokenizer
+from mjax.data.tokenizer_trial import LONGEST, PROSE, encode_texts, remember
 from mjax.data.tokenizers import SentencePieceTokenizer, load_tokenizer, tokenizer_from_folder, train_sentencepiece
 from mjax.errors import UsageError
 from mjax.generation.chat import Chat
 from mjax.interop.tokenizer_files import find_tokenizer
-from tests.data.vocabularies import TEXTS, foreign_model, hf_byte_pairs, hf_unigram
+from tests.data.vocabularies import TEXTS, foreign_model, hf_byte_pairs
 
 CHAINED = [("a", "aa")] * 40
 """Of one letter they make 2^40."""
@@ -49,7 +49,7 @@ def with_rules(*rules, text_of=normalizers):
 
 def with_prefix():
     library = hf_byte_pairs()
-    library.normalizer = normalizers.Prepend("x" * 30_000_000)
+    library.normalizer = normalizers.Prepend("x" * 100_000)
     return library
 
 
@@ -76,14 +76,12 @@ DIES = "is not done after 1 s; get the file again from its publisher, or use ano
         (lambda: with_rules(*CHAINED), {}, DIES),
         (lambda: with_rules(*CHAINED, text_of=decoders), {}, DIES),
         (hf_byte_pairs, {"normalizer": HUGE}, "it takes more than 256 MiB"),
-        (lambda: with_rules(("zebra", "x" * 3_000_000)), {}, "its rules write up to 600,000 characters for one"),
-        (with_prefix, {}, "its rules write up to 30,000,000 characters for one"),
-        (lambda: with_rules(*[(Regex("[q]"), "qq")] * 13), {}, "its rules write up to 8,192 characters for one"),
+        (with_prefix, {}, "it writes .* tokens for a text of length"),
         (lambda: with_rules(*[(Regex("[a]"), "aa")] * 11), {}, r"it writes 2,048 tokens for a text of length 1 \('a'…"),
         (hf_byte_pairs, {"post_processor": COPIES}, "more than 64 for each character"),
         (with_backtracking, {}, "it crashes .*PanicException"),
     ],
-    ids=["forty rules", "forty decoders", "memory", "zebra", "prefix", "regex", "expansion", "copies", "panic"],
+    ids=["forty rules", "forty decoders", "memory", "prefix", "expansion", "copies", "panic"],
 )
 def test_strange_tokenizer_is_refused(tmp_path, monkeypatch, make, changes, words):
     if words == DIES:  # the others end by themselves, on a busy machine later than that
@@ -103,7 +101,7 @@ def test_table_of_characters_is_bounded(tmp_path):
     rules = tmp_path / "rules.tsv"
     rules.write_text("0061\t" + "0062 " * 5000 + "\n")
     model = foreign_model(normalization_rule_tsv=str(rules), vocab_size=30)
-    with pytest.raises(UsageError, match=r"x.model fails .*: its rules write up to 5,000 characters for one"):
+    with pytest.raises(UsageError, match=r"x.model fails .*: it writes .* tokens for a text of length 1"):
         SentencePieceTokenizer(model, "x.model")
 
 
@@ -140,12 +138,6 @@ def test_passed_tokenizer_is_tried_once(tmp_path, trials, cache):
     assert len(trials) == 2
 
 
-def test_trained_tokenizer_needs_no_trial(tmp_path, trials):
-    train_sentencepiece(TEXTS, 380).save(tmp_path / "tokenizer")
-    tokenizer_from_folder(tmp_path / "tokenizer")
-    assert not trials
-
-
 def test_folder_that_cannot_be_written_is_reported(tmp_path, trials, capsys):
     (tmp_path / "cache").write_text("a file")
     tokenizer_trial._say_forgotten.cache_clear()
@@ -154,12 +146,6 @@ def test_folder_that_cannot_be_written_is_reported(tmp_path, trials, capsys):
         load_tokenizer(f"hf:{written(hf_byte_pairs(), tmp_path)}")
     assert len(trials) == 2
     assert capsys.readouterr().err.count("every start tries tokenizers from outside again") == 1
-
-
-def test_damaged_file_passes_to_its_reader(cache):
-    for library in ("tokenizers", "sentencepiece"):
-        try_tokenizer(b"{", "x", library)
-    assert not [*cache.iterdir()]
 
 
 def test_expansion_is_bounded_after_the_trial(tmp_path):
@@ -190,37 +176,10 @@ def test_longest_text_of_template_is_encoded(monkeypatch):
     encode_texts(b"tokenizers\n" + hf_byte_pairs().to_str().encode())
 
 
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), BYTES])
-SINGLE_SPACES, METASPACE = normalizers.Replace(Regex(" {2,}"), " "), pre_tokenizers.Metaspace()
-
-
-def nmt_nfkc():
-    return normalizers.Precompiled(parse_pieces(foreign_model()).normalizer_spec.precompiled_charsmap)
-
-
 @pytest.mark.parametrize(
-    ("library", "rules", "words"),
-    [
-        (hf_byte_pairs, [], SPLIT),
-        (hf_byte_pairs, [normalizers.NFKC()], SPLIT),
-        (hf_byte_pairs, [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()], SPLIT),
-        (hf_byte_pairs, [], pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])),
-        (hf_unigram, [nmt_nfkc(), SINGLE_SPACES], METASPACE),
-        (hf_unigram, [normalizers.Replace("``", '"'), normalizers.NFKD(), nmt_nfkc(), SINGLE_SPACES], METASPACE),
-        (hf_unigram, [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], None),
-        (hf_unigram, [normalizers.BertNormalizer()], pre_tokenizers.BertPreTokenizer()),
-    ],
-    ids=["Llama 3", "NFKC", "CLIP", "StarCoder", "XLM-R", "XLNet", "Llama 2", "BERT"],
+    "rules", [[normalizers.NFKC()], [normalizers.BertNormalizer(), normalizers.Prepend("▁")]], ids=str
 )
-def test_published_rules_pass(library, rules, words):
-    made = library()
-    made.normalizer, made.pre_tokenizer = normalizers.Sequence(rules), words
-    encode_texts(b"tokenizers\n" + made.to_str().encode())
-
-
-def test_nfkc_stays_within_the_expansion():
+def test_published_rules_pass(rules):
     library = hf_byte_pairs()
-    library.normalizer = normalizers.NFKC()
-    assert EXPANSION > len(library.encode("\ufdfa", add_special_tokens=False)) == 33
+    library.normalizer = normalizers.Sequence(rules)
+    encode_texts(b"tokenizers\n" + library.to_str().encode())

@@ -17,10 +17,19 @@ the folder.
 
 With `--sbatch`, each stage is an array job of Slurm that repeats the command with the stage in the environment, and its
 tasks do nothing else.
+
+**Filters.** Output files of `mjax dedup` and `mjax clean`: the documents kept, and a record of those removed.
+
+    OUTPUT.jsonl           the documents kept, in input order
+    OUTPUT.removed.jsonl   a line for each document removed: where it came from and why
+    OUTPUT.report.json     documents and bytes that each step removed, with examples
+
+All three are written into the folder OUTPUT.jsonl.tmp and renamed, or copied to a store, when everything is done,
+OUTPUT.jsonl last: if it exists, it is complete. After an interruption the same command continues. The same input
+gives the same bytes, whatever the number of tasks and workers.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -32,32 +41,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, TextIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO
 
 import numpy as np
+from rich import filesize
+from rich.console import Console
 
 from mjax import __version__
-from mjax.data.corpus import Corpus, MalformedLines
-from mjax.data.corpus.blocks import Block
+from mjax.data.corpus import Document, MalformedLines, TextFiles
+from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
-from mjax.utils.files import make_private, take_lock, to_disk, write_whole
-from mjax.utils.progress import Pace, watched
-from mjax.utils.remote import beside, put, remove
+from mjax.utils.files import lock_folder, parse_json, to_disk, write_whole
+from mjax.utils.progress import Pace, facts, watched
+from mjax.utils.remote import RemoteFile, beside, located, put, remove
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
-WAITING = 2  # batches per worker: one in work, one ready
 WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
 STAGE, BEGAN = "MJAX_STAGE", "MJAX_BEGAN"
 """Set in an array job: its stage, and the second at which the command was typed."""
+EXAMPLES = 10  # of each step, in the report
+SHOWN = 200  # characters of a text in an example
 SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
 """Options of sbatch by default."""
 
@@ -65,11 +75,6 @@ SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
 def all_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def useful_workers(asked: int | None, size: int) -> int:
-    """`asked` workers, or by default all cores, but fewer for little input (`size` bytes)."""
-    return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Job:
@@ -93,7 +98,7 @@ class Job:
     copies = False
     _counter: tuple[int, int] | None = None
 
-    def __init__(self, arguments: Any, corpus: Corpus, output: str | Path, stages: Sequence[str]):
+    def __init__(self, arguments: Any, corpus: TextFiles, output: str | Path, stages: Sequence[str]):
         self.arguments: Any = arguments
         self.corpus, self.output = corpus, str(output)
         self.folder = Path(f"{beside(output)}.tmp")
@@ -213,7 +218,8 @@ class Job:
         """Return values of the tasks of an earlier stage, by rank."""
         if stage not in self._results:
             markers = (self.marker(stage, rank) for rank in range(self.tasks_of(stage)))
-            self._results[stage] = [json.loads(marker.read_bytes()) for marker in markers]
+            fix = f"remove {self.folder} and repeat the command"
+            self._results[stage] = [parse_json(marker.read_bytes(), str(marker), fix) for marker in markers]
         return self._results[stage]
 
     # --- Running ------------------------------------------------------------------------------------------------------
@@ -221,8 +227,9 @@ class Job:
     @property
     def processes(self) -> int:
         """Worker processes; 0: little text is done by this one, which answers Ctrl-C when a call of a library ends."""
-        workers = min(useful_workers(self.arguments.workers, self.corpus.size), self.tasks)
-        return workers if workers > 1 or self.corpus.size >= WORTH_A_WORKER else 0
+        worth = self.corpus.size // WORTH_A_WORKER
+        workers = min(self.arguments.workers or max(1, min(all_cores(), worth)), self.tasks)
+        return workers if workers > 1 or worth else 0
 
     def tasks_of(self, stage: str) -> int:
         """Number of tasks of a stage."""
@@ -248,7 +255,7 @@ class Job:
     def plan(self) -> str:
         """Everything that must be the same for a run to continue the work of another."""
         how = replace(self.arguments, workers=None, overwrite=False, json=False, sbatch=())
-        files = (file for file in (*self.corpus.files, *self.settings) if file.is_file())
+        files = (file for file in (*self.corpus.inputs, *self.settings) if file.is_file())
         files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         values = {"arguments": repr(how), "inputs": files, "names": self.corpus.names, "tasks": self.tasks}
         values |= {"mjax_version": __version__, "gigatoken": os.environ.get("MJAX_GIGATOKEN")}
@@ -295,13 +302,10 @@ def run(job: Job) -> Any:
         if job.arguments.sbatch:
             _submit(job)
             return None
-        with Workers(job.processes, job) as workers:
+        with _workers(job) as pool:
             for stage in job.stages:
-                ranks, task = job.left(stage), functools.partial(_task, stage)
-                results = workers.map(task, ranks) if stage != job.stages[-1] else (task(job, rank) for rank in ranks)
-                with _watched(job, stage), contextlib.closing(results):
-                    for _ in results:
-                        pass
+                with _watched(job, stage):
+                    _run_stage(job, stage, pool)
         result = job.result()
         job.close()
     job.show(result)
@@ -316,19 +320,11 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
     return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
 
 
-def _task(stage: str, job: Job, rank: int) -> None:
-    job.run_task(stage, rank)
-
-
 @contextmanager
 def _working_folder(job: Job) -> Iterator[None]:
     """The folder of `job`, with what the same command left in it; what another left is removed."""
     try:
-        if problem := make_private(job.folder):
-            raise UsageError(f"{problem}, or choose another --output than {job.output}")
-        stream = (job.folder / "plan.json").open("a+")
-        if not take_lock(stream, print):
-            raise UsageError(f"another process is writing {job.output}; wait for it, or choose another --output")
+        stream = lock_folder(job.folder, job.output)
         _start_over(job, stream)
     except OSError as error:
         raise RunError(f"{job.output} cannot be written: {error}") from error
@@ -351,27 +347,16 @@ def _start_over(job: Job, stream: TextIO) -> None:
     """Empty the folder of a job, unless the same command has left its work there."""
     stream.seek(0)
     plan, older = job.plan(), stream.read()
-    reason = "has the work of another command or another --tasks"
     if older == plan:
-        damaged = [marker.name for marker in sorted(job.folder.glob("*.done")) if not _is_json(marker)]
-        if not damaged:
-            return
-        reason = f"has a damaged {damaged[0]}"
+        return
     if older:  # else what is there was half removed
-        print(f"{job.folder} {reason}; starting over", file=sys.stderr)
+        print(f"{job.folder} has the work of another command or another --tasks; starting over", file=sys.stderr)
     stream.truncate(0)
     for file in job.folder.iterdir():
         if file.name != "plan.json":
             remove(file)
     stream.write(plan)
     stream.flush()
-
-
-def _is_json(file: Path) -> bool:
-    try:
-        return bool(json.loads(file.read_bytes()) or True)
-    except ValueError:
-        return False
 
 
 def _submit(job: Job) -> None:
@@ -411,70 +396,55 @@ def _answer(*command: str, script: str = "") -> str:
 # --- Processes and signals --------------------------------------------------------------------------------------------
 
 
-class Workers:
-    """A pool of `count` processes that have `state`; of 0, this process does the work.
+@contextmanager
+def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that have `job`; None: this one does the work.
 
-    Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Use it as a context
-    manager: an exception kills the processes, whatever they do, as the end of this process does.
+    They are fresh processes, not copies of this one, which may already have threads and a GPU. An exception kills them,
+    whatever they do, as the end of this process does.
     """
+    if not job.processes:
+        yield None
+        return
+    others, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(job.processes, context, initializer=_start, initargs=(job,))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def __init__(self, count: int, state: Any = None):
-        self.count, self.state = count, state
-        self._pool: ProcessPoolExecutor | None = None
-        self._others: list[multiprocessing.Process] = []
 
-    def __enter__(self) -> "Workers":
-        self._others = multiprocessing.active_children()
-        if self.count:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=(self.state,))
-        return self
+def _run_stage(job: Job, stage: str, pool: ProcessPoolExecutor | None) -> None:
+    """Do what is left of a stage, the last one in this process.
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if self._pool:
-            for process in multiprocessing.active_children() if kind else ():
-                if process not in self._others:
-                    process.kill()
-            self._pool.shutdown(cancel_futures=True)
-
-    def map(self, function: Callable[[Any, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function(state, item)` of each item, in order. Items are drawn as workers become free: few wait in memory.
-
-        Raises:
-          RunError: a worker was killed. Exceptions of the function are raised here too.
-        """
-        if self._pool is None:
-            yield from (function(self.state, item) for item in items)
-            return
-        running = deque()
+    Raises:
+      RunError: a worker was killed. Exceptions of tasks are raised here too.
+    """
+    if pool is None or stage == job.stages[-1]:
+        for rank in job.left(stage):
+            job.run_task(stage, rank)
+        return
+    with INTERRUPTS.delay():  # processes start here, with Ctrl-C blocked: it is answered by this process alone
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for item in items:
-                running.append(self._submit(function, item))
-                if len(running) >= WAITING * self.count:
-                    yield _wait_for(running.popleft())
-            while running:
-                yield _wait_for(running.popleft())
-        except BrokenProcessPool:
-            which, fix = "the worker process", "more --tasks"
-            if self.count > 1:
-                which, fix = f"one of {self.count} worker processes", "fewer --workers"
-            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
-
-    def _submit(self, function: Callable[[Any, Item], Result], item: Item) -> "Future[Result]":
-        """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
-        with INTERRUPTS.delay():
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                return self._pool.submit(_call, function, item)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _wait_for(future: "Future[Result]") -> Result:
-    """`future.result()`, which a signal always interrupts: another thread may get it, and this one sleep on."""
-    while not wait([future], timeout=0.5).done:
-        pass
-    return future.result()
+            futures = [pool.submit(_call, stage, rank) for rank in job.left(stage)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        for future in futures:
+            while not wait([future], timeout=0.5).done:  # a signal to another thread would let `result` sleep on
+                pass
+            future.result()
+    except BrokenProcessPool:
+        which, fix = "the worker process", "more --tasks"
+        if job.processes > 1:
+            which, fix = f"one of {job.processes} worker processes", "fewer --workers"
+        raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -524,20 +494,169 @@ class Interrupts:
 INTERRUPTS = Interrupts()
 
 
-_state: Any = None  # of a worker process
+_job: Any = None  # of a worker process
 
 
-def _start(state: Any) -> None:
-    global _state
+def _start(job: Job) -> None:
+    global _job
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _state = state
+    _job = job
 
 
-def _call(function: Callable[[Any, Item], Result], item: Item) -> Result:
-    return function(_state, item)
+def _call(stage: str, rank: int) -> None:
+    _job.run_task(stage, rank)
 
 
 def _leave_with_parent() -> None:
     """End this process when its parent ends, even if that was killed."""
     multiprocessing.parent_process().join()
     os._exit(1)
+
+
+# --- Output files of `mjax dedup` and `mjax clean` --------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """Documents and bytes of UTF-8 text that a step has counted, with examples."""
+
+    name: str
+    documents: int = 0
+    bytes: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, text: str, /, **example: Any) -> None:
+        """Count one document; the first few keep an `example`."""
+        self.documents += 1
+        self.bytes += len(text.encode())
+        if example and len(self.examples) < EXAMPLES:
+            self.examples.append(example)
+
+    def merge(self, later: "Tally") -> None:
+        """Add the counts of the documents that follow, from another worker."""
+        self.documents += later.documents
+        self.bytes += later.bytes
+        self.examples += later.examples[: EXAMPLES - len(self.examples)]
+
+
+def check_outputs(arguments: Any, inputs: Sequence[Path]) -> None:
+    """Check `--output`.
+
+    Raises:
+      UsageError: it does not end in .jsonl, exists (without `--overwrite`), or is one of `inputs`.
+    """
+    output = located(arguments.output)
+    if output.suffix != ".jsonl":
+        raise UsageError(f"--output {output} is not a .jsonl file; give one such as {output.with_suffix('.jsonl')}")
+    if isinstance(output, RemoteFile):
+        output.check_writable()
+    read = {file.resolve() for file in inputs}
+    for file in output_files(output).values():
+        if file.resolve() in read:
+            raise UsageError(f"--output {output} would overwrite the input {file}; choose another --output")
+    if output.exists() and not arguments.overwrite:
+        raise UsageError(f"{output} exists; choose another --output, or add --overwrite to replace it")
+
+
+def output_files(output: Path) -> dict[str, Path]:
+    """The files of a run by their names in the working folder, in the order in which they are put in place."""
+    removed = output.with_suffix(".removed.jsonl")
+    return {"report": output.with_suffix(".report.json"), "removed": removed, "kept": output}
+
+
+class FilterJob(Job):
+    """A job that writes the three files of a run; a stage before `merge` writes the parts `kept` and `removed`."""
+
+    def __init__(self, arguments: Any, corpus: TextFiles, stages: Sequence[str]):
+        arguments = replace(arguments, output=located(arguments.output))
+        super().__init__(arguments, corpus, arguments.output, stages)
+
+    def merge(self, rank: int) -> None:
+        """Copy a task's parts to their places."""
+        for name in ("kept", "removed"):
+            self.put_part(name, rank, self.folder / name, self.offset(name, rank))
+
+    def put_files(self, story: dict[str, Any], malformed: MalformedLines) -> dict[str, Any]:
+        """Give the files their names; returns the report: `story`, malformed lines, output and version."""
+        lines = {"documents": malformed.count, "examples": malformed.examples}
+        text = report_text({**story, "malformed": lines, "output": self.arguments.output, "mjax_version": __version__})
+        if (self.folder / "kept").exists():  # else a run that was killed just before its end has put all
+            (self.folder / "report").write_bytes(text.encode())
+        self.copies = isinstance(self.arguments.output, RemoteFile)
+        self.put_outputs(output_files(self.arguments.output))
+        return json.loads(text)
+
+    def remarks(self, report: dict[str, Any]) -> Iterable[str]:
+        """Sentences below the table."""
+        raise NotImplementedError
+
+    def show(self, report: dict[str, Any]) -> None:
+        """Print the report as JSON, or as a table with remarks and the names of the files."""
+        if self.arguments.json:
+            print(report_text(report), end="")
+            return
+        output = self.arguments.output
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"{output} is ready after {time.time() - self.began:.1f} s", markup=False)
+        console.print(facts(_steps(report), "right"))
+        for remark in self.remarks(report):
+            console.print(f"\n{remark}", markup=False)
+        malformed = report["malformed"]
+        if malformed["documents"]:
+            console.print(f"\n{malformed['documents']:,} malformed lines were skipped, the first ones:")
+            for line in malformed["examples"]:
+                console.print(f"  {line}", markup=False)
+        files = output_files(output)
+        console.print(f"\nRemoved documents, line by line: {files['removed']}", markup=False)
+        console.print(f"Counts and examples: {files['report']}", markup=False)
+
+
+def document_line(document: Document, key: str, **changes: Any) -> bytes:
+    """A line of JSON for a document, with all its fields; `changes` replace or add some."""
+    return json_line({**(document.fields or {}), key: document.text, **changes})
+
+
+def json_line(values: dict[str, Any]) -> bytes:
+    """One line of JSON in UTF-8; values that JSON lacks, such as a date of a Parquet file, become text."""
+    line = json.dumps(values, ensure_ascii=False, default=str)
+    try:
+        return f"{line}\n".encode()
+    except UnicodeEncodeError:  # half of a surrogate pair in another field, which JSON can only escape: \\ud83d
+        return f"{json.dumps(values, default=str)}\n".encode()
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report as the file holds it and --json prints it."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=_plain)
+    return text.encode(errors="replace").decode() + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Tally) else str(value)
+
+
+# --- On the terminal --------------------------------------------------------------------------------------------------
+
+
+def excerpt(text: str, start: int = 0) -> str:
+    """Shorten a text for an example: some characters from `start` on."""
+    end = start + SHOWN
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """Excerpts of two texts from shortly before their first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    same = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    start = 0 if same < SHOWN // 2 else same - SHOWN // 4
+    return excerpt(one, start), excerpt(other, start)
+
+
+def _steps(report: dict[str, Any]) -> Iterator[Sequence[str]]:
+    """Documents and bytes: read, changed or removed by each step, kept."""
+    rows = [(report["read"], ""), *((step, "") for step in report.get("changed", ()))]
+    rows += [*((step, "− ") for step in report["removed"]), (report["kept"], "= ")]
+    for tally, sign in rows:
+        share = tally["documents"] / max(report["read"]["documents"], 1)
+        documents = f"{tally['documents']:,} documents"
+        yield sign + tally["name"], documents, filesize.decimal(tally["bytes"]), f"{share:.1%}"
