@@ -12,8 +12,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -107,9 +106,8 @@ def about(section: Section, name: str, config: Config) -> str:
         f"{best['memory']['total'] / GIB:.1f} of {values['usable_bytes'] / GIB:.1f} GiB a GPU; "
         f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are its own."
     )
-    warning = [line for line in section.lines if line.startswith("warning")]
     title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
-    return "\n".join([title, *(textwrap.fill(line, WIDTH) for line in (text, *warning))])
+    return f"{title}\n{textwrap.fill(text, WIDTH)}"
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -161,8 +159,8 @@ def refuse_too_big(
     nearest, least = min(result.too_big, key=lambda pair: pair[1])
     enough = enough_devices(config, result.devices, memory_of, result.capacity, keep)
     advice = f"use --devices {enough}, where it fits" if enough else f"no number up to {LARGEST:,} is enough either"
-    what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}"
-    if least <= result.capacity:
+    what = f"takes {least / GIB:.1f} GiB of {result.capacity / GIB:.1f}, of which {HEADROOM:.0%} stay free"
+    if free_share(least, result.capacity) >= HEADROOM:
         what, advice = "needs more host memory than there is", "leave out --keep train.recompute"
     raise UsageError(
         f"none of {result.tried:,} ways to run {name} on {result.devices} × {gpu} fits: the smallest, "
@@ -212,15 +210,14 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: f
         "usable_bytes": result.capacity,
         "tried": result.tried,
         "too_big": len(result.too_big),
-        "tight": len(result.tight),
         "slower": result.slower,
         "seconds": seconds,
         "best": [_values(candidate) for candidate in shown],
     }
     days, hours = _cost(best)
     lines = [
-        f"{result.tried:,} ways to run it: {len(result.too_big):,} are too big for {result.capacity / GIB:.1f} GiB or "
-        f"the host, {len(result.tight):,} leave less than {HEADROOM:.0%} of it free, {len(result.roomy):,} fit, and "
+        f"{result.tried:,} ways to run it: {len(result.too_big):,} leave less than {HEADROOM:.0%} of "
+        f"{result.capacity / GIB:.1f} GiB free or are too big for the host, {len(result.ranked):,} fit, and "
         f"{result.slower:,} take {WITHIN - 1:.0%} longer or more ({seconds:.1f} s)",
         "",
         *_table([{"": number, **_cells(candidate)} for number, candidate in enumerate(shown, 1)]),
@@ -229,17 +226,6 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: f
         f"the prediction: {good_to(best.time.error)}",
         *best.time.caveats,
     ]
-    if not result.roomy:
-        lines.append(
-            f"warning: no way to run it leaves {HEADROOM:.0%} of the memory free, by which the prediction may be off; "
-            f"the best leaves {result.free(best):.1%} and may not fit"
-        )
-    elif result.tight and result.tight[0].time.mean < best.time.mean:
-        fast = result.tight[0]
-        lines.append(
-            f"not ranked, because it leaves {result.free(fast):.1%} of the memory free and the prediction may be off "
-            f"by {HEADROOM:.0%}: {describe(fast.config)}, {fast.time.mean:.3g} s"
-        )
     return Section(f"Search: {name} on {result.devices:,} × {gpu.name}", values, lines)
 
 
@@ -708,8 +694,8 @@ def compile_step(
         ) from error
     traced = time.perf_counter()
     try:
-        with without_compilation_cache():
-            compiled = lowered.compile(compiler_options=options)
+        leave_out_compilation_cache()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         raise RunError(f"XLA cannot compile this step for {gpu}: {str(error).splitlines()[0]}") from error
     seconds, stats = {"tracing": traced - began, "compiling": time.perf_counter() - traced}, compiled.memory_analysis()
@@ -723,17 +709,10 @@ def compile_step(
     return Compilation(device_kind, config, program, seconds, memory, compiled.as_text())
 
 
-@contextmanager
-def without_compilation_cache() -> Iterator[None]:
+def leave_out_compilation_cache() -> None:
     """Disable JAX's persistent cache: without a GPU JAX cannot read its entries, and complains at length."""
-    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # whether it is used is decided once per process
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def compiler_versions() -> dict[str, str]:

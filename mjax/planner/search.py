@@ -24,7 +24,7 @@ one that lacks memory where the logits are the peak is tried with the loss in ch
 dropped. The time is that of the whole run: with a batch ramp-up, its small batches count too.
 
 Predictions are off by a few percent. So two times that agree in four digits are a tie, and the simpler one wins; and
-candidates that leave less than HEADROOM of the memory free are ranked only if none leaves more.
+candidates that leave less than HEADROOM of the memory free count as too big.
 """
 
 from __future__ import annotations
@@ -211,32 +211,21 @@ class SearchResult:
     Attributes:
       devices: number of devices of the candidates.
       capacity: bytes of a device for the program.
-      roomy: all that fit and leave HEADROOM of that free, fastest first.
-      tight: those that fit and leave less, fastest first.
-      too_big: those that do not fit into the memory of device or host, with their bytes.
+      ranked: those that fit and leave HEADROOM of that free, fastest first.
+      too_big: those that do not, or do not fit into the memory of the host, with their bytes.
       slower: number of those whose memory was not predicted, since they take longer than `WITHIN` times the fastest.
     """
 
     devices: int
     capacity: float
-    roomy: list[Candidate]
-    tight: list[Candidate]
+    ranked: list[Candidate]
     too_big: list[tuple[Config, float]]
     slower: int = 0
 
     @property
-    def ranked(self) -> list[Candidate]:
-        """The candidates to choose from, fastest first."""
-        return self.roomy or self.tight
-
-    @property
     def tried(self) -> int:
         """Number of candidates."""
-        return len(self.roomy) + len(self.tight) + len(self.too_big) + self.slower
-
-    def free(self, candidate: Candidate) -> float:
-        """The fraction of the memory that a candidate leaves free."""
-        return free_share(candidate.memory.total, self.capacity)
+        return len(self.ranked) + len(self.too_big) + self.slower
 
 
 def search(
@@ -272,7 +261,7 @@ def search(
             timed.append((candidate, mean_of(candidate)))
             advance(1)
     timed.sort(key=itemgetter(1))
-    roomy, tight, too_big, fastest, tried = [], [], [], [], 0
+    ranked, too_big, fastest, tried = [], [], [], 0
     for candidate, mean in timed:
         if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
             break
@@ -280,16 +269,12 @@ def search(
         if free_share(options[0][1].total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
         for option, memory in options:
-            if memory.total > capacity or not fits_host(memory, host):
-                too_big.append((option, memory.total))
-            elif free_share(memory.total, capacity) >= HEADROOM:
-                roomy.append(Candidate(option, memory, time_of(option)))
-                insort(fastest, roomy[-1].time.mean)
+            if free_share(memory.total, capacity) >= HEADROOM and fits_host(memory, host):
+                ranked.append(Candidate(option, memory, time_of(option)))
+                insort(fastest, ranked[-1].time.mean)
             else:
-                tight.append(Candidate(option, memory, time_of(option)))
-    return SearchResult(
-        devices, capacity, sorted(roomy, key=rank), sorted(tight, key=rank), too_big, len(timed) - tried
-    )
+                too_big.append((option, memory.total))
+    return SearchResult(devices, capacity, sorted(ranked, key=rank), too_big, len(timed) - tried)
 
 
 @lru_cache(maxsize=8)
@@ -641,7 +626,7 @@ def in_known_ways(
     def ways(config: Config) -> SearchResult:
         known = (way for values in fastest for way in candidates(with_values(config, values), devices, SEARCHED))
         result = find(config, devices, gpu, calibration, SEARCHED, among=tuple(known))
-        if not result.roomy:
+        if not result.ranked:
             result = find(config, devices, gpu, calibration, keep)
             fastest[:] = [{name: value_of(way.config, name) for name in SEARCHED} for way in result.ranked[:10]]
         return result

@@ -1062,8 +1062,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "between": between,
         "caveats": list(step.caveats),
         "parts": step.parts,
-        "model_flops": model_flops(config),
-        "hardware_flops": hardware_flops(config),
         "model_tflops": step.model_tflops,
         "hardware_tflops": hardware_flops(config) / step.total / devices / 1e12,
         "peak_tflops": peak / 1e12,
@@ -1071,7 +1069,6 @@ def time_section(config: Config, gpu: Gpu, calibration: Calibration | None = Non
         "mfu_causal": model_flops(config, causal=True) / (peak * devices * step.total),
         "tokens_per_second": config.train.global_batch * config.model.sequences * config.model.sequence / step.total,
         "run": {"tokens": tokens, "seconds": run_seconds},
-        "calibration": asdict(calibration),
         "not_measured": calibration.not_measured(gpu, compute),
     }
     spent = {name: step.parts[part] for part, name in NAMES.items() if step.parts[part] > 0} | {"a step": step.total}
