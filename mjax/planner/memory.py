@@ -98,23 +98,24 @@ class Memory(NamedTuple):
     @property
     def parts(self) -> dict[str, float]:
         """Bytes by kind."""
-        return {name: getattr(self, name) for name in KINDS}
+        return dict(zip(KINDS, self, strict=False))
 
     @property
     def total(self) -> float:
         """All kinds together."""
-        held = self.parameters + self.optimizer + self.gradients
-        return held + self.activations + self.logits + self.workspace
+        return sum(self.parts.values())
 
+    def free(self, usable: float) -> float:
+        """The fraction of `usable` bytes left free; below HEADROOM the run may not fit."""
+        return 1 - self.total / usable
 
-def free_share(needed: float, usable: float) -> float:
-    """The fraction of `usable` bytes left free by `needed`; below HEADROOM the run may not fit."""
-    return 1 - needed / usable
+    def fits(self, usable: float, host: float | None = None) -> bool:
+        """True if it leaves HEADROOM of `usable` bytes, and fits into `host` bytes of a device; None: not known."""
+        return self.free(usable) >= HEADROOM and self.fits_host(host)
 
-
-def fits_host(memory: Memory, host: float | None) -> bool:
-    """True if activations in host memory fit into the `host` bytes of a device; None if they are not known."""
-    return host is None or memory.host <= host
+    def fits_host(self, host: float | None) -> bool:
+        """True if activations in host memory fit into the `host` bytes of a device; None if they are not known."""
+        return host is None or self.host <= host
 
 
 def usable_memory(device) -> float | None:
@@ -271,7 +272,7 @@ def _sizes_of(of: trace.Traced, kernel: str, recompute: str, samples: int) -> _S
         up, down = experts
         temporaries = width * rows * (up.k + up.n + down.n + up.n + max(down.k, up.k))
     # The stream, or keys and values of all positions, whose gradients are whole too.
-    gathered = (4 if of.across == "gather" else 2) * backward.gathered
+    gathered = (4 if of.mesh.context_attention == "gather" else 2) * backward.gathered
     return _Sample(
         stream=samples * backward.stream,
         kept=samples * backward.kept + more_rows,

@@ -52,7 +52,7 @@ from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.layer import model_flops
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, parameters_of, predict_memory
 from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
@@ -266,10 +266,10 @@ def search(
         if len(fastest) >= top and mean > max(WITHIN * fastest[0], 1.001 * fastest[top - 1]):
             break
         tried, options = tried + 1, [(candidate, memory_of(candidate))]
-        if free_share(options[0][1].total, capacity) < HEADROOM and "train.loss_chunks" not in keep:
+        if not options[0][1].fits(capacity) and "train.loss_chunks" not in keep:
             options += [(chunked, memory_of(chunked)) for chunked in with_loss_chunks(*options[0])]
         for option, memory in options:
-            if free_share(memory.total, capacity) >= HEADROOM and fits_host(memory, host):
+            if memory.fits(capacity, host):
                 ranked.append(Candidate(option, memory, time_of(option)))
                 insort(fastest, ranked[-1].time.mean)
             else:
@@ -384,7 +384,7 @@ def changes_that_fit(config: Config, usable: float, count: int = 3, host: float 
             if any(_includes(values, change.values) for change in proposed) or not _can_run(changed, config, values):
                 continue
             memory = predict_memory(changed)
-            if free_share(memory.total, usable) >= HEADROOM and fits_host(memory, host):
+            if memory.fits(usable, host):
                 proposed.append(Change(values, changed, memory, price))
                 if len(proposed) == count:
                     return proposed

@@ -133,22 +133,20 @@ class Calibration:
 
         Beyond the lengths that the error bar was found on, and for float8, there is no error bar: None.
         """
-        caveats = []
+        bar = self.error if gpu.name == self.gpu else self.error_elsewhere
+        low, high = self.sequences
+        positions, caveats = config.model.sequence, []
+        if config.precision.compute == "fp8":
+            rate = f"{self.float8:.0%} of their peak, is {'measured' if 'float8' in self.measured else 'assumed'}"
+            caveats.append(
+                f"no error bar for fp8: ±{bar:.0%} was found in bf16; the rate of products in float8, {rate}"
+            )
         if gpu.name != self.gpu:
             caveats.append(f"calibrated on {self.gpu}, not on {gpu.name}")
-        low, high = self.sequences
-        length = config.model.sequence
-        if not low <= length <= high:
-            caveats.append(f"no error bar at {length:,} positions: it was found on runs of {low:,} to {high:,}")
-        bar = self.error if gpu.name == self.gpu else self.error_elsewhere
-        if config.precision.compute == "fp8":
-            caveats.insert(
-                0,
-                f"no error bar for fp8: ±{bar:.0%} was found on runs in bf16; the rate of products in float8, "
-                f"{self.float8:.0%} of their peak, is {'measured' if 'float8' in self.measured else 'assumed'}",
-            )
-            return None, tuple(caveats)
-        return bar if low <= length <= high else None, tuple(caveats)
+        if not low <= positions <= high:
+            caveats.append(f"no error bar at {positions:,} positions: it was found on runs of {low:,} to {high:,}")
+        has_bar = low <= positions <= high and config.precision.compute != "fp8"
+        return bar if has_bar else None, tuple(caveats)
 
     def not_measured(self, gpu: Gpu, compute: str = "bf16") -> list[str]:
         """The rates of a prediction that were not measured on `gpu`."""

@@ -97,6 +97,6 @@ def test_plan_longest_prints_what_it_finds(capsys):
 
 
 def test_impossible_longest_is_rejected(monkeypatch):
-    monkeypatch.setattr("mjax.planner.command.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), time_of))
+    monkeypatch.setattr("mjax.planner.search.predictions", lambda *_: (lambda _: Memory(1e15, 0.0, 0.0), time_of))
     with pytest.raises(UsageError, match=r"^small does not fit on 1 × h100 with any length; use --longest 2$"):
         run_longest(small(), "small", 1, H100, None)
