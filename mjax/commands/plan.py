@@ -48,27 +48,22 @@ class PlanArguments:
     communication_figure: Path | None = None
     """Plot the bytes that a device sends, by axis and source, into this file: .png, .pdf or .svg."""
     gpu: str | None = None
-    """GPU to plan for, such as h100: predicts whether the config fits and how long a step takes.
-    mjax/cluster/hardware.py lists all names."""
+    """GPU, such as h100: predicts if the config fits and how long a step takes. mjax/cluster/hardware.py lists all."""
     calibration: Path | None = None
-    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default those of published
-    runs."""
+    """Rates measured on your machine, by benchmarks/calibrate.py of mjax's repository; by default published ones."""
     compile: bool = False
-    """Compile the step for --gpu ahead of time, without the GPU: memory as allocated and collectives as scheduled by
-    XLA, next to the predicted ones. Takes half a minute to several minutes; needs JAX's CUDA wheels
-    (pip install 'jax[cuda13]')."""
+    """Compile the step for --gpu ahead of time, without the GPU: memory and collectives by XLA, next to the predicted
+    ones. Takes half a minute to several minutes; needs JAX's CUDA wheels (pip install 'jax[cuda13]')."""
     devices_per_node: Count | None = None
     """GPUs per server, for the search, the time and --compile; by default the usual number for the GPU, mostly 8."""
     network: Positive | None = None
-    """Network bandwidth of a server, one way, in gigabits per second over all its cards, such as 1600 for four of 400;
-    by default the usual bandwidth for the GPU, in proportion to --devices-per-node."""
+    """Network bandwidth of a server, one way, in Gbit/s over all its cards; by default the usual one for the GPU."""
     longest: Count | None = None
     """Find the longest sequence that fits on this many GPUs, which share it. Needs --gpu."""
     devices: Count | None = None
     """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
     keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search, such as mesh.zero: any of mesh, and train.micro_batch, train.recompute,
-    train.loss_chunks."""
+    """Fields to keep fixed in the search: any of mesh, and train.micro_batch, train.recompute, train.loss_chunks."""
     days: Positive | None = None
     """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
     default llama3_8b)."""
@@ -142,6 +137,7 @@ def _with_default(argv: Sequence[str]) -> Sequence[str]:
     return argv if given else ["--config", "llama3_8b", *argv]
 
 
+# Flags that have no effect without another one.
 NEEDS = {
     "keep": "devices 8",
     "days": "devices 8",
@@ -153,10 +149,9 @@ NEEDS = {
     "network": "gpu h100",
     "calibration": "gpu h100",
 }
-"""Flags that have no effect without another one."""
 OWN = "this config"  # of a caller from Python
+# Keys of the sections in --json, in printing order.
 KEYS = ("budget", "run", "schedule", "memory", "communication", "time", "search", "longest", "compile")
-"""Keys of the sections in --json, in printing order."""
 
 
 @in_python("gpu", "longest", "calibration", "network", "devices_per_node", "schedule_figure", "memory_figure")
@@ -309,8 +304,6 @@ def _schedule(config: Config, file: Path | None) -> Section | None:
         draw_schedule(schedule, file, *times)
     values = {
         "name": schedule.name,
-        "stages": schedule.stages,
-        "micro_batches": schedule.micro_batches,
         "chunks": schedule.chunks,
         "ticks": schedule.ticks,
         "bubble": schedule.bubble(*times),

@@ -43,10 +43,10 @@ from mjax.step.step import build_program
 from mjax.utils.figures import GIB, named_rows, table
 from mjax.utils.packages import cuda_build, installed
 
+# Candidates in the table of a search.
 SHOWN = 10
-"""Candidates in the table of a search."""
+# The largest number of GPUs tried when looking for how many are enough.
 LARGEST = 16_384
-"""The largest number of GPUs tried when looking for how many are enough."""
 
 
 def run_search(
@@ -68,11 +68,10 @@ def run_search(
       UsageError: there is nothing to search, or nothing fits.
     """
     check_searchable(config, devices, gpu.gpus_per_node, keep)
-    began = time.perf_counter()
     result = search.find(config, devices, gpu, calibration, keep)
     if not result.ranked:
         refuse_too_big(result, config, name, gpu.name, search.predictions(gpu, calibration)[0], keep)
-    return result.ranked[0].config, report(result, name, config, gpu, time.perf_counter() - began)
+    return result.ranked[0].config, report(result, name, config, gpu)
 
 
 def about(section: Section, name: str, config: Config) -> str:
@@ -165,14 +164,13 @@ def enough_devices(
 # --- The report: the fastest candidates and what holds them back ------------------------------------------------------
 
 
-def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: float) -> Section:
+def report(result: SearchResult, name: str, config: Config, gpu: Gpu) -> Section:
     """The section `search` of a plan.
 
     Args:
       result: with at least one candidate that fits.
       name, config: what was searched.
       gpu: each of the devices.
-      seconds: duration of the search.
     """
     best, shown = result.ranked[0], result.ranked[:SHOWN]
     values = {
@@ -186,14 +184,13 @@ def report(result: SearchResult, name: str, config: Config, gpu: Gpu, seconds: f
         "tried": result.tried,
         "too_big": len(result.too_big),
         "slower": result.slower,
-        "seconds": seconds,
         "best": [_values(candidate) for candidate in shown],
     }
     days, hours = _cost(best)
     lines = [
         f"{result.tried:,} ways to run it: {len(result.too_big):,} leave less than {HEADROOM:.0%} of "
         f"{result.capacity / GIB:.1f} GiB free or are too big for the host, {len(result.ranked):,} fit, and "
-        f"{result.slower:,} take {search.WITHIN - 1:.0%} longer or more ({seconds:.1f} s)",
+        f"{result.slower:,} take {search.WITHIN - 1:.0%} longer or more",
         "",
         *_table([{"": number, **_cells(candidate)} for number, candidate in enumerate(shown, 1)]),
         "",
@@ -363,10 +360,10 @@ def _trial_values(trial: Trial) -> dict[str, Any]:
 # --- Whether it fits --------------------------------------------------------------------------------------------------
 
 
+# Compute capability of the first GPUs with float8 products; Hopper's is 9.0.
 ADA = (8, 9)
-"""Compute capability of the first GPUs with float8 products; Hopper's is 9.0."""
+# cuBLAS multiplies float8 matrices whose sizes are multiples of this.
 MULTIPLE = 16
-"""cuBLAS multiplies float8 matrices whose sizes are multiples of this."""
 
 
 def check_float8(config: Config, gpu: str, capability: tuple[int, ...]) -> None:

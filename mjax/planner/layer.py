@@ -74,8 +74,7 @@ from mjax.step.step import micro_batches_of
 from mjax.utils.files import make_private, write_whole
 from mjax.utils.packages import source_hashes
 
-MAX_TRACES = 2000
-"""Traces in a file, of about 1 KB each."""
+MAX_TRACES = 2000  # in a file, of about 1 KB each
 
 
 class Layer(NamedTuple):
@@ -292,8 +291,8 @@ def _as_tuples(plain: Any) -> Any:
     return tuple(map(_as_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
+# Of `earlier_traces`: plain values of traces by a digest of what they depend on.
 _STORES: list[dict[str, Any]] = []
-"""Of `earlier_traces`: plain values of traces by a digest of what they depend on."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -112,19 +112,7 @@ class Collective:
 
     def values(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "axes": list(self.axes),
-            "source": self.source,
-            "kind": self.operation,
-            "ranks": self.ranks,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "count": self.count,
-            "counts_by_stage": list(self.counts),
-            "calls_in_program": self.calls,
-            "wire_bytes_each": self.wire,
-            "wire_bytes": float(self.sent.max()),
-        }
+        return asdict(self) | {"source": self.source, "wire_bytes": float(self.sent.max())}
 
 
 @dataclass(frozen=True)

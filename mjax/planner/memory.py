@@ -460,8 +460,8 @@ def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
     return _matrices(model, STORED_BY(mesh))
 
 
+# Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them.
 STORED_BY = attrgetter("pipe", "data", "model", "expert", "context", "zero", "replica")
-"""Everything of a mesh that the storage of weights depends on, but for the shape that chunks give them."""
 
 
 def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int, replica: int) -> MeshConfig:

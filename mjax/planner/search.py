@@ -57,25 +57,23 @@ from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 
-SEARCHED = fields_with(marks.SEARCHED, Config())
-"""Fields in which candidates differ."""
-
+SEARCHED = fields_with(marks.SEARCHED, Config())  # in which candidates differ
 RECOMPUTE = get_args(Recompute)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
+# Candidates that take longer than so many times the fastest that fits are counted, not ranked.
 WITHIN = 1.1
-"""Candidates that take longer than so many times the fastest that fits are counted, not ranked."""
 
+# Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer.
 SERVER = 8
-"""Ranks of `expert` and `model` together, at most, unless the config has more: they communicate in every layer."""
 
+# Positions of a rank of `context`, at least: with fewer, its products and collectives are small.
 LEAST_POSITIONS = 4096
-"""Positions of a rank of `context`, at least: with fewer, its products and collectives are small."""
 
+# Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
+# chunks save little.
 CHUNKS = 8
-"""Chunks of the loss that are proposed. The logits then take less than the gradient of the table that scores them; more
-chunks save little."""
 
 # --- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -127,11 +125,8 @@ def _possible_values(
     """
     model, share = config.model, batch_unit(config) // data
     across = _attentions_across(config, context, tensor, fixed.get("mesh.context_attention"))
-    expert = [
-        ranks
-        for ranks in divisors(math.gcd(data, model.experts or 1))
-        if ranks * tensor <= max(SERVER, tensor) or ranks == fixed.get("mesh.expert")
-    ]
+    most = max(SERVER, tensor * config.mesh.expert)
+    expert = [ranks for ranks in divisors(math.gcd(data, model.experts or 1)) if ranks * tensor <= most]
     groups = [n for n in divisors(data) if n == 1 or data * context * tensor // n % SERVER == 0]
     for micro_batch in divisors(share):
         tokens = micro_batch * model.sequences * model.sequence // context
@@ -436,8 +431,8 @@ def _includes(values: dict[str, Any], proposed: dict[str, Any]) -> bool:
 
 # --- The longest sequence ---------------------------------------------------------------------------------------------
 
+# Positions of a GPU come in multiples of this; multiples to try first.
 STEP, FIRST = 1024, 16
-"""Positions of a GPU come in multiples of this; multiples to try first."""
 
 
 def longest(

@@ -769,11 +769,11 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+# Everything that the work of a micro-batch depends on, without FSDP.
 WORK = attrgetter(
     "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
     "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
 )  # fmt: skip
-"""Everything that the work of a micro-batch depends on, without FSDP."""
 
 
 class TimePredictor:
