@@ -31,8 +31,7 @@ from jax.sharding import PartitionSpec as P
 from mjax.config import Config
 from mjax.config.kernels import padded_width
 from mjax.models.causal import CausalModel
-from mjax.models.context import Context
-from mjax.models.protocol import Model
+from mjax.models.protocol import Context, Model
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from mjax.parallel.mesh import batch_specs

@@ -11,10 +11,10 @@ import pytest
 from mjax.config import GPTConfig, load_config
 from mjax.config.kernels import choose_kernel, ways_across
 from mjax.errors import UsageError
-from mjax.models.context import Context
 from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.rotary import Rotary
+from mjax.models.protocol import Context
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
 from mjax.step.kernels import with_kernel

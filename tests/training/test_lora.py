@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 from mjax.generation.inference import open_run
 from mjax.interop.convert import write_in_blocks
 from mjax.models.build import count_parameters
-from mjax.models.context import Context
+from mjax.models.protocol import Context
 from mjax.parallel import random
 from mjax.parallel.mesh import abstract_mesh, make_mesh
 from mjax.planner.layer import model_flops

@@ -19,14 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mjax.models.block import Block
-from mjax.models.causal import CausalModel
-from mjax.models.context import Context
+from mjax.models.causal import CausalModel, Output
 from mjax.models.gpt.config import GPTConfig, TransformerConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.mlp import MLP
 from mjax.models.parts.norms import LayerNorm
-from mjax.models.parts.output import Output
 from mjax.models.parts.positions import NO_POSITIONS, ALiBi, Positions, positions_of
+from mjax.models.protocol import Context
 from mjax.models.stack import stack
 from mjax.parallel import random
 from mjax.parallel.layers import VocabParallelEmbedding, normal

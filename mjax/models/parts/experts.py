@@ -39,10 +39,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
 from mjax.config.axes import EXPERT
-from mjax.models.context import Context
 from mjax.models.parts.config import ExpertsConfig
 from mjax.models.parts.mlp import GatedMLP, gated
 from mjax.models.parts.router import Choice, Router, Sums
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.grouped import ROWS, Groups, group, grouped_product
 from mjax.parallel.layers import normal

@@ -35,8 +35,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int
 
 from mjax.config.axes import CONTEXT
-from mjax.models.context import Context
 from mjax.models.parts.config import ExpertsConfig
+from mjax.models.protocol import Context
 from mjax.parallel import mappings
 from mjax.parallel.layers import normal
 from mjax.parallel.sums import wide_type
