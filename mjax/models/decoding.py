@@ -114,11 +114,7 @@ def _read(
 
 
 def decode(
-    model: CausalModel,
-    tokens: Int[Array, " b"],
-    cached: Cache,
-    lengths: Int[Array, " b"],
-    layers: Layers,
+    model: CausalModel, tokens: Int[Array, " b"], cached: Cache, lengths: Int[Array, " b"], layers: Layers
 ) -> tuple[Float[Array, "b v"], Cache]:
     """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
 

@@ -17,11 +17,7 @@ from mjax.parallel.mesh import abstract_mesh
 from mjax.planner.layer import model_flops
 from mjax.step.step import build_program
 from tests.against_reference import in_layer_order
-from tests.small import (
-    batch_of,
-    gradient_program,
-    small_config,
-)
+from tests.small import batch_of, gradient_program, small_config
 from tests.traced import equations, traced_step
 
 MIXTURE = {

@@ -169,10 +169,7 @@ def test_loss_and_gradients_equal_the_serial_reference(model, mesh):
 
 @pytest.mark.parametrize(
     ("kind", "mesh"),
-    [
-        (BalancedConfig, {"pipe": 2}),
-        pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci),
-    ],
+    [(BalancedConfig, {"pipe": 2}), pytest.param(BalancedConfig, {"data": 2, "model": 4}, marks=pytest.mark.ci)],
     ids=["pipeline", "mesh"],
 )
 def test_sum_of_layers_is_part_of_the_loss(kind, mesh, monkeypatch):

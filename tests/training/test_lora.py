@@ -99,10 +99,7 @@ def test_plan_and_flops_count_what_is_trained():
 
 # --- Dropout ----------------------------------------------------------------------------------------------------------
 
-MESHES = [
-    {"model": 2, "context": 2, "sequence_parallel": True},
-    {"pipe": 2, "data": 2, "model": 2, "zero": 3},
-]
+MESHES = [{"model": 2, "context": 2, "sequence_parallel": True}, {"pipe": 2, "data": 2, "model": 2, "zero": 3}]
 
 
 def losses_with_dropout(rate, data=1, model=1, **mesh):

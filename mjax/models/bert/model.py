@@ -56,11 +56,7 @@ from mjax.models.parts.positions import positions_of
 from mjax.models.protocol import Context, LanguageModel
 from mjax.models.stack import run_blocks, stack
 from mjax.parallel import mappings, random
-from mjax.parallel.layers import (
-    VocabParallelEmbedding,
-    normal,
-    owned_rows,
-)
+from mjax.parallel.layers import VocabParallelEmbedding, normal, owned_rows
 from mjax.parallel.overlap import recomputed
 from mjax.parallel.products import linear
 from mjax.parallel.random import dropout

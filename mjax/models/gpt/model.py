@@ -44,11 +44,7 @@ class GPT(CausalModel):
         )
         if config.positions == "learned":
             self.positions = parameter(
-                positions,
-                normal(config.init_std),
-                (config.max_positions, config.hidden),
-                ("position", "out"),
-                dtype,
+                positions, normal(config.init_std), (config.max_positions, config.hidden), ("position", "out"), dtype
             )
         if config.embedding_layernorm:
             self.embedding_norm = LayerNorm(config.hidden, config.layernorm_epsilon, dtype)

@@ -61,18 +61,10 @@ class Experts(nnx.Module):
         self.config, self.kernel = config, "xla" if config.grouped == "auto" else config.grouped
         self.router = Router(router, config, dtype)
         self.up = parameter(
-            up,
-            normal(config.init_std),
-            (experts, hidden, 2, width),
-            ("expert", "in", "part", "columns"),
-            dtype,
+            up, normal(config.init_std), (experts, hidden, 2, width), ("expert", "in", "part", "columns"), dtype
         )
         self.down = parameter(
-            down,
-            normal(config.residual_std),
-            (experts, width, hidden),
-            ("expert", "rows", "out"),
-            dtype,
+            down, normal(config.residual_std), (experts, width, hidden), ("expert", "rows", "out"), dtype
         )
         if config.shared_width:
             self.shared = GatedMLP(shared, config, dtype, config.shared_width)
