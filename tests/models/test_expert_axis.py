@@ -1,14 +1,10 @@
 """The axis `expert`: where the weights of a mixture are, what crosses it, and what runs on it."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mjax.checkpoint import arrays
-from mjax.config import MeshConfig, OptimizerConfig
 from mjax.errors import UnhealthyError
 from mjax.parallel import scopes
 from mjax.parallel.mesh import abstract_mesh, make_mesh
@@ -16,9 +12,8 @@ from mjax.planner.ledger import ledger
 from mjax.run.health import Replicas
 from mjax.step.layout import lay_out
 from tests.models.test_mixture import MIXTURE
-from tests.small import named, small_config
+from tests.small import small_config
 from tests.training.saved import abstract
-from tests.training.test_muon import _directions
 from tests.training.test_replicas import with_flipped_bit
 
 # --- Where the weights are --------------------------------------------------------------------------------------------
@@ -73,20 +68,3 @@ def test_ledger_has_what_the_docstring_of_experts_says():
 
 
 # --- Steps and runs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_direction_of_muon_is_that_of_one_device():
-    optimizer = OptimizerConfig(name="muon", weight_decay=0.1)
-
-    def directions(mesh):
-        config = small_config(compute="fp64", **{**MIXTURE, "layers": 2, "experts": 8})
-        config = replace(config, mesh=mesh, optimizer=optimizer)
-        with jax.enable_x64(True):
-            layout, random = lay_out(config, make_mesh(mesh)), np.random.default_rng(0)
-            trees = [jax.tree.map(lambda leaf: random.normal(size=leaf.shape), layout.abstract_model) for _ in "wgg"]
-            return named(_directions(config, layout, trees[0], trees[1:]))
-
-    expected, found = directions(MeshConfig()), directions(MeshConfig(data=4, expert=2, model=2, zero=3))
-    for name, direction in found.items():
-        np.testing.assert_allclose(direction, expected[name], atol=1e-11, err_msg=name)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.tokens import Tokens
 from tests.parallel.on_ranks import draw, on_ranks
 
@@ -18,16 +18,6 @@ from tests.parallel.on_ranks import draw, on_ranks
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-def test_ranks_share_columns_when_fewer():
-    """Two key-value heads on four ranks: the first two ranks compute the first."""
-    layer = ColumnParallelLinear(jax.random.key(0), 6, (2, 3), 0, 1.0, jnp.float64)
-    x, tokens = draw(4, 6), Tokens(2, 2)
-    specs = jax.tree.map(lambda _: P(), nnx.get_partition_spec(layer), is_leaf=lambda node: isinstance(node, P))
-    found = on_ranks(4, lambda layer, x: layer(x, tokens), (specs, P()), P(None, MODEL))(layer, x)
-    expected = np.einsum("th,hnd->tnd", x, layer.kernel[...])[:, [0, 0, 1, 1]]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_embedding_is_lookup_and_logits_are_product():
