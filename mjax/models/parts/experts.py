@@ -120,24 +120,16 @@ class Region:
         """This device's rank among those that have different experts."""
         return mappings.rank(EXPERT) if self.ranks > 1 else 0
 
-    @property
-    def gathers(self) -> bool:
-        """Whether tokens are gathered over `expert`."""
-        return self.ranks > 1 and self.split
-
     def enter(
         self, x: Float[Array, "t h"], weights: Float[Array, "t k"]
     ) -> tuple[Float[Array, "T h"], Float[Array, "T k"]]:
         """f of two arrays. With sequence parallelism each row crosses `expert` once, then `model`."""
-        for enter, waits in ((self._over_experts, self.gathers), (self.tokens.enter, self.tokens.split)):
+        over_experts = mappings.gather_tokens if self.split else mappings.enter
+        steps = [(partial(over_experts, axis=EXPERT), self.split)] if self.ranks > 1 else []
+        for enter, waits in (*steps, (self.tokens.enter, self.tokens.split)):
             x, weights = in_turn(enter(x), weights, waits)
             weights, x = in_turn(enter(weights), x, waits)
         return x, weights
-
-    def _over_experts(self, x: Array) -> Array:
-        if self.ranks == 1:
-            return x
-        return mappings.gather_tokens(x, EXPERT) if self.split else mappings.enter(x, EXPERT)
 
     def leave(self, partial: Float[Array, "T h"]) -> Float[Array, "t h"]:
         """g: the sum of all ranks' partial results."""
