@@ -48,7 +48,7 @@ from mjax.utils.stores import address_of, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
-TOKENS_OF_A_STEP = {"train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"}
+TOKENS_OF_A_STEP = {"train.global_batch", "train.batch_rampup", "train.taken", "model.sequence"}
 OF_A_RUN = {
     ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
     "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",

@@ -6,7 +6,7 @@ import math
 from operator import attrgetter
 
 from mjax.config import axes
-from mjax.config.batch_size import BatchSizes, check_pipeline, parse_schedule
+from mjax.config.batch_size import BatchSizes, check_pipeline
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Only, marks_of
@@ -175,7 +175,7 @@ def can_run_layers(config: Config) -> bool:
 
 
 def _check_schedules(config: Config) -> None:
-    """Check the learning-rate schedule, the number of samples, the loss scale and loss spikes."""
+    """Check the learning-rate schedule, the number of samples."""
     train, optimizer = config.train, config.optimizer
     decay_steps = optimizer.decay_steps or train.steps
     if optimizer.warmup_steps >= decay_steps and optimizer.schedule != "constant":
@@ -199,10 +199,6 @@ def _check_schedules(config: Config) -> None:
     if config.data.samples is not None and config.data.samples < needed:
         raise UsageError(
             f"--data.samples {config.data.samples} is below the {needed} samples of all steps; leave it out or raise it"
-        )
-    if config.health.spike != "announce" and config.health.spike_deviations == 0:
-        raise UsageError(
-            f"--health.spike {config.health.spike} needs --health.spike-deviations above 0; leave one of them out"
         )
 
 
@@ -244,34 +240,25 @@ def _check_data(config: Config, name: str) -> None:
 
 
 def check_batch_sizes(config: Config) -> None:
-    """Check the ramp-up or schedule of the batch, and that each size makes whole micro-batches.
+    """Check the ramp-up of the batch, and that each size makes whole micro-batches.
 
     Raises:
       UsageError: one sentence, with values that fit.
     """
     train, mesh = config.train, config.mesh
-    if train.batch_rampup is None and train.batch_schedule is None:
+    if train.batch_rampup is None:
         return
-    if train.batch_rampup is not None and train.batch_schedule is not None:
-        raise UsageError("--train.batch-rampup and --train.batch-schedule both set the batch; leave one of them out")
     unit, end = mesh.data * train.micro_batch, train.global_batch
     of = f"data {mesh.data} × micro-batch {train.micro_batch}"
     if mesh.chunks > 1:
         unit, of = unit * mesh.pipe, f"{of} × pipe {mesh.pipe}, for the interleaved pipeline"
-    if train.batch_rampup is not None:
-        flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
-        start, increment, _ = train.batch_rampup
-        if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
-            raise UsageError(
-                f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
-                "INCREMENT that divides the difference"
-            )
-    else:
-        flag = f"--train.batch-schedule {train.batch_schedule!r}"
-        if (last := parse_schedule(train.batch_schedule)[-1][1]) != end:
-            raise UsageError(
-                f"{flag} ends with {last} and --train.global-batch is {end}; use --train.global-batch {last}"
-            )
+    flag = f"--train.batch-rampup {' '.join(map(str, train.batch_rampup))}"
+    start, increment, _ = train.batch_rampup
+    if min(train.batch_rampup) < 1 or start >= end or (end - start) % increment:
+        raise UsageError(
+            f"{flag} does not reach --train.global-batch {end} in whole increments; use a START below it and an "
+            "INCREMENT that divides the difference"
+        )
     for first_step, _, size in BatchSizes.of(config).ahead():
         if size % unit:
             raise UsageError(

@@ -209,6 +209,6 @@ def _cudnn_obstacle(
         return f"it needs a head size that is {allowed} and hidden / heads is {model.head_size}"
     if (documents or model.biased_scores) and model.sequence % 2:
         padded = "--data.reset-attention" if model.causal else "a BERT's padding"
-        cause = padded if documents else "--model.positions alibi"
+        cause = padded if documents else "ALiBi"
         return f"with {cause} it needs an even number of positions and --model.sequence is {model.sequence}"
     return None

@@ -113,7 +113,9 @@ class ModelConfig:
     say; as many as sequence when not given."""
     vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
+    vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = (
+        1024
+    )
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
@@ -123,12 +125,10 @@ class ModelConfig:
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
     lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
-    """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
+    """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
-    """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
     lora_dropout: Annotated[Rate, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
@@ -214,8 +214,8 @@ class ModelConfig:
 
     @property
     def lora_scale(self) -> float:
-        """The factor of the adapters: alpha / r or alpha / √r."""
-        return self.adapter_alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+        """The factor of the adapters: alpha / r."""
+        return self.adapter_alpha / self.lora_rank
 
     @property
     def groups(self) -> int:

@@ -44,9 +44,7 @@ def resolve(config: Config, chosen: Config, typed: Set[str], label: str, run: Pa
         rows = "" if model.padded_vocabulary == vocabulary else f", {model.padded_vocabulary:,} rows of the embedding"
         lines.append(f"vocabulary {vocabulary:,} as in {prefix}{rows} ({label} has {config.model.vocabulary:,})")
         config = replace(config, model=model)
-    if {"data.conversations", "data.no-conversations"}.isdisjoint(typed) and any(
-        one.trained is not None for one in noted.values()
-    ):
+    if any(one.trained is not None for one in noted.values()):
         config = replace(config, data=replace(config.data, conversations=True))
         lines.append("conversations, in which the turns of the assistant are trained")
     warmup = None if "optimizer.warmup-steps" in typed else shorter_warmup(config, chosen)

@@ -180,13 +180,12 @@ def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
     everywhere, always = random.random() < 0.5, random.random() < 0.3
     outcome = Outcome(f"{value} in a {'weight' if part == 'weight' else 'moment'}")
     poison = [str(Path(__file__).resolve()), str(step), part, value, "all" if everywhere else "one", str(number)]
-    limits = ["--health.skipped-in-a-row", "6"]
-    ended = place.start(name, *limits, program=poison).wait()
+    ended = place.start(name, program=poison).wait()
     said = ended.output
     for _ in range(RESTARTS):
         if ended.code in (0, 2, 3):
             break
-        ended = place.start(name, *limits, program=poison if always else None).wait()
+        ended = place.start(name, program=poison if always else None).wait()
         said += ended.output
     if not ended.judge(outcome, 0, 3):
         outcome.words += f"after {RESTARTS} restarts; "
@@ -224,9 +223,9 @@ def poison_main(argv: list[str]) -> int:
     import numpy as np
 
     from mjax.commands import cli
-    from mjax.run import loop
+    from mjax.run import health, loop
 
-    build = loop.build_program
+    health.MOST_SKIPPED, build = 6, loop.build_program
 
     def poisoned(state):
         """The state with a bad value in one array, or one element of it."""
@@ -341,14 +340,14 @@ def disagreeing(place: Place, random: Random, number: int) -> Iterator[Outcome]:
 
 
 DIFFERENCES = (
-    "learning rate", "seed", "activation", "dropout", "clipping", "steps", "checkpoint interval", "evaluation interval",
+    "learning rate", "seed", "window", "dropout", "clipping", "steps", "checkpoint interval", "evaluation interval",
     "batches of an evaluation", "data of the same lengths", "data that is missing", "run folder", "source of mjax",
 )  # fmt: skip
 
 
 def _differences(place: Place) -> Iterator[tuple[str, list[str], list[str] | None]]:
     flags = [
-        ["--optimizer.learning-rate", "0.02"], ["--train.seed", "5"], ["--model.activation", "gelu_erf"],
+        ["--optimizer.learning-rate", "0.02"], ["--train.seed", "5"], ["--model.window", "8"],
         ["--model.hidden-dropout", "0.2"], ["--optimizer.clip-norm", "0.5"], ["--train.steps", "50"],
         ["--checkpoint.interval", "7"], ["--train.eval-interval", "9"], ["--train.eval-batches", "2"],
         ["--data.path", str(place.folder / "other")], ["--data.path", str(place.folder / "nothing")],

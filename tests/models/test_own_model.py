@@ -290,7 +290,7 @@ def test_flops_and_memory_of_stacks_are_those_of_layers_added():
 
 # --- What comes with it -----------------------------------------------------------------------------------------------
 
-FLAGS = "--data.mock --train.eval-interval 0 --train.micro-batch 1 --optimizer.warmup-steps 0 --log.no-tensorboard"
+FLAGS = "--data.mock --train.eval-interval 0 --train.micro-batch 1 --optimizer.warmup-steps 0"
 WIDE = "--mesh.data", "8", "--mesh.model", "2"
 DEEP = "--mesh.pipe", "2", "--mesh.data", "4", "--mesh.model", "2"
 
