@@ -4,14 +4,12 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 import pytest
 import tyro
 
 from mjax.commands import cli
-from mjax.commands.convert import ToHfArguments
 from mjax.commands.flags import list_flags, parse
 from mjax.commands.plan import PlanArguments
 from mjax.commands.train import TrainArguments, name_of
@@ -156,14 +154,6 @@ def test_command_passes_exit_code_and_hides_accelerators(monkeypatch):
     assert not hidden
     assert cli.main(["plan"]) == 3
     assert hidden
-
-
-@pytest.mark.parametrize("argv", ["runs/x out", "--run runs/x out", "out --run runs/x"])
-def test_to_hf_takes_run_by_place_or_name(argv, monkeypatch):
-    taken = []
-    monkeypatch.setattr("mjax.commands.convert.to_hf", lambda arguments: taken.append(arguments) or 0)
-    assert cli.main(["convert", "to-hf", *argv.split()]) == 0
-    assert taken == [ToHfArguments(Path("runs/x"), Path("out"))]
 
 
 def test_run_is_named_after_its_config(tmp_path):

@@ -139,9 +139,8 @@ def test_settings_and_curves_need_no_class(place, capsys, monkeypatch):
     assert (rows["my palm"]["state"], rows["my palm"]["parameters"]) == ("done", None)
 
 
-@pytest.mark.parametrize("flags", ["", "--config 'my models/palm.py'"])
-def test_export_of_own_model_is_one_sentence(flags, place, capsys):
-    assert command("convert to-hf 'runs/my palm' out", flags) == 2
+def test_export_of_own_model_is_one_sentence(place, capsys):
+    assert command("convert to-hf 'runs/my palm' out") == 2
     error = capsys.readouterr().err
     assert "has no names for 'palm', a model of your own; `mjax.open_run(RUN).weights` has its weights" in error
     assert not (place / "out").exists()

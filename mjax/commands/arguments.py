@@ -12,10 +12,10 @@ from mjax.cluster.launch import Distributed
 from mjax.commands.flags import RunArguments
 from mjax.config import MeshConfig
 from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
-from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
+from mjax.config.marks import Elsewhere
 from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
-from mjax.data.corpus.blocks import MOST_BYTES
+from mjax.data.corpus.documents import MOST_BYTES
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 
@@ -76,8 +76,8 @@ class FromMegatronArguments(_ImportArguments):
 class ToHfArguments:
     """Export a run's checkpoint as a folder for transformers."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN"), RUN_ELSEWHERE]
-    """Run folder, such as runs/demo; same as --run RUN."""
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder, such as runs/demo."""
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to create."""
     step: int | None = None

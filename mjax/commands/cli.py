@@ -49,7 +49,7 @@ DATA_COMMANDS: Commands = {
 CONVERT_COMMANDS: Commands = {
     "from-hf": Command("convert:from_hf", "convert a Hugging Face model into a run folder", True, True),
     "from-megatron": Command("convert:from_megatron", "convert a Megatron-LM checkpoint into a run folder", True, True),
-    "to-hf": Command("convert:to_hf_command", "export a checkpoint as a folder for transformers", True, True),
+    "to-hf": Command("convert:to_hf", "export a checkpoint as a folder for transformers", True, True),
 }
 RUNS_COMMANDS: Commands = {
     "list": Command("runs:list_runs", "list runs, one line each; same as `mjax runs` alone"),

@@ -12,14 +12,13 @@ All run on the CPU, with one layer of one weight in memory, whatever the size of
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from mjax.checkpoint.base import check_base, digest_in_blocks, folder_of, own_pa
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, check_run_folder, read_base, save_base
 from mjax.commands.arguments import FromHfArguments, FromMegatronArguments, ToHfArguments
-from mjax.commands.flags import parse
 from mjax.config import Config, DataConfig, read_settings, save_config
 from mjax.config.model import ModelConfig
 from mjax.data.tokenizers import HuggingFaceTokenizer, Tokenizer, ends_of_text, load_tokenizer, tokenizer_from_folder
@@ -47,7 +45,6 @@ from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
 from mjax.models.huggingface.family import Family, config_values, model_config
 from mjax.run.continuing import origin_of
-from mjax.run.metrics import read_lines
 from mjax.utils.files import rename
 from mjax.utils.progress import progress, status
 from mjax.utils.stores import address_of, resolved, with_addresses
@@ -63,7 +60,6 @@ def from_hf(arguments: FromHfArguments) -> int:
         written.
     """
     source, output = arguments.source, arguments.output
-    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     check_run_folder(output)
     model_folder.check_output(output)
     if not source.is_dir():
@@ -88,31 +84,24 @@ def from_hf(arguments: FromHfArguments) -> int:
     tensor_names = weights.find_tensors(family, tensors, model, str(source), arguments.draw_heads)
     absent = weights.absent_heads(family, model, tensor_names)
 
-    # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
         drawn = models.draw_weights(config, tuple(absent))
         blocks = weights.block_reader(family, tensors, tensor_names, model, read, drawn)
         write_run(output, config, tokenizer, blocks, carried, card)
-
     print(f"{output}: {count_parameters(model):,} parameters of a {family.model}, checkpoint 0")
     if coefficient := values.get("router_aux_loss_coef"):
         # transformers' loss pools the layers and is k when balanced; the one of mjax is of each layer, and 1.
-        loss = coefficient * model.experts_per_token / model.expert_layers
-        print(
-            f"router_aux_loss_coef {coefficient:g} is a setting of training; to train on with it type "
-            f"--model.balance-loss {loss:g}, which is of each layer and has the same size when balanced"
-        )
+        flag = f"--model.balance-loss {coefficient * model.experts_per_token / model.expert_layers:g}"
+        print(f"router_aux_loss_coef {coefficient:g} is a setting of training; to train with it type {flag}")
     if left_out:
         print(f"the embedding has no rows for {', '.join(left_out[:8])}, which no text encodes to: left out")
     if isinstance(tokenizer, HuggingFaceTokenizer):
         print(f"texts end with {tokenizer.library.id_to_token(tokenizer.eod)}, id {tokenizer.eod}")
     if tokenizer is not None and tokenizer.bos is not None:
         print(f"texts begin with id {tokenizer.bos}, as in transformers")
-    if tokenizer is not None and not carried:
-        for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
-            if (source / name).is_file():
-                settings = tokenizer_files.SETTINGS
-                print(f"{source / name} is not carried; it goes with a {settings} and the tokenizer beside it")
+    for name in (tokenizer_files.GENERATION, tokenizer_files.TEMPLATE):
+        if tokenizer is not None and not carried and (source / name).is_file():
+            print(f"{source / name} is left out: it goes with the {tokenizer_files.SETTINGS} of the folder's tokenizer")
     if absent:
         print(f"not in {source}, initialised from seed {config.train.seed}: {', '.join(map(family.heads.get, absent))}")
     _print_next_steps(arguments, rope, config, tokenizer)
@@ -123,9 +112,7 @@ def _from_peft(arguments: FromHfArguments) -> int:
     """Convert a peft folder into a run with adapters on the run `--base`."""
     source, output, run = arguments.source, arguments.output, arguments.base
     if run is None:
-        raise UsageError(
-            f"{source} holds adapters; add --base RUN, the run of their base: mjax convert from-hf MODEL RUN makes it"
-        )
+        raise UsageError(f"{source} holds adapters; add --base RUN, the run that from-hf makes of their base model")
     config = read_settings(run / "config.json")
     if config.model.lora_rank:
         raise UsageError(f"--base {run} holds adapters itself; give the run of their base")
@@ -144,7 +131,6 @@ def _from_peft(arguments: FromHfArguments) -> int:
         write_in_blocks(folder / "checkpoints", "model", target, lambda name, first, end: own[name][first:end])
     print(f"{output}: adapters of rank {model.lora_rank} on checkpoint {step} of {run}, checkpoint 0")
     print(f'generate     mjax generate --run {shlex.quote(str(output))} --prompt "…"')
-    print(f"on chats     mjax sft --data chat.jsonl --init {shlex.quote(str(output))} --name NEW")
     return 0
 
 
@@ -159,39 +145,27 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
         exists; nothing was written.
     """
     source, output = arguments.source, arguments.output
-    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     check_run_folder(output)
     model_folder.check_output(output)
     checkpoint = open_checkpoint(source, arguments.step)
     folder = str(checkpoint.folder)
     said = megatron.without_ignored(checkpoint.arguments, arguments.ignore, folder)
     checkpoint = dataclasses.replace(checkpoint, arguments=said)
-    model, tensors = _model(checkpoint, arguments)
+    model, family, tensors = _model(checkpoint, arguments)
     model = models.extended(model, arguments.rope, folder)
     rope = models.rope_line(model, arguments.rope)
-    layernorm = getattr(model, "layernorm", "pre")
-    if layernorm == "post" and not checkpoint.old_names:
-        raise UsageError(
-            f"{folder}: apply_residual_connection_post_layernorm is set, which mjax supports for old BERT models only: "
-            "megatron-core ignores it; convert another model"
-        )
     tokenizer, carried = _find_tokenizer(arguments, {}, model)
     rows = model.vocabulary
     vocabulary = _vocabulary(arguments.vocabulary, tokenizer, checkpoint, rows)
     model = dataclasses.replace(model, vocabulary=vocabulary, vocabulary_multiple=arguments.vocabulary_multiple)
     check_vocabulary(tokenizer, model)
     config = models.import_config(model, folder, tensors)
-    family = names.MIXTURE if model.experts else names.DECODER
-    if checkpoint.architecture != "decoder":
-        family = names.family_of(checkpoint.architecture, checkpoint.version, layernorm, model.layers)
     tensor_names = weights.find_tensors(family, tensors, model, folder)
     card = model_folder.imported_card(source, family.model, rope)
 
-    # --- Weights, then the folder -------------------------------------------------------------------------------------
     with progress("reading", 4 * count_parameters(model)) as read:
         blocks = weights.block_reader(family, tensors, tensor_names, model, read)
         write_run(output, config, tokenizer, blocks, carried, card)
-
     print(f"{output}: {count_parameters(model):,} parameters of {family.model}, checkpoint 0, from {folder}")
     padding = f"{rows - model.vocabulary} of padding left out" if rows > model.vocabulary else "none of them padding"
     print(f"embedding: {rows:,} rows, {padding}", end="\n" if checkpoint.arguments is not None else " · ")
@@ -209,16 +183,22 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     return 0
 
 
-def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Tensors]:
-    """The model, and its tensors by the names of its family."""
+def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[ModelConfig, Family, Tensors]:
+    """The model, its family, and its tensors by the names of the family."""
     folder, settings, tensors = str(checkpoint.folder), checkpoint.arguments, checkpoint.tensors
-    if checkpoint.architecture != "decoder":
-        kind = checkpoint.architecture
-        return megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation), tensors
+    kind, version = checkpoint.architecture, checkpoint.version
+    if kind != "decoder":
+        model = megatron.model_config(settings, tensors, kind, folder, arguments.heads, arguments.activation)
+        layernorm = getattr(model, "layernorm", "pre")
+        if layernorm == "post" and not checkpoint.old_names:
+            problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
+            raise UsageError(f"{folder}: {problem}; convert a BERT of the years before it")
+        return model, names.family_of(kind, version, layernorm, model.layers), tensors
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
-    model = megatron.decoder_config(settings, tensors, folder, checkpoint.version)
-    return model, DecoderTensors(tensors, model, folder)
+    model = megatron.decoder_config(settings, tensors, folder, version)
+    family = names.MIXTURE if model.experts else names.DECODER
+    return model, family, DecoderTensors(tensors, model, folder)
 
 
 def _vocabulary(flag: int | None, tokenizer: Tokenizer | None, checkpoint: Checkpoint, rows: int) -> int:
@@ -263,37 +243,26 @@ def _print_next_steps(
     arguments: FromHfArguments | FromMegatronArguments, rope: str, config: Config, tokenizer: Tokenizer | None
 ) -> None:
     """Print what to type after an import."""
-    run = shlex.quote(str(arguments.output))
+    run, causal = shlex.quote(str(arguments.output)), config.model.causal
     if rope:
         print(f"{rope}; evaluate it with --task positions, and train it on long texts")
     if tokenizer is None:
-        print(
-            f"no tokenizer found in {arguments.source}; convert again with --tokenizer KIND:FILES to store one in the "
-            "run, or pass it to generate and evaluate each time"
-        )
-    else:
-        sentences = "" if config.model.causal else " --split-sentences --no-append-eod"
-        if config.model.causal:
-            print(f'generate     mjax generate --run {run} --prompt "…"')
-        flag = f"--tokenizer {shlex.quote(f'run:{arguments.output}')}"
-        print(f"your text    mjax prepare corpus.jsonl --output data/corpus {flag}{sentences}")
+        remedy = "convert again with --tokenizer KIND:FILES, or pass it to generate and evaluate each time"
+        print(f"no tokenizer found in {arguments.source}; {remedy}")
+    elif causal:
+        print(f'generate     mjax generate --run {run} --prompt "…"')
+    if tokenizer is not None:
+        flags = f"--tokenizer {shlex.quote(f'run:{arguments.output}')}"
+        flags += "" if causal else " --split-sentences --no-append-eod"
+        print(f"your text    mjax prepare corpus.jsonl --output data/corpus {flags}")
     faster = " --precision.compute bf16" if config.precision.compute == "fp32" else ""
     config_file = shlex.quote(f"{arguments.output}/config.json")
     print(f"train on     mjax train --config {config_file} --init {run} --name NEW --data.path data/corpus{faster}")
-    if config.model.causal and tokenizer is not None:
+    if causal and tokenizer is not None:
         print(f"on chats     mjax sft --data chat.jsonl --init {run} --name NEW")
 
 
 # --- Export to Hugging Face -------------------------------------------------------------------------------------------
-
-
-def to_hf_command(argv: Sequence[str]) -> int:
-    """`mjax convert to-hf`, where the run may also be given by --run; returns the exit code."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--run", "--checkpoint", nargs="?")
-    parser.add_argument("--config", nargs="?")  # of a model of your own, which is refused with it and without
-    named, rest = parser.parse_known_args(argv)
-    return to_hf(parse(ToHfArguments, rest if named.run is None else [named.run, *rest], "mjax convert to-hf"))
 
 
 def to_hf(arguments: ToHfArguments) -> int:
@@ -305,7 +274,6 @@ def to_hf(arguments: ToHfArguments) -> int:
       RunError: the checkpoint is damaged.
     """
     run, output = arguments.run, arguments.output
-    # --- Everything that can be refused before a tensor is read -------------------------------------------------------
     largest_file = parse_size(arguments.shard_size)
     if address_of(output):
         raise UsageError(f"{output} is in a store, and mjax convert to-hf writes files; give a folder, and copy it")
@@ -320,25 +288,27 @@ def to_hf(arguments: ToHfArguments) -> int:
     carried = tokenizer_files.restore_files(run / "tokenizer") if carries else {}
     library = None if tokenizer is None or carried else fast_tokenizer(tokenizer, config.model.samples != "text")
 
-    # --- Weights, then the folder -------------------------------------------------------------------------------------
     step = _newest(run, config, arguments.step)
     saved = run / "checkpoints" / str(step)
     torch_name, dtype = models.TYPES[arguments.dtype]
     if arguments.adapter:
         return _to_peft(arguments, config, family, saved, dtype)
-    blocks, base = _blocks(saved), None
+    blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
         base, of_base = _base(run, config)
-        blocks = lora.merged(_blocks(of_base), config.model, lora.OwnWeights(saved, config.model))
+        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.OwnWeights(saved, config.model))
+        into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
-    ids = {"bos_token_id": generation.get("bos_token_id"), "eos_token_id": generation.get("eos_token_id")}
+    ids = {"pad_token_id": getattr(tokenizer, "pad", None)}
+    if family.generates:
+        ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id")}
     with model_folder.new_folder(output) as folder:
         values = {
             "architectures": [family.model],
             "model_type": family.model_type,
             **config_values(family, model),
-            **(ids if family.generates else {"pad_token_id": getattr(tokenizer, "pad", None)}),
+            **ids,
             **models.class_settings(config.model),
             "torch_dtype": torch_name,
         }
@@ -354,14 +324,13 @@ def to_hf(arguments: ToHfArguments) -> int:
         parameters = sum(map(math.prod, shapes.values()))
         card = _card(arguments, family, model, parameters, step, tokenizer is not None)
         (folder / model_folder.CARD).write_text(card, encoding="utf-8")
-        parts = weights.tensor_parts(family, model, blocks)
-        total = parameters * dtype.itemsize
-        with progress("writing", total) as wrote:
+        with progress("writing", parameters * dtype.itemsize) as wrote:
+            parts = weights.tensor_parts(family, model, blocks)
             files = write_tensors(folder, shapes, parts, dtype, largest_file, wrote)
 
-    into = f", merged into checkpoint {base.step} of {base.run}" if base else ""
     run = address_of(run) or run
-    print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {total / 1e6:,.1f} MB in {files[0]}", end="")
+    size = f"{parameters * dtype.itemsize / 1e6:,.1f} MB in {files[0]}"
+    print(f"{output}: checkpoint {step} of {run}{into} as {family.model}, {size}", end="")
     print(f" and {len(files) - 2} more" if len(files) > 1 else "")
     if tokenizer is None and arguments.tokenizer is None:
         print(f"{run} has no tokenizer, so {output} has none; to add it: --tokenizer KIND:FILES --overwrite")
@@ -370,21 +339,22 @@ def to_hf(arguments: ToHfArguments) -> int:
 
 def _generation_config(arguments: ToHfArguments, tokenizer: Tokenizer | None, carried: dict[str, bytes]) -> dict:
     """The values of generation_config.json: those that the run carries, or the ids that end a text."""
+    if stored := json.loads(carried.get(tokenizer_files.GENERATION, b"{}")):
+        return stored
     eod = None if tokenizer is None else tokenizer.eod
-    stored = json.loads(carried.get(tokenizer_files.GENERATION, b"{}"))
     ends = [] if eod is None else ends_of_text(arguments.run / "tokenizer", eod, arguments.tokenizer)
-    return stored or dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
+    return dict.fromkeys(tokenizer_files.IDS, eod) | ({"eos_token_id": ends} if len(ends) > 1 else {})
 
 
 def _check_adapters(arguments: ToHfArguments, config: Config) -> None:
     """Refuse flags of adapters for a run without them, and a run with them without a flag."""
-    run, flags = arguments.run, [name for name in ("adapter", "merged") if getattr(arguments, name)]
+    flags = [name for name in ("adapter", "merged", "base_name") if getattr(arguments, name)]
     if not config.model.lora_rank and flags:
-        raise UsageError(f"--{flags[0]} is for a run with adapters, and {run} has none; leave it out")
-    if config.model.lora_rank and len(flags) != 1:
-        raise UsageError(f"{run} holds adapters; add --merged for a whole model or --adapter for a folder of peft")
-    if arguments.base_name is not None and not arguments.adapter:
-        raise UsageError("--base-name goes with --adapter; leave it out")
+        flag = flags[0].replace("_", "-")
+        raise UsageError(f"--{flag} is for a run with adapters, and {arguments.run} has none; leave it out")
+    if config.model.lora_rank and flags not in (["adapter"], ["merged"], ["adapter", "base_name"]):
+        remedy = "add --merged for a whole model, or --adapter for a folder of peft, if you like with --base-name"
+        raise UsageError(f"{arguments.run} holds adapters; {remedy}")
 
 
 def _newest(run: Path, config: Config, step: int | None = None) -> int:
@@ -392,11 +362,6 @@ def _newest(run: Path, config: Config, step: int | None = None) -> int:
     notices = Console(stderr=True, highlight=False)
     with Checkpoints(run / "checkpoints", on_notice=lambda line: notices.print(line, markup=False)) as checkpoints:
         return checkpoints.find(own_part(models.abstract_weights(config)), step, field="model")
-
-
-def _blocks(checkpoint: Path) -> lora.Blocks:
-    """The blocks of the weights in a checkpoint."""
-    return lambda name, rank: read_in_blocks(checkpoint, f"model.{name}", rank)
 
 
 def _base(run: Path, config: Config) -> tuple[Base, Path]:
@@ -431,27 +396,15 @@ def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Pa
 def _card(
     arguments: ToHfArguments, family: Family, model: ModelConfig, parameters: int, step: int, tokenizer: bool
 ) -> str:
-    """README.md of an export: that of the export of this run which it replaces, or of the run, with a block of ours."""
-    card, name = model_folder.read_card(arguments.run), arguments.output.resolve().name
-    replaced = model_folder.read_card(arguments.output)
-    of_this_run = any(f"`{arguments.run.resolve().name}`" in line for line in model_folder.history(replaced))
-    lines = [*model_folder.history(card), _line(arguments.run, step)]
-    torch_name, _ = models.TYPES[arguments.dtype]
-    block = model_folder.description(name, family, model, parameters, torch_name, lines, tokenizer)
-    return model_folder.with_block(replaced if of_this_run else card, block)
-
-
-def _line(run: Path, step: int) -> str:
-    """A checkpoint in one line of a model card."""
-    name = f"- checkpoint {step:,} of the run `{run.resolve().name}`"
-    if not step:
-        return f"{name}: the weights as they were converted"
-    records = (record for _, record in read_lines(run / "metrics.jsonl", []))
-    tokens = next((record.get("tokens") for record in records if record["step"] == step), None)
-    origin = origin_of(run)
-    after = f" and {tokens:,} tokens" if tokens else ""
-    began = f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`" if origin else ""
-    return f"{name}: trained for {step:,} steps{after}{began}"
+    """README.md of an export: the card of the run, with a block about the export."""
+    card, run = model_folder.read_card(arguments.run), arguments.run
+    after = f"trained for {step:,} steps" if step else "the weights as they were converted"
+    if step and (origin := origin_of(run)):
+        after += f", from checkpoint {origin.step:,} of `{Path(origin.run).name}`"
+    lines = [*model_folder.history(card), f"- checkpoint {step:,} of the run `{run.resolve().name}`: {after}"]
+    name, (dtype, _) = arguments.output.resolve().name, models.TYPES[arguments.dtype]
+    block = model_folder.description(name, family, model, parameters, dtype, lines, tokenizer)
+    return model_folder.with_block(card, block)
 
 
 def _tokenizer_of(run: Path, flag: str | None) -> Tokenizer | None:

@@ -156,9 +156,9 @@ def merged(blocks: Blocks, model: ModelConfig, own: OwnWeights) -> Blocks:
     layers = adapters_of(model)
 
     def with_adapters(name: str, rank: int) -> Iterator[tuple[int, np.ndarray]]:
-        path = name.removesuffix(".kernel")
+        path = name.removeprefix("model.").removesuffix(".kernel")
         for first, block in blocks(name, rank):
-            if path == name or path not in layers:
+            if not name.endswith(".kernel") or path not in layers:
                 yield first, block
                 continue
             a, b = (own[f"{path}.adapter.{matrix}"][first : first + len(block)] for matrix in "ab")

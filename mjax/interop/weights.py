@@ -318,12 +318,12 @@ def tensor_parts(
     Args:
       family: of the model.
       model: the model.
-      blocks: takes the name of a weight and its number of dims; returns parts along dim 0 in order, each with its
-        first index.
+      blocks: takes the name of an array of a checkpoint and its number of dims; returns parts along dim 0 in order,
+        each with its first index.
     """
     shapes, dims = _shapes(model), weight_dims(model)
     for ours, named in _by_weight(family, model).items():
-        found = blocks(ours, len(shapes[ours]))
+        found = blocks(f"model.{ours}", len(shapes[ours]))
         if {LAYER, TOKEN}.isdisjoint(dims[ours]):
             found = [(0, np.concatenate([part for _, part in found]))]
         for first, block in found:

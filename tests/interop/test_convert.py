@@ -20,9 +20,7 @@ from mjax.interop import model_folder
 from mjax.interop.convert import find_family
 from mjax.interop.model_folder import new_folder
 from mjax.interop.tokenizer_files import find_tokenizer
-from mjax.models.bert import huggingface as bert
 from mjax.models.build import build_model
-from mjax.models.gpt import huggingface as gpt
 from mjax.models.huggingface.family import config_values, model_config
 from tests.data.vocabularies import bert_file, foreign_model, gpt2_files
 from tests.interop.folders import BERT, BLOOM, CONFIG, LLAMA, MEGATRON_BERT, read_folder, tensors_of, write_folder
@@ -244,23 +242,6 @@ def test_settings_survive_import_and_export(config, change):
     model = model_config(family, config, "config.json", 128)
     written = config_values(family, model)
     assert written.items() >= {name: config[name] for name in config.keys() - {"model_type", "architectures"}}.items()
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"),
-    [
-        (gpt.GPT2, (12, 768, 12, 1024, 50257, "gelu_tanh", 0.1, 0.1, 1e-5)),
-        (bert.BERT, (12, 768, 12, 512, 30522, "gelu_erf", 0.1, 0.1, 1e-12)),
-        (bert.MEGATRON_BERT, (24, 1024, 16, 512, 29056, "gelu_erf", 0.1, 0.1, 1e-12)),
-        (gpt.BLOOM, (2, 64, 8, 2048, 250880, "gelu_tanh", 0.0, 0.0, 1e-5)),
-    ],
-)
-def test_omitted_settings_default_as_in_transformers(family, expected):
-    model = model_config(family, {"model_type": family.model_type}, "config.json", 128)
-    shape = (model.layers, model.hidden, model.heads, model.sequence, model.vocabulary)
-    rates = (model.hidden_dropout, model.attention_dropout, model.layernorm_epsilon)
-    assert (*shape, model.activation, *rates) == expected
-    assert model.mlp_width == 4 * model.hidden
 
 
 # --- Training goes on -------------------------------------------------------------------------------------------------

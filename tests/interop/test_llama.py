@@ -136,7 +136,7 @@ def test_fused_experts_equal_single_ones(tmp_path, capsys):
     assert_same(folder_weights(write_folder(tmp_path / "fused", config, fused)), ours)
     for command, given, output in (("from-hf", "fused", "run"), ("to-hf", "run", "out")):
         assert cli.main(["convert", command, str(tmp_path / given), str(tmp_path / output)]) == 0
-    assert "--model.balance-loss 0.02, which is of each layer" in capsys.readouterr().out
+    assert "to train with it type --model.balance-loss 0.02\n" in capsys.readouterr().out
     assert_same(read_folder(tmp_path / "out"), read_folder(source))
 
 

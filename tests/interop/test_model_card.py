@@ -43,15 +43,3 @@ def test_card_of_source_is_kept(convert, tmp_path):
     assert second.count(BEGIN) == second.count(END) == 1
     assert second.count("\n- ") == 4
     assert second.endswith("A card --- of someone else.\n\nMine.\n")
-
-
-def test_replaced_export_keeps_card_of_same_run(convert):
-    convert("from-hf", "tiny", "run")
-    convert("from-hf", "tiny", "other")
-    card = convert("to-hf", "run", "out")
-    assert card.read_text().startswith("---\nlibrary_name: transformers\n---\n")
-    card.write_text(card.read_text().replace("---\nlibrary", "---\nlicense: mine\nlibrary") + "\nMine.\n")
-    for run, kept in (("run", True), ("other", False)):
-        convert("to-hf", run, "out", "--overwrite")
-        assert card.read_text().endswith("\nMine.\n") == kept
-        assert ("license" in card.read_text()) == kept

@@ -23,10 +23,15 @@ from tests.small import small_config
 
 # --- config.json ------------------------------------------------------------------------------------------------------
 
-OTHERS = {name: value for name, value in LLAMA.items() if name not in ("mlp_bias", "attention_bias")}
+
+def without(config, *names):
+    return {name: value for name, value in config.items() if name not in names}
+
+
+OTHERS = without(LLAMA, "mlp_bias", "attention_bias")
 QWEN = OTHERS | {"model_type": "qwen3"}
 MIXTURE = OTHERS | {"model_type": "qwen3_moe"}
-GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 2, "max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 SETTINGS = [
     # Values of which mjax supports one.
@@ -39,6 +44,7 @@ SETTINGS = [
     # Invalid values.
     (CONFIG, {"activation_function": "relu"}, "activation_function is 'relu'"),
     (CONFIG, {"model_type": "t5"}, "model_type is 't5'; mjax supports gpt2, bloom, bert"),
+    (without(CONFIG, "n_layer"), {}, "config.json lacks n_layer"),
     (CONFIG, {"n_layer": "2"}, "n_layer is '2', which is not a whole number"),
     (BLOOM, {"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon is inf, which is not a number"),
     # Values that contradict each other.
@@ -50,7 +56,7 @@ SETTINGS = [
     # Which layers have a window, or experts.
     (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has other values"),
     (QWEN, {"use_sliding_window": True, "max_window_layers": 1}, "does not repeat"),
-    (GEMMA, {"layer_types": ["full_attention", "sliding_attention"]}, "knows one kind for each of num_hidden_layers"),
+    (GEMMA, {"layer_types": ["full_attention", "sliding_attention"]}, "does not repeat for each of num_hidden_layers"),
     (GEMMA, {"rope_parameters": {"sliding_attention": LLAMA3}}, "rope_type of sliding_attention is 'llama3'"),
     (GEMMA, {"rope_parameters": LLAMA3}, "rope_parameters must have"),
     (MIXTURE, {"mlp_only_layers": [1]}, "mlp_only_layers is [1] and decoder_sparse_step 1; mjax"),
@@ -76,7 +82,7 @@ def test_settings_without_effect_are_accepted():
 
 PUBLISHED = {  # settings of published files, without sizes
     "gpt2": {
-        "n_ctx": 1024, "embd_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "n_ctx": 8, "embd_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True, "output_past": True,
         "scale_attn_weights": True, "predict_special_tokens": True, "reorder_and_upcast_attn": False,
     },
@@ -86,7 +92,7 @@ PUBLISHED = {  # settings of published files, without sizes
     },
     "megatron-bert": {"tie_word_embeddings": True, "type_vocab_size": 2, "model_max_length": 512},
     "bloom": {
-        "n_embed": 64, "num_attention_heads": 8, "pretraining_tp": 4, "slow_but_exact": False, "offset_alibi": 100,
+        "n_embed": 8, "num_attention_heads": 8, "pretraining_tp": 4, "slow_but_exact": False, "offset_alibi": 100,
         "skip_bias_add": True, "skip_bias_add_qkv": False, "masked_softmax_fusion": True, "n_inner": None,
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "unk_token_id": 0, "seq_length": 2048,
     },
@@ -118,8 +124,9 @@ OF_ALL = {
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published_settings_are_accepted(kind):
     file = Path("config.json")
-    values = {"model_type": kind} | PUBLISHED[kind] | OF_ALL
-    family = find_family(values, file)
+    family = find_family({"model_type": kind}, file)
+    sizes = {name: 8 for name, (_, default) in family.fields.items() if default is ...}
+    values = {"model_type": kind, **sizes} | PUBLISHED[kind] | OF_ALL
     assert model_config(family, values, str(file), 128)
     for name, value in {"auto_map": {"AutoModel": "a.B"}, "is_causal": False, "quantization_config": {"a": 1}}.items():
         with pytest.raises(UsageError, match=f"{name} is .+, which mjax does not know; remove it if"):

@@ -24,7 +24,10 @@ def read_weights(family, tensors, model, where):
 def weight_arrays(family, weights, model):
     """The tensors of a model folder by name, from whole weights."""
     arrays = {name: np.asarray(leaf) for name, leaf in leaves(weights).items()}
-    return {name: rows for name, _, rows in tensor_parts(family, model, lambda name, rank: [(0, arrays[name])])}
+    return {
+        name: rows
+        for name, _, rows in tensor_parts(family, model, lambda name, rank: [(0, arrays[name.removeprefix("model.")])])
+    }
 
 
 def reader_of(weights):

@@ -10,26 +10,16 @@ from mjax.models.huggingface.family import model_config
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.parity
-SPELLED = ("num_key_value_heads", "head_dim")
-
-
 READ = [family for family in families() if not family.written_only]
 
 
-@pytest.mark.parametrize("changed", [{}, {"hidden_size": 256, "num_attention_heads": 8}], ids=["none", "a few"])
 @pytest.mark.parametrize("family", READ, ids=lambda family: family.model)
-def test_omitted_settings_are_those_of_transformers(family, changed):
-    names = {"hidden_size": "n_embd", "num_attention_heads": "n_head"} if family.model_type == "gpt2" else {}
-    names = {"num_attention_heads": "n_head"} if family.model_type == "bloom" else names
-    changed = {names.get(name, name): value for name, value in changed.items()}
-    theirs = transformers.AutoConfig.for_model(family.model_type, **changed)
-    ours = model_config(family, {"model_type": family.model_type, **changed}, "config.json", 1)
-    spelled = model_config(family, theirs.to_dict(), "config.json", 1)
-    either = dict.fromkeys(("kv_heads", "head_dim", "feed_forward"))
-    assert {**asdict(ours), **either} == {**asdict(spelled), **either}
-    heads = theirs.num_attention_heads
-    groups = getattr(theirs, "num_key_value_heads", None) or heads
-    size = getattr(theirs, "head_dim", None) or theirs.hidden_size // heads
-    assert (ours.groups, ours.head_size) == (groups, size)
-    width = getattr(theirs, "intermediate_size", None) or 4 * theirs.hidden_size
-    assert getattr(ours, "mlp_width", width) == width
+def test_omitted_settings_are_those_of_transformers(family):
+    """All but sizes, which every config.json has."""
+    theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    sizes = {name: theirs[name] for name, (_, default) in family.fields.items() if default is ...}
+    ours = model_config(family, {"model_type": family.model_type, **sizes}, "config.json", 1)
+    spelled = model_config(family, theirs, "config.json", 1)
+    derived = dict.fromkeys(("kv_heads", "head_dim", "feed_forward"))
+    assert {**asdict(ours), **derived} == {**asdict(spelled), **derived}
+    assert (ours.groups, ours.head_size) == (spelled.groups, spelled.head_size)

@@ -17,7 +17,7 @@ The two differ in their LayerNorms. Megatron's has one before attention (`attent
 
 from dataclasses import replace
 
-from mjax.models.huggingface.family import Family
+from mjax.models.huggingface.family import SIZES, Family
 
 LAYER = "bert.encoder.layer.{0}"
 NAMES = {
@@ -55,16 +55,10 @@ BERT = Family(
     model_type="bert",
     fixed={"kind": "bert", "layernorm": "post"},
     fields={
-        "num_hidden_layers": ("layers", 12),
-        "hidden_size": ("hidden", 768),
-        "num_attention_heads": ("heads", 12),
-        "intermediate_size": ("feed_forward", 3072),
-        "max_position_embeddings": ("sequence", 512),
-        "vocab_size": ("vocabulary", 30522),
+        **SIZES,
         "attention_probs_dropout_prob": ("attention_dropout", 0.1),
         "hidden_dropout_prob": ("hidden_dropout", 0.1),
         "layer_norm_eps": ("layernorm_epsilon", 1e-12),
-        "initializer_range": ("init_std", 0.02),
         "hidden_act": ("activation", "gelu"),
     },
     only={"type_vocab_size": 2, "position_embedding_type": "absolute", "is_decoder": False},
@@ -86,14 +80,6 @@ MEGATRON_BERT = replace(
     },
     model_type="megatron-bert",
     fixed=BERT.fixed | {"layernorm": "pre"},
-    fields=BERT.fields
-    | {
-        "num_hidden_layers": ("layers", 24),
-        "hidden_size": ("hidden", 1024),
-        "num_attention_heads": ("heads", 16),
-        "intermediate_size": ("feed_forward", 4096),
-        "vocab_size": ("vocabulary", 29056),
-    },
 )
 FAMILIES = (BERT, MEGATRON_BERT)
 OF_TASKS = tuple(

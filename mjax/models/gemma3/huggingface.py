@@ -6,13 +6,21 @@ before that `rope_theta` and `rope_scaling` for layers that see everything with 
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
 from mjax.models.gemma3.config import Gemma3Config
-from mjax.models.llama.huggingface import FULL, LAYER, LLAMA, SLIDING, attention_kinds
+from mjax.models.huggingface.family import SIZES
+from mjax.models.llama.huggingface import (
+    FULL,
+    LAYER,
+    LLAMA,
+    SLIDING,
+    attention_kinds,
+    full_attention_every,
+    layer_types,
+)
 
 
 def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -27,7 +35,7 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
 
     def rope(kind: str, theta: str, scaling: Any) -> dict[str, Any]:
         given = {"rope_parameters": by_kind.get(kind), "rope_theta": values.pop(theta, None), "rope_scaling": scaling}
-        length = values.get("max_position_embeddings", 131072)
+        length = values.get("max_position_embeddings")
         rest, fields = LLAMA.read({**given, "max_position_embeddings": length}, file)
         if "rope_theta" in rest:
             values[theta] = rest["rope_theta"]
@@ -43,24 +51,16 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     return values, {**fields, "full_attention_every": every}
 
 
-def _full_attention_every(values: dict[str, Any], file: str) -> int:
+def _full_attention_every(values: dict[str, Any], file: str) -> int | None:
     """Take the kinds of layers out of `values`: of so many layers the last sees everything."""
-    kinds, old = values.pop("layer_types", None), values.pop("sliding_window_pattern", None)
-    every = values.pop("_sliding_window_pattern", 6) if old is None else old
-    values.pop("_sliding_window_pattern", None)
+    pattern, old = values.pop("_sliding_window_pattern", 6), values.pop("sliding_window_pattern", None)
+    every, layers = pattern if old is None else old, values.get("num_hidden_layers")
     if type(every) is not int or every < 1:
         raise UsageError(f"{file}: sliding_window_pattern is {every!r}, not a whole number above 0; restore the file")
-    if kinds is None:
+    kinds = layer_types(values, file)
+    if not kinds or (len(kinds) == layers and kinds == attention_kinds(layers, every)):
         return every
-    found = kinds if isinstance(kinds, list) else []
-    first = found.index(FULL) + 1 if FULL in found else len(found) + 1
-    for each in (every, first):
-        if len(found) == values.get("num_hidden_layers", 26) and found == attention_kinds(len(found), each):
-            return each
-    raise UsageError(
-        f"{file}: layer_types is {reprlib.repr(kinds)}, and mjax knows one kind for each of num_hidden_layers, of "
-        f"which every n-th is {FULL!r} and all others are {SLIDING!r}; convert another model"
-    )
+    return full_attention_every(kinds, layers, file)
 
 
 def _write(model: Gemma3Config) -> dict[str, Any]:
@@ -83,18 +83,12 @@ GEMMA3 = replace(
     },
     fixed={"kind": "gemma3"},
     fields={
-        "num_hidden_layers": ("layers", 26),
-        "hidden_size": ("hidden", 2304),
-        "num_attention_heads": ("heads", 8),
-        "num_key_value_heads": ("kv_heads", 4),
+        **SIZES,
+        "num_key_value_heads": ("kv_heads", ...),
         "head_dim": ("head_dim", 256),
-        "intermediate_size": ("feed_forward", 9216),
-        "max_position_embeddings": ("sequence", 131072),
-        "vocab_size": ("vocabulary", 262208),
         "sliding_window": ("window", 4096),
         "query_pre_attn_scalar": ("query_scalar", 256),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
-        "initializer_range": ("init_std", 0.02),
         "attention_dropout": ("attention_dropout", 0.0),
         "rope_theta": ("rope_theta", 1e6),
         "rope_local_base_freq": ("local_rope_theta", 1e4),

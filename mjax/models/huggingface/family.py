@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 from mjax.config.bounds import fields_of
@@ -48,9 +49,9 @@ class Family:
       generates: True if it generates text, and so has a generation_config.json.
       fixed: fields of `ModelConfig` with the same value in every model of the family, and in no model of another
         family. A field in neither this nor `fields` has its default.
-      fields: transformers' name of a field → ours, and the default if config.json omits it. A float may be any number
-        from 0 on, a text is an activation, a bool true or false, and every other field a whole number above 0. A family
-        without a row for feed_forward has 4 × hidden.
+      fields: transformers' name of a field → ours, and the default if config.json omits it; … for a size that it must
+        have. A float may be any number from 0 on, a text is an activation, a bool true or false, and every other field
+        a whole number above 0. A family without a row for feed_forward has 4 × hidden.
       nullable: settings of `fields` that may be null although their default is a value.
       only: settings that change what the model computes, and the only supported value of each.
       same: settings for which mjax has one field shared with another setting; and the default if the first is omitted,
@@ -81,7 +82,7 @@ class Family:
     written_only: bool = False
     generates: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, tuple[str, float | str | None]] = field(default_factory=dict)
+    fields: Mapping[str, tuple[str, float | str | EllipsisType | None]] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
@@ -102,6 +103,16 @@ ACTIVATIONS = {
     "gelu_python": "gelu_erf",
 }
 """transformers' name → ours; the first of each is written."""
+SIZES = {
+    "num_hidden_layers": ("layers", ...),
+    "hidden_size": ("hidden", ...),
+    "num_attention_heads": ("heads", ...),
+    "intermediate_size": ("feed_forward", ...),
+    "max_position_embeddings": ("sequence", ...),
+    "vocab_size": ("vocabulary", ...),
+    "initializer_range": ("init_std", 0.02),
+}
+"""Rows of most families."""
 GATES = {"silu": "silu", "swish": "silu", **ACTIVATIONS}
 """The activations of a gated MLP."""
 MOST_WHOLE, MOST = 2**31, 1e30
@@ -187,6 +198,8 @@ def _read(family: Family, values: dict[str, Any], name: str, file: str) -> Any:
     value = values.get(name, default)
     if value is None and (default is None or name in family.nullable):
         return None
+    if value is ...:
+        raise UsageError(f"{file} lacks {name}; restore the file")
     if isinstance(default, str):
         known = ACTIVATIONS if default in ACTIVATIONS else GATES
         if not isinstance(value, str) or value not in known:

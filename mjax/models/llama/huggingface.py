@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.models.huggingface.family import Family
+from mjax.models.huggingface.family import SIZES, Family
 from mjax.models.llama.config import LlamaConfig
 from mjax.models.parts.config import RotaryConfig
 
@@ -36,12 +36,12 @@ def _read(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, 
     for name in ("use_mrope", "rope_interleaved"):  # in published files, and false
         if (value := values.pop(name, None) or False) is not False:
             raise UsageError(f"{file}: {name} is {value!r}, and mjax supports only false; convert another model")
-    if SLIDING in _layer_types(values, file):
+    if SLIDING in layer_types(values, file):
         raise UsageError(f"{file}: layer_types has other values than {FULL!r}, which mjax reads of Qwen only")
     return values, fields
 
 
-def _layer_types(values: dict[str, Any], file: str) -> list[str]:
+def layer_types(values: dict[str, Any], file: str) -> list[str]:
     """Take the kinds of attention of the layers, which may be omitted, out of `values`."""
     kinds = values.pop("layer_types", None) or []
     if not isinstance(kinds, list) or not set(map(str, kinds)) <= {FULL, SLIDING}:
@@ -124,17 +124,11 @@ LLAMA = Family(
     generates=True,
     fixed={"kind": "llama", "norms": "pre", "qk_norm": "none", "qkv_bias": False, "window": None},
     fields={
-        "num_hidden_layers": ("layers", 32),
-        "hidden_size": ("hidden", 4096),
-        "num_attention_heads": ("heads", 32),
+        **SIZES,
         "num_key_value_heads": ("kv_heads", None),
         "head_dim": ("head_dim", None),
-        "intermediate_size": ("feed_forward", 11008),
-        "max_position_embeddings": ("sequence", 2048),
-        "vocab_size": ("vocabulary", 32000),
         "hidden_act": ("activation", "silu"),
         "rms_norm_eps": ("norm_epsilon", 1e-6),
-        "initializer_range": ("init_std", 0.02),
         "attention_dropout": ("attention_dropout", 0.0),
         "rope_theta": ("rope_theta", 10_000.0),
         "tie_word_embeddings": ("tied", False),
@@ -158,13 +152,7 @@ MISTRAL = replace(
     model="MistralForCausalLM",
     model_type="mistral",
     fixed=WINDOWED,
-    fields={
-        **LLAMA.fields,
-        "num_key_value_heads": ("kv_heads", 8),
-        "intermediate_size": ("feed_forward", 14336),
-        "max_position_embeddings": ("sequence", 131072),
-        "sliding_window": ("window", 4096),
-    },
+    fields={**LLAMA.fields, "num_key_value_heads": ("kv_heads", ...), "sliding_window": ("window", 4096)},
     nullable=LLAMA.nullable | {"sliding_window"},
     only={},
 )
@@ -175,13 +163,13 @@ MISTRAL = replace(
 def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings without positions and windows: of the layers in `layer_types`, or from `max_window_layers` on."""
     values = dict(values)
-    kinds = _layer_types(values, file)
+    kinds = layer_types(values, file)
     values, fields = _read(values, file)
     window, first = values.pop("sliding_window", 4096), values.pop("max_window_layers", 28)
     no_window = fields | {"window": None, "full_attention_every": None}
     if not values.pop("use_sliding_window", False) or window is None:
         return values, no_window
-    layers = values.get("num_hidden_layers", 32)
+    layers = values.get("num_hidden_layers")
     numbers = {"sliding_window": window, "max_window_layers": first, "num_hidden_layers": layers}
     for name, value in numbers.items():
         if type(value) is not int or not (name != "max_window_layers") <= value < 2**31:
@@ -189,18 +177,23 @@ def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[
     kinds = kinds or [FULL if layer < first else SLIDING for layer in range(layers)]
     if SLIDING not in kinds:
         return values, no_window
-    every = kinds.index(FULL) + 1 if FULL in kinds else None
-    if kinds != attention_kinds(layers, every):
-        raise UsageError(
-            f"{file}: the pattern of layers with a window, in layer_types or max_window_layers, does not repeat, and "
-            f"mjax knows only that every n-th layer, or none, has {FULL}; convert another model"
-        )
-    return values, fields | {"window": window, "full_attention_every": every}
+    return values, fields | {"window": window, "full_attention_every": full_attention_every(kinds, layers, file)}
 
 
 def attention_kinds(layers: int, every: int | None) -> list[str]:
     """The kinds of attention of the layers of a model with a window."""
     return [FULL if every and layer % every == 0 else SLIDING for layer in range(1, layers + 1)]
+
+
+def full_attention_every(kinds: list[str], layers: Any, file: str) -> int | None:
+    """The n of a pattern in which every n-th layer sees everything; None if no layer does."""
+    every = kinds.index(FULL) + 1 if FULL in kinds else None
+    if len(kinds) == layers and kinds == attention_kinds(layers, every):
+        return every
+    raise UsageError(
+        f"{file}: the pattern of layers with a window, in layer_types or max_window_layers, does not repeat for each "
+        f"of num_hidden_layers, and mjax knows only that every n-th layer, or none, has {FULL}; convert another model"
+    )
 
 
 def _write_qwen(model: LlamaConfig) -> dict[str, Any]:
@@ -217,13 +210,7 @@ QWEN2 = replace(
     model="Qwen2ForCausalLM",
     model_type="qwen2",
     fixed={**WINDOWED, "qkv_bias": True},
-    fields={
-        **LLAMA.fields,
-        "num_key_value_heads": ("kv_heads", 32),
-        "intermediate_size": ("feed_forward", 22016),
-        "max_position_embeddings": ("sequence", 32768),
-        "vocab_size": ("vocabulary", 151936),
-    },
+    fields={**LLAMA.fields, "num_key_value_heads": ("kv_heads", ...)},
     only={},
     read=_read_qwen,
     read_fields=LLAMA.read_fields | {"window", "full_attention_every"},
@@ -236,7 +223,7 @@ QWEN3 = replace(
     model="Qwen3ForCausalLM",
     model_type="qwen3",
     fixed={**WINDOWED, "qk_norm": "head"},
-    fields={**QWEN2.fields, "head_dim": ("head_dim", 128)},
+    fields={**QWEN2.fields, "head_dim": ("head_dim", ...)},
     only={"attention_bias": False},
 )
 
@@ -250,7 +237,7 @@ OLMO2 = replace(
     },
     model_type="olmo2",
     fixed={**LLAMA.fixed, "norms": "post", "qk_norm": "heads"},
-    fields={**LLAMA.fields, "vocab_size": ("vocabulary", 50304), "rms_norm_eps": ("norm_epsilon", 1e-5)},
+    fields={**LLAMA.fields, "rms_norm_eps": ("norm_epsilon", 1e-5)},
     only={"attention_bias": False},
 )
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2)

@@ -11,23 +11,26 @@ from dataclasses import replace
 from typing import Any
 
 from mjax.errors import UsageError
-from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, QWEN3
+from mjax.models.llama.huggingface import LAYER, LLAMA, MISTRAL, OLMO2, QWEN3
 from mjax.models.mixture.config import MixtureConfig
 
 OF_TRAINING = frozenset({"grouped", "balance_loss", "balance_over", "z_loss"})
 """Fields that change what is learned, and no result."""
 
 
-def _names(experts: str, router: str, gate: str, up: str, down: str, dense: dict | None = None) -> dict[str, Any]:
-    """The rows of the table for a router and experts, and for `dense` layers, in the order of the files."""
+def _names(experts: str, router: str, gate: str, up: str, down: str) -> dict[str, Any]:
+    """The rows of the table for a router and experts, and for layers without them, in the order of the files."""
     names = {ours: theirs for ours, theirs in LLAMA.names.items() if not ours.startswith("blocks.mlp.")}
-    places = {
+    last = {name: names.pop(name) for name in ("final_norm", "head")}
+    return {
+        **names,
         "blocks.mlp.router": f"{LAYER}.{router}",
         "blocks.mlp.up": (f"{LAYER}.{experts}.{{2}}.{gate}", f"{LAYER}.{experts}.{{2}}.{up}"),
         "blocks.mlp.down": f"{LAYER}.{experts}.{{2}}.{down}",
+        "blocks.mlp.up.kernel": LLAMA.names["blocks.mlp.up"],
+        "blocks.mlp.down.kernel": LLAMA.names["blocks.mlp.down"],
+        **last,
     }
-    last = {name: names.pop(name) for name in ("final_norm", "head")}
-    return names | places | (dense or {}) | last
 
 
 FUSED = {
@@ -66,17 +69,10 @@ OLMOE = replace(
     model_type="olmoe",
     fixed={**LLAMA.fixed, "kind": "mixture", "qk_norm": "heads"},
     fields={
-        **LLAMA.fields,
-        "intermediate_size": ("feed_forward", 2048),
+        **OLMO2.fields,
         "num_experts": ("experts", 64),
         "num_experts_per_tok": ("experts_per_token", 8),
         "norm_topk_prob": ("router_normalized", False),
-        "num_hidden_layers": ("layers", 16),
-        "hidden_size": ("hidden", 2048),
-        "num_attention_heads": ("heads", 16),
-        "max_position_embeddings": ("sequence", 4096),
-        "vocab_size": ("vocabulary", 50304),
-        "rms_norm_eps": ("norm_epsilon", 1e-5),
     },
     only={"attention_bias": False, "clip_qkv": None},
     read_fields=LLAMA.read_fields | OF_TRAINING | {"expert_width"},
@@ -86,17 +82,10 @@ OLMOE = replace(
 
 # --- Layers without experts -------------------------------------------------------------------------------------------
 
-DENSE = {
-    "blocks.mlp.up.kernel": (f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
-    "blocks.mlp.down.kernel": f"{LAYER}.mlp.down_proj",
-}
-"""Rows of the MLP of layers without experts."""
-
 
 def _read_qwen(values: dict[str, Any], file: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a Qwen 3, and which layers have experts: all but the first ones, or every n-th."""
-    values = {"num_hidden_layers": 24, **values}
-    layers = values["num_hidden_layers"]
+    values, layers = dict(values), values.get("num_hidden_layers")
     every, dense = values.pop("decoder_sparse_step", 1), values.pop("mlp_only_layers", None) or []
     known = type(every) is int and every > 0 and isinstance(dense, list) and dense == list(range(len(dense)))
     if not known or (dense and every > 1) or (type(layers) is int and len(dense) >= layers):
@@ -117,17 +106,13 @@ def _write_qwen(model: MixtureConfig) -> dict[str, Any]:
 QWEN3_MOE = replace(
     QWEN3,
     model="Qwen3MoeForCausalLM",
-    names=_names("mlp.experts", "mlp.gate", "gate_proj", "up_proj", "down_proj", DENSE),
+    names=OLMOE.names,
     fused=FUSED,
     model_type="qwen3_moe",
     fixed={**QWEN3.fixed, "kind": "mixture"},
     fields={
         **QWEN3.fields,
-        "num_hidden_layers": ("layers", 24),
-        "hidden_size": ("hidden", 2048),
-        "num_key_value_heads": ("kv_heads", 4),
         "head_dim": ("head_dim", None),
-        "intermediate_size": ("feed_forward", 6144),
         "moe_intermediate_size": ("expert_width", 768),
         "num_experts": ("experts", 128),
         "num_experts_per_tok": ("experts_per_token", 8),
