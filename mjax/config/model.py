@@ -170,9 +170,9 @@ class ModelConfig:
         """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
         return imported(self.module)(key, self, dtype)
 
-    def batch(self, data, evaluation: bool = False) -> Arrays:
+    def batch(self, data) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
-        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
+        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types().items()}
 
     def limits(self) -> dict[str, int]:
         """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""

@@ -144,7 +144,7 @@ class DataConfig:
             if value is None or isinstance(value, str):  # one prefix or none
                 object.__setattr__(self, name, (value,) if value else ())
 
-    def batch_types(self, evaluation: bool = False) -> dict[str, str]:
+    def batch_types(self) -> dict[str, str]:
         """The arrays [B, s] of a batch and their dtypes: what a sample consists of and a step takes.
 
         tokens     the sample
@@ -341,9 +341,9 @@ class Config:
         """Chunks of a sequence, of which a rank of `context` has two where attention gathers; else 1."""
         return 2 * self.mesh.context if self.across == "gather" else 1
 
-    def batch_arrays(self, evaluation: bool = False) -> Arrays:
+    def batch_arrays(self) -> Arrays:
         """The arrays of a batch: shape of one sample, [s] or [], and dtype."""
-        return self.model.batch(self.data, evaluation)
+        return self.model.batch(self.data)
 
 
 # --- Finding and loading a config -------------------------------------------------------------------------------------

@@ -96,18 +96,16 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
 
     packed = data.conversations and not data.mock
 
-    def label(evaluation: bool):
-        if model.samples == "pairs" or packed:
-            return dict  # its dataset makes a complete sample
-        return partial(labelled, names=data.batch_types(evaluation), eod=eod, mask_eod=data.mask_eod_loss)
-
+    label = partial(labelled, names=data.batch_types(), eod=eod, mask_eod=data.mask_eod_loss)
+    if model.samples == "pairs" or packed:
+        label = dict  # its dataset makes a complete sample
     sizes, whole = BatchSizes.of(config), BatchSizes.constant(train.global_batch)
     if packed:
         training = PaddedDataset(training, sizes.samples_before(train.steps))
         validation = PaddedDataset(validation, train.eval_batches * train.global_batch) if evaluates else None
     return TrainingData(
-        training=Batches(training, sizes, label(False)),
-        validation=Batches(validation, whole, label(True)) if evaluates else None,
+        training=Batches(training, sizes, label),
+        validation=Batches(validation, whole, label) if evaluates else None,
         tokenizer=tokenizer,
         summary=summary,
         notes=tuple(notes),
