@@ -13,8 +13,8 @@ from mjax.commands import cli
 from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments
 from mjax.config import DataConfig, load_config, save_config
+from mjax.config.checks import resolve
 from mjax.config.datasets import DatasetMetadata
-from mjax.config.resolve import resolve
 from mjax.data.indexed import write_metadata
 from mjax.errors import UsageError
 from mjax.run.continuing import Origin, save_origin

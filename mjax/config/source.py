@@ -1,21 +1,17 @@
-"""A config as a file of short Python that has only the differences from the defaults."""
+"""A config as a file of short Python, formatted as by ruff, that has only the differences from the defaults."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import mjax.config
-from mjax.config import Config, load_config, to_dict
+from mjax.config import Config
 from mjax.config.model_file import file_of
 from mjax.errors import UsageError, check_folder
-from mjax.utils.files import put
-
-WIDTH = 120
+from mjax.utils.files import write_whole
 
 
 def check_new(file: Path, flag: str = "--write") -> None:
@@ -42,16 +38,9 @@ def write_config(config: Config, file: Path, about: str) -> None:
     Raises:
       UsageError: the file exists already, or its folder does not.
     """
+    text = config_source(config, about)
     check_new(file)
-    temporary = file.with_name(f"{file.stem}.{secrets.token_hex(4)}.tmp.py")
-    try:
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(config_source(config, about))
-        assert to_dict(load_config(str(temporary))) == to_dict(config), f"{file} does not reproduce the config"
-        check_new(file)  # do not overwrite a file that has appeared in the meantime
-        put(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(file, text)
 
 
 def config_source(config: Config, about: str) -> str:
@@ -67,30 +56,19 @@ def config_source(config: Config, about: str) -> str:
         else:
             names.append(cls.__name__ if file is None else "load_config")
         own_models += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
-    calls = [_call(f"    {name}={type(sections[name]).__name__}", values) for name, values in changed.items()]
+    calls = ""
+    for name, values in changed.items():
+        arguments = "".join(f"        {field}={_literal(value)},\n" for field, value in values.items())
+        calls += f"    {name}={type(sections[name]).__name__}(\n{arguments}    ),\n"
     docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
-    imports = _import("from mjax.config import ", sorted(names))
-    return f'"""{docstring}\n"""\n\n{imports}\n{of_folders}\n{own_models}config = Config(\n{"".join(calls)})\n'
+    imports = "from mjax.config import (\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"
+    return f'"""{docstring}\n"""\n\n{imports}\n{of_folders}\n{own_models}config = Config(\n{calls})\n'
 
 
 def _changed(section: Any) -> dict[str, Any]:
     """The fields of a section that differ from their defaults."""
     fields = dataclasses.fields(section)
     return {field.name: value for field in fields if (value := getattr(section, field.name)) != field.default}
-
-
-def _call(opening: str, values: dict[str, Any]) -> str:
-    """A keyword argument that is a call, on one line if it fits, else one line per argument, as formatted by ruff."""
-    arguments = [f"{name}={_literal(value)}" for name, value in values.items()]
-    line = f"{opening}({', '.join(arguments)}),"
-    if len(line) > WIDTH:
-        line = f"{opening}(\n" + "".join(f"        {argument},\n" for argument in arguments) + "    ),"
-    return line + "\n"
-
-
-def _import(opening: str, names: list[str]) -> str:
-    line = opening + ", ".join(names)
-    return line if len(line) <= WIDTH else f"{opening}(\n" + textwrap.indent(",\n".join(names), "    ") + ",\n)"
 
 
 def _literal(value: Any) -> str:

@@ -42,12 +42,11 @@ from mjax.cluster.hardware import Gpu
 from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
-from mjax.config.checks import can_run_layers, validate
+from mjax.config.checks import can_run_layers, shorter_warmup, validate
 from mjax.config.kernels import is_unrolled, ways_across
 from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
-from mjax.config.resolve import shorter_warmup
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks

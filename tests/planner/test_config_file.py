@@ -43,6 +43,7 @@ def test_written_configs_are_read_back_and_formatted(tmp_path):
         write_config(config, file, f"{name}, written.\n\nAs it was.")
         assert load_config(str(file)) == config
     text = (tmp_path / "gpt_8b.py").read_text()
-    assert "model=GPTConfig(layers=72, hidden=3072, heads=32),\n" in text  # only what differs from the defaults
+    model = "model=GPTConfig(\n        layers=72,\n        hidden=3072,\n        heads=32,\n    ),\n"
+    assert model in text  # only what differs from the defaults
     command = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "120", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).returncode == 0
