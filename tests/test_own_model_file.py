@@ -15,7 +15,7 @@ from mjax.commands import cli
 from mjax.config import load_config
 from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
-from mjax.config.source import write_config
+from mjax.config.run import write_config
 from mjax.doctor import RED, Facts
 from mjax.doctor.checks import run_in_child
 from mjax.errors import UsageError

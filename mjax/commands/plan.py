@@ -26,7 +26,7 @@ from mjax.config.bounds import Count, Positive
 from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
-from mjax.config.source import check_new, write_config
+from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner import Section
 from mjax.planner.calibration import Calibration, Rates, default_calibration, read_calibration

@@ -45,7 +45,7 @@ from mjax.config.model import (
 )
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
 from mjax.config.plain_values import build
-from mjax.errors import UsageError, suggestion
+from mjax.errors import UsageError, check_folder, suggestion
 from mjax.utils.files import read_json, write_whole
 
 Compute = Literal["bf16", "fp8", "fp16", "fp32", "fp64"]
@@ -577,3 +577,66 @@ def as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{section}.{'' if value else 'no-'}{knob}"
     return f"--{section}.{knob} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
+
+
+# --- As a file of short Python that has only the differences from the defaults, formatted as by ruff ------------------
+
+
+def check_new(file: Path, flag: str = "--write") -> None:
+    """Refuse an output file that cannot be written, before any work is done.
+
+    Raises:
+      UsageError: it is not a .py file, it exists already, or its folder does not.
+    """
+    if file.suffix != ".py":
+        raise UsageError(f"{flag} {file} is not a Python file; use a name that ends in .py")
+    if file.exists():
+        raise UsageError(f"{flag} {file} already exists and is not overwritten; use another file, or move it away")
+    check_folder(flag, file)
+
+
+def write_config(config: Config, file: Path, about: str) -> None:
+    """Write `config` into the new file `file`, atomically; `load_config` returns exactly this config.
+
+    Args:
+      config: the config.
+      file: its path, ending in .py.
+      about: docstring of the file: a first line, an empty one, and further text.
+
+    Raises:
+      UsageError: the file exists already, or its folder does not.
+    """
+    text = config_source(config, about)
+    check_new(file)
+    write_whole(file, text)
+
+
+def config_source(config: Config, about: str) -> str:
+    """The text of a config file."""
+    names, own_models, of_folders, calls, default = ["Config"], "", "", "", Config()
+    for name, section in vars(config).items():
+        if section == getattr(default, name):
+            continue
+        cls, file = type(section), file_of(type(section))
+        if file is None and is_own(cls):
+            of_folders += f"from {cls.__module__} import {cls.__name__}\n"
+        else:
+            names.append(cls.__name__ if file is None else "load_config")
+        own_models += f"{cls.__name__} = type(load_config({_literal(file)}).model)\n\n" if file else ""
+        values = {knob.name: getattr(section, knob.name) for knob in dataclasses.fields(section)}
+        changed = [knob.name for knob in dataclasses.fields(section) if values[knob.name] != knob.default]
+        arguments = "".join(f"        {knob}={_literal(values[knob])},\n" for knob in changed)
+        calls += f"    {name}={cls.__name__}(\n{arguments}    ),\n"
+    docstring = about.strip().replace("\\", "\\\\").replace('"""', "'''")
+    imports = "from mjax.config import (\n" + "".join(f"    {name},\n" for name in sorted(names)) + ")"
+    return f'"""{docstring}\n"""\n\n{imports}\n{of_folders}\n{own_models}config = Config(\n{calls})\n'
+
+
+def _literal(value: Any) -> str:
+    """A value as Python source; whole numbers with underscores."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:_}"
+    if isinstance(value, tuple):
+        parts = [_literal(part) for part in value]
+        return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

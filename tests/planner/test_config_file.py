@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mjax.config import available_configs, load_config, source
-from mjax.config.source import write_config
+from mjax.config import available_configs, load_config, run
+from mjax.config.run import write_config
 from mjax.errors import UsageError
 from tests.planner.configs import changed
 
@@ -25,13 +25,13 @@ def test_quotes_and_line_ends_survive(tmp_path):
 
 
 def test_file_that_appeared_meanwhile_stays(tmp_path, monkeypatch):
-    file, written = tmp_path / "written.py", source.config_source
+    file, written = tmp_path / "written.py", run.config_source
 
     def late(config, about):
         file.write_text("theirs")
         return written(config, about)
 
-    monkeypatch.setattr(source, "config_source", late)
+    monkeypatch.setattr(run, "config_source", late)
     with pytest.raises(UsageError, match="already exists and is not overwritten"):
         write_config(load_config("gpt_8b"), file, "A.\n\nB.")
     assert file.read_text() == "theirs"
