@@ -19,7 +19,7 @@ from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.names import family_of
+from mjax.interop.megatron.tensors import family_of
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer

@@ -16,8 +16,17 @@ from typing import Any, Literal
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
-from mjax.interop.megatron.names import flat, incomplete, is_weight, kind_of, renamed
-from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
+from mjax.interop.megatron.tensors import (
+    DistributedTensors,
+    RankTensors,
+    Share,
+    flat,
+    gathered,
+    incomplete,
+    is_weight,
+    kind_of,
+    renamed,
+)
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
