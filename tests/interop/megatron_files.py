@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mjax.config import ModelConfig
+from mjax.models.build import abstract_weights
 
 
 def harmless_arguments() -> dict[str, Any]:
@@ -21,36 +22,9 @@ def harmless_arguments() -> dict[str, Any]:
 
 def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights; the rows that pad the vocabulary are 0."""
-    random, h, f, n, d = np.random.default_rng(seed), model.hidden, model.mlp_width, model.heads, model.head_size
-    norm = {"scale": (h,), "bias": (h,)}
-    shapes = {"embedding": {"table": (model.padded_vocabulary, h)}, "final_norm": norm}
-    layer = {
-        "attention_norm": norm,
-        "attention.qkv": {"kernel": (h, 3, n, d), "bias": (3, n, d)},
-        "attention.out": {"kernel": (n, d, h), "bias": (h,)},
-        "mlp_norm": norm,
-        "mlp.up": {"kernel": (h, f), "bias": (f,)},
-        "mlp.down": {"kernel": (f, h), "bias": (h,)},
-    }
-    shapes |= {
-        f"blocks.{name}": {part: (model.layers, *shape) for part, shape in parts.items()}
-        for name, parts in layer.items()
-    }
-    if model.kind == "bert":
-        shapes |= {
-            "mlm.transform": {"kernel": (h, h), "bias": (h,)},
-            "mlm.norm": norm,
-            "mlm": {"bias": (model.padded_vocabulary,)},
-            "pooler": {"kernel": (h, h), "bias": (h,)},
-            "order": {"kernel": (h, 2), "bias": (2,)},
-        }
-    flat = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
-    flat |= {"positions": (model.sequence, h)}
-    if model.kind == "bert":
-        flat |= {"token_types": (2, h)}
-    if getattr(model, "layernorm", "pre") == "post":
-        flat = {name.replace("final_norm", "embedding_norm"): shape for name, shape in flat.items()}
-    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in flat.items()}
+    random = np.random.default_rng(seed)
+    shapes = {name: shape for name, (shape, _) in abstract_weights(model).items()}
+    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     for name in weights.keys() & {"embedding.table", "mlm.bias"}:
         weights[name][model.vocabulary :] = 0
     return weights
