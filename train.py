@@ -7,9 +7,8 @@ from mjax.cluster.huge_pages import restart_with_huge_pages
 if __name__ == "__main__":
     restart_with_huge_pages()  # before imports that would be made twice
 
-    from mjax.cluster import launch, xla_flags
+    from mjax.cluster.launch import claim_gpu_memory
     from mjax.commands import cli
 
-    launch.claim_gpu_memory()
-    xla_flags.be_fast()
+    claim_gpu_memory()
     sys.exit(cli.main(["train", *sys.argv[1:]]))

@@ -62,7 +62,7 @@ class Mjax:
 
         from mjax.cluster.processes import return_memory_of_compiler
         from mjax.parallel.mesh import make_mesh
-        from mjax.step.kernels import with_kernel
+        from mjax.step.layout import with_kernel
         from mjax.step.step import build_program
 
         if jax.default_backend() != platform:

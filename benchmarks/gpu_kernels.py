@@ -218,7 +218,7 @@ def main() -> int:
     validate(config, arguments.config)
     import jax
 
-    from mjax.step.kernels import with_kernel
+    from mjax.step.layout import with_kernel
 
     kernel = with_kernel(config).model.attention
     rows, total = measured(config, kernel, arguments.rounds)

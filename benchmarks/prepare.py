@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.command import check_counts, check_peers, in_one_sentence
 from mjax.commands.prepare import PrepareArguments, prepare
 from mjax.data.corpus import TextFiles
+from mjax.data.gigatoken import SWITCH
 from mjax.data.tokenizers import load_tokenizer
-from mjax.data.tokenizers.kinds import SWITCH
 from mjax.errors import UsageError
 
 _tokenizer = None

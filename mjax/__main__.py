@@ -9,15 +9,14 @@ def main() -> None:
     """Run the command line, after setting up the process for this machine."""
     restart_with_huge_pages()  # before imports that would be made twice
     try:
-        from mjax.cluster import launch, xla_flags
+        from mjax.cluster.launch import claim_gpu_memory
         from mjax.commands import cli
     except ModuleNotFoundError as error:
         if error.name.split(".")[0] == "mjax":
             raise
         sys.exit(f"mjax: error: the package {error.name} is not installed; install mjax again, with what it needs")
 
-    launch.claim_gpu_memory()
-    xla_flags.be_fast()
+    claim_gpu_memory()
     sys.exit(cli.main())
 
 

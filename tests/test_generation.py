@@ -24,8 +24,8 @@ from mjax.errors import UsageError
 from mjax.generation import text as generation
 from mjax.generation.generate import Generator, Sampling, inference_weights, layers_of
 from mjax.models.build import build_model
+from mjax.models.decoding import KeyValues, attend_cached, decode, prefill
 from mjax.models.gpt.model import GPT
-from mjax.models.parts.attention import KeyValues, attend_cached
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.zero import cut_into_chunks
@@ -121,10 +121,10 @@ def test_cache_gives_logits_of_full_forward(ranks, changes):
         layout = lay_out(config, mesh)
         weights = inference_weights(config, layout, model)
         layers = layers_of(config, layout, weights)
-        row, cached = weights.prefill(prompts, jnp.asarray(lengths), 16, layers, config.across)
+        row, cached = prefill(weights, prompts, jnp.asarray(lengths), 16, layers, config.across)
         rows, read = [row], jnp.asarray(lengths)
         for _ in range(steps):
-            row, cached = weights.decode(tokens[jnp.arange(3), read], cached, read, layers)
+            row, cached = decode(weights, tokens[jnp.arange(3), read], cached, read, layers)
             rows, read = [*rows, row], read + 1
         return jnp.stack(rows, 1), model(tokens)
 

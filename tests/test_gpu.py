@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mjax.config.kernels import FLASH_INTERPRETED
 from mjax.data.sources import open_data
-from mjax.models.parts.attention_kernels import FLASH_INTERPRETED, attend
+from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 import tensorstore as ts
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from mjax.config.pattern import LAYERS
 from mjax.errors import RunError, UsageError
+from mjax.parallel.weights import are_stacked
 from mjax.utils.names import leaf_name
 
 CHUNK_BYTES = 1 << 26
@@ -33,16 +35,17 @@ def open_array(store: Path, name: str, create: dict[str, Any] | None = None) -> 
     return ts.open(spec | {"metadata": create, "store_data_equal_to_fill_value": True}, create=True).result()
 
 
-def write_array(store: Path, name: str, leaf: Any, read: Callable[[int, int], np.ndarray]) -> None:
+def write_array(store: Path, name: str, leaf: Any, stacked: bool, read: Callable[[int, int], np.ndarray]) -> None:
     """Add an array to the folder of a field, a chunk at a time: of one layer at most, and of `CHUNK_BYTES`.
 
     Args:
       store: the folder.
       name: of the array.
       leaf: its shape and dtype.
+      stacked: whether its first dim is layers.
       read: takes where a block of the first dim begins and ends.
     """
-    chunk = [1 if STACKED in name else leaf.shape[0], *leaf.shape[1:]]
+    chunk = [1 if stacked else leaf.shape[0], *leaf.shape[1:]]
     while math.prod(chunk) * leaf.dtype.itemsize > CHUNK_BYTES:
         largest = chunk.index(max(chunk))
         chunk[largest] = -(-chunk[largest] // 2)
@@ -105,6 +108,13 @@ def named(tree: Any, field: str | None = None) -> dict[str, Any]:
     return named
 
 
+def stacked_names(tree: Any, field: str | None = None) -> set[str]:
+    """Names, as in `named`, of the arrays whose card has a layer dim: it is their first, or two with chunks."""
+    weights = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Param))
+    cards = (are_stacked(node) if isinstance(node, nnx.Param) else [False] for node in weights)
+    return {name for name, stacked in zip(named(tree, field), itertools.chain(*cards), strict=True) if stacked}
+
+
 def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """One folder per field: {'model.up': x, 'step': y} → {'model': {'model.up': x}, 'step': {'step': y}}."""
     fields: dict[str, dict[str, Any]] = {}
@@ -118,14 +128,8 @@ def by_field(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # same order in memory and on disk.
 
 
-STACKED = f".{LAYERS}."
-"""In the name of an array of which dim 0 is the layers."""
-
-
-def _same_layers(name: str, stored: Sequence[int], wanted: Sequence[int]) -> bool:
+def _same_layers(stored: Sequence[int], wanted: Sequence[int]) -> bool:
     """Whether two shapes of stacked layers differ only in how the layers are split into chunks."""
-    if STACKED not in name:
-        return False
     flat, others = sorted((list(stored), list(wanted)), key=len)
     if len(flat) == len(others):  # split differently in both
         return flat[2:] == others[2:] and math.prod(flat[:2]) == math.prod(others[:2])
@@ -153,11 +157,13 @@ def reshape(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(lambda x: x.reshape(leaf.shape), out_shardings=leaf.sharding, donate_argnums=0)(array)
 
 
-def chunks_on_disk(path: tuple, array: jax.Array) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+def chunks_on_disk(
+    stacked: set[str], path: tuple, array: jax.Array
+) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
     """Large arrays are stored in chunks, of one layer at most, so that `read_in_blocks` can read one."""
     if array.nbytes <= CHUNK_BYTES:
         return None
-    layers = (0,) if STACKED in path[-1].key else None
+    layers = (0,) if path[-1].key in stacked else None
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=CHUNK_BYTES, shard_axes=layers)
 
 
@@ -166,8 +172,12 @@ def type_and_shape(array: Any) -> list:
     return [str(array.dtype), list(array.shape)]
 
 
-def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field: str | None) -> None:
+def check_fits(
+    step: int, stored: dict[str, list], wanted: dict[str, Any], stacked: set[str], field: str | None
+) -> None:
     """Compare the arrays of checkpoint `step`, as in its manifest, with those `wanted` by name.
+
+    Of those that are `stacked`, the layers may be split into other chunks.
 
     Raises:
       UsageError: one is missing, of another shape or dtype, or not wanted; in `field` only, if given.
@@ -179,7 +189,7 @@ def check_fits(step: int, stored: dict[str, list], wanted: dict[str, Any], field
             needed = f"this config needs one of shape {tuple(shape)}"
             raise UsageError(f"checkpoint {step} has no {name}, {needed}; {advice}")
         stored_dtype, stored_shape = stored[name]
-        if stored_shape != shape and not _same_layers(name, stored_shape, shape):
+        if stored_shape != shape and not (name in stacked and _same_layers(stored_shape, shape)):
             has, needs = tuple(stored_shape), tuple(shape)
             raise UsageError(f"checkpoint {step} has {name} of shape {has}, this config needs {needs}; {advice}")
         if stored_dtype != dtype:  # Orbax would convert silently

@@ -126,7 +126,6 @@ class Checkpoints:
         self.on_notice = on_notice
         # Orbax compiles a program for each shape whose writing replicas share: seconds, for arrays of a few bytes.
         self._saving = ocp.Context()
-        self._saving.array.saving.scoped_storage_options_creator = arrays.chunks_on_disk
         self._saving.array.saving.min_slice_bytes_for_replica_parallel = REPLICA_SLICE_BYTES
         # If folders are created in the background and that fails, threads wait for them for 300 s.
         self._saving.async_options.create_directories_asynchronously = False
@@ -172,7 +171,7 @@ class Checkpoints:
         step = from_first(max(self.steps(), default=-1) + 1)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         array = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
-        self._begin(_Save(step, self._discard), {"trial.array": array})
+        self._begin(_Save(step, self._discard), {"trial": array})
         error = self._outcome()
         if is_first() and not existed:
             with contextlib.suppress(OSError):
@@ -206,7 +205,7 @@ class Checkpoints:
         for then in ("trying it again", None) if last else ("the next save is tried",):
             finish = functools.partial(self._publish, step, host is not None, rotate, time.monotonic())
             second = self._error is not None
-            if not self._begin(_Save(step, finish, None if second else then, host), arrays.named(state)):
+            if not self._begin(_Save(step, finish, None if second else then, host), state):
                 return
             if last or second:
                 self.settle()
@@ -258,9 +257,11 @@ class Checkpoints:
         finally:
             self._writer.shutdown()
 
-    def _begin(self, save: _Save, leaves: dict[str, jax.Array]) -> bool:
+    def _begin(self, save: _Save, state: Any) -> bool:
         """Start to write a checkpoint; False if it exists. `_outcome` returns what goes wrong, also here."""
-        error, exists, response = None, False, None
+        error, exists, response, leaves = None, False, None, arrays.named(state)
+        chunks = functools.partial(arrays.chunks_on_disk, arrays.stacked_names(state))
+        self._saving.array.saving.scoped_storage_options_creator = chunks
         if is_first():
             try:
                 exists = save.step in self._sound()
@@ -526,15 +527,15 @@ class Checkpoints:
                 raise RunError(f"process 0 found no checkpoint in {self.folder} that can be used; its message says why")
             return chosen
         try:
-            chosen = self._choose(arrays.named(target, field), step, field)
+            chosen = self._choose(target, step, field)
         except Exception:
             from_first(-1)  # the others wait for an answer
             raise
         return from_first(chosen)
 
-    def _choose(self, wanted: dict[str, Any], step: int | None, field: str | None) -> int:
-        """The newest checkpoint that is intact and fits `wanted`, or `step` if it is."""
-        there = self.steps()
+    def _choose(self, target: Any, step: int | None, field: str | None) -> int:
+        """The newest checkpoint that is intact and fits `target`, or `step` if it is."""
+        wanted, stacked, there = arrays.named(target, field), arrays.stacked_names(target, field), self.steps()
         if not there:
             raise UsageError(f"{self.folder} has no checkpoint; give a run that has saved one")
         if step is not None and step not in there:
@@ -544,7 +545,7 @@ class Checkpoints:
             folder = self.folder / str(candidate)
             try:
                 manifest = folders.read_manifest(folder, self.on_notice)
-                arrays.check_fits(candidate, manifest["arrays"], wanted, field)
+                arrays.check_fits(candidate, manifest["arrays"], wanted, stacked, field)
                 self._check(folder, manifest["files"], field)
             except Unusable as error:
                 unusable[candidate] = error

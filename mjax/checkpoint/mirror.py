@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -31,7 +32,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from mjax.checkpoint.store_lock import LOCK, StoreLock, parse, watch
 from mjax.errors import RunError, UsageError
 from mjax.utils import stores
 from mjax.utils.files import open_no_link, path_below, rename, set_aside, take_lock, write_whole
-from mjax.utils.stores import ADDRESS, FETCHED, Store, address_of, alone, mirror_of, modified, to_stderr, version
+from mjax.utils.stores import FETCHED, Store, address_of, alone, is_address, mirror_of, modified, to_stderr, version
 
 COMMIT = "commit_success.txt"
 """The mark of a checkpoint that is complete, of Orbax's name."""
@@ -72,25 +73,24 @@ def localized(argv: Iterable[str], also: bool = False, trains: bool = False) -> 
       UsageError: a bucket is not there or cannot be read, or a package is missing.
       RunError: a store does not answer.
     """
-    words, before = [], ""
+    words, flag = [], ""
     for word in argv:
-        flag, equals, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if word.startswith("--") and not equals:
-            words.append(word)
-            before = word
-            continue
-        kind, _, rest = value.partition("run:")
-        if flag == "--tokenizer" and not kind and ADDRESS.fullmatch(rest):
-            value = f"run:{local_run(rest)}"
-        elif ADDRESS.fullmatch(value) and flag == "--runs":
-            value = str(mirror_of(value))
-        elif ADDRESS.fullmatch(value) and trains and flag in TO_TRAIN:
-            value = str(run_to_train(value))
-        elif ADDRESS.fullmatch(value) and (also or flag in TO_READ):
-            value = str(local_run(value))
-        words.append(f"{flag}={value}" if equals else value)
-        before = ""
+        name, equals, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag = name if word.startswith("--") and not equals else ""
+        local = _local_value(name, value, also, trains)
+        words.append(f"{name}={local}" if equals else flag or local)
     return words
+
+
+def _local_value(flag: str, value: str, also: bool, trains: bool) -> str:
+    prefix = "run:" if flag == "--tokenizer" and value.startswith("run:") else ""
+    if not is_address(address := value.removeprefix(prefix)):
+        return value
+    if flag == "--runs":
+        return str(mirror_of(address))
+    if trains and flag in TO_TRAIN:
+        return str(run_to_train(address))
+    return f"{prefix}{local_run(address)}" if prefix or also or flag in TO_READ else value
 
 
 # --- From the store ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def fetch_all(runs: Path) -> list[Path] | None:
     """
     if (address := address_of(runs)) is None:
         return None
-    names = {*Store.of(address, to_stderr).folders(address), *(file.parent.name for file in runs.glob("*/config.json"))}
+    names = {*Store(address, to_stderr).folders(address), *(file.parent.name for file in runs.glob("*/config.json"))}
     with ThreadPoolExecutor(16) as pool:
         folders = pool.map(lambda name: fetch(runs / name, to_stderr, to_list=True), sorted(names))
         return [folder for folder in folders if (folder / "config.json").is_file()]
@@ -135,7 +135,7 @@ def fetch(folder: Path, say: Callable[[str], None], to_list: bool = False, tries
         return folder
     readable = written = mirror_of(address)
     if not is_locked(written):
-        store = Store.of(address, say)
+        store = Store(address, say)
         objects = store.files(address)
         if not _is_ahead(written, address, objects, store.say):
             readable = mirror_of(address, FETCHED)
@@ -162,7 +162,7 @@ def run_to_train(run: str | Path, say: Callable[[str], None] = to_stderr) -> Pat
         return folder
     with alone(folder), alone(cache):
         # Another process of this run may have been faster.
-        if cache.is_dir() and not is_locked(folder) and _index(folder) != _index(cache):
+        if cache.is_dir() and not is_locked(folder) and Index(folder) != Index(cache):
             _clear(folder, cache, say)
             folder.parent.mkdir(parents=True, exist_ok=True)
             rename(cache, folder)
@@ -191,7 +191,7 @@ def bring(
             say(f"reading checkpoint {checkpoint.name} from {address}: {total / 1e6:,.1f} MB")
             with contextlib.suppress(FileNotFoundError):  # the check that follows says which
                 pairs = [(f"{address}/{name}", path_below(checkpoint, name)) for name in missing]
-                Store.of(address, say).get(pairs)
+                Store(address, say).get(pairs)
     return bool(missing)
 
 
@@ -213,7 +213,7 @@ def folders_of(folder: Path) -> list[Path]:
 
 def is_running_elsewhere(folder: Path) -> bool:
     """True if the run in a store had given a sign of life shortly before it was fetched, if the clocks agree."""
-    return address_of(folder) is not None and time.time() - _index(folder).get("beat", 0.0) < LAG
+    return address_of(folder) is not None and time.time() - Index(folder).beat < LAG
 
 
 def remove_there(folder: Path, dry: bool = False) -> int:
@@ -228,7 +228,7 @@ def remove_there(folder: Path, dry: bool = False) -> int:
     """
     if (address := address_of(folder)) is None:
         return 0
-    store = Store.of(address, to_stderr)
+    store = Store(address, to_stderr)
     objects = store.files(address)
     if not dry:
         if LOCK in objects:
@@ -241,21 +241,21 @@ def remove_there(folder: Path, dry: bool = False) -> int:
 
 def _is_ahead(written: Path, address: str, objects: Mapping[str, Any], say: Callable[[str], None]) -> bool:
     """True if the folder that this machine writes has what the store has, and perhaps more."""
-    here, marked = steps_in(written / "checkpoints"), _complete_steps(objects, address, say)
+    here, marked, index = steps_in(written / "checkpoints"), _complete_steps(objects, address, say), Index(written)
     if marked:
-        newest, known = _manifest(marked[-1]), _read_known(written)
-        if known.get(newest, [None])[0] != version(objects[newest]):
+        newest = _manifest(marked[-1])
+        if index.get(newest, [None])[0] != version(objects[newest]):
             return False  # this machine has never had it
-        if here[-1:] < marked[-1:] and not _names_here(written, marked[-1], known):
+        if here[-1:] < marked[-1:] and not _names_here(index, marked[-1]):
             return False  # it was removed here, and nothing newer was saved
     if here and here[-1] > max(marked, default=-1):
         say(f"checkpoint {here[-1]} of {address} is on this machine only; it is used, and copied by the next training")
     return bool(here) or (written / "config.json").is_file()
 
 
-def _names_here(folder: Path, step: int, known: Mapping[str, list]) -> list[str]:
+def _names_here(index: Index, step: int) -> list[str]:
     """The name of a checkpoint that the store has, or had, in a run here: another one if it was set aside."""
-    checkpoints, copied = folder / "checkpoints", known.get(_manifest(step), [])[1:]
+    checkpoints, copied = index.folder / "checkpoints", index.get(_manifest(step), [])[1:]
     # Not N.deleting or N.writing.
     files = [entry / MANIFEST for entry in (checkpoints / str(step), *checkpoints.glob(f"{step}.*[!g]"))]
     return [file.parent.name for file in files if file.is_file() and _stat(file) == copied]
@@ -269,23 +269,23 @@ def _is_fetched(name: str) -> bool:
 def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any], to_list: bool) -> None:
     """Make the cache of a run what the store has."""
     with alone(cache):
-        known, marked = _read_known(cache), _complete_steps(objects, address, store.say)
+        index, marked = Index(cache), _complete_steps(objects, address, store.say)
         used = {*filter(_is_fetched, objects), *map(_manifest, marked)}
         listed = {name for name in used if "/" not in name and not name.endswith(".png")}
         wanted = listed.union(map(_manifest, marked[-1:])) if to_list else used
-        new = [name for name in sorted(wanted) if not _is_known(cache, name, known, version(objects[name]))]
+        new = [name for name in sorted(wanted) if not index.has(name, version(objects[name]))]
         for step in {*steps_in(cache / "checkpoints"), *marked}:
-            if not _is_known(cache, name := _manifest(step), known, version(objects.get(name, NONE))):
+            if not index.has(name := _manifest(step), version(objects.get(name, NONE))):
                 shutil.rmtree(cache / "checkpoints" / str(step), ignore_errors=True)
         for name in sorted({*_files_of(cache)} - used):
             (cache / name).unlink()
         store.get([(f"{address}/{name}", path_below(cache, name)) for name in new])
         for name in new:
             os.utime(cache / name, (modified(objects[name]),) * 2)
+            index.note(name, version(objects[name]))
         if wanted:
-            fetched = {name: [version(objects[name]), *_stat(cache / name)] for name in new}
-            files = {name: about for name, about in (known | fetched).items() if name in used}
-            _save(cache, files, beat=modified(objects[LOCK]) if LOCK in objects else 0.0)
+            index.drop(index.keys() - used)
+            index.save(beat=modified(objects[LOCK]) if LOCK in objects else 0.0)
         else:
             shutil.rmtree(cache, ignore_errors=True)
 
@@ -293,10 +293,10 @@ def _refresh(cache: Path, address: str, store: Store, objects: Mapping[str, Any]
 def _clear(folder: Path, cache: Path, say: Callable[[str], None]) -> None:
     """Remove a folder that this machine wrote if all of it is, or was, in the store, whose run is a later state of the
     same; else set it aside."""
-    checkpoints, known = folder / "checkpoints", _read_known(folder)
+    checkpoints, index = folder / "checkpoints", Index(folder)
     entries = [entry.name for entry in checkpoints.iterdir() if entry.is_dir()] if checkpoints.is_dir() else []
     names = [*_files_of(folder), *(f"checkpoints/{name}/{MANIFEST}" for name in entries)]
-    if _first_record(folder) in (b"", _first_record(cache)) and all(_is_known(folder, name, known) for name in names):
+    if _first_record(folder) in (b"", _first_record(cache)) and all(map(index.has, names)):
         shutil.rmtree(folder, ignore_errors=True)
     else:
         aside = set_aside(folder, "not-copied")
@@ -342,27 +342,38 @@ def _files_of(folder: Path) -> Iterator[str]:
                 yield name
 
 
-def _index(folder: Path) -> dict[str, Any]:
-    """The record of what the store has of a folder, or had."""
-    with contextlib.suppress(OSError):
-        return parse((folder / INDEX).read_bytes())
-    return {}
+class Index(dict[str, list]):
+    """The files of a folder that the store has, or had: version there, size and time here, by name.
 
+    Attributes:
+      folder: local, of a run.
+      beat: when the process that trains it gave a sign of life, in seconds since 1970.
+    """
 
-def _read_known(folder: Path) -> dict[str, list]:
-    """Version there, and size and time here, of each file that the store has, or had."""
-    files = _index(folder).get("files")
-    return files if isinstance(files, dict) else {}
+    def __init__(self, folder: Path):
+        self.folder, values = folder, {}
+        with contextlib.suppress(OSError):
+            values = parse((folder / INDEX).read_bytes())
+        super().__init__(files if isinstance(files := values.get("files"), dict) else {})
+        self.beat = values.get("beat", 0.0)
 
+    def has(self, name: str, there: str | None = None) -> bool:
+        """True if the store has, or had, a local file as it is now; perhaps in the version `there`."""
+        file, (of_store, *of_file) = self.folder / name, self.get(name, [None])
+        return file.is_file() and of_file == _stat(file) and there in (None, of_store)
 
-def _is_known(folder: Path, name: str, known: Mapping[str, list], there: str | None = None) -> bool:
-    """True if the store has, or had, a local file as it is now; perhaps in the version `there`."""
-    file, (of_store, *of_file) = folder / name, known.get(name, [None])
-    return file.is_file() and of_file == _stat(file) and there in (None, of_store)
+    def note(self, name: str, there: str) -> None:
+        """Note that the store has a file as it is here, in a version."""
+        self[name] = [there, *_stat(self.folder / name)]
 
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget files."""
+        for name in [*names]:
+            self.pop(name, None)
 
-def _save(folder: Path, files: Mapping[str, list], **more: Any) -> None:
-    write_whole(folder / INDEX, json.dumps({"files": files, **more}))
+    def save(self, **more: Any) -> None:
+        """Write the record, with `more` values."""
+        write_whole(self.folder / INDEX, json.dumps({"files": self, **more}))
 
 
 def _size(file: Path) -> int:
@@ -372,6 +383,11 @@ def _size(file: Path) -> int:
 def _stat(file: Path) -> list[int]:
     about = file.stat()
     return [about.st_size, about.st_mtime_ns]
+
+
+def _lacking(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> list[str]:
+    """The names that a store does not list with these sizes."""
+    return [name for name, size in sizes.items() if listed.get(name, NONE)["size"] != size]
 
 
 def _why_incomplete(folder: Path, sizes: Mapping[str, int]) -> str:
@@ -407,9 +423,9 @@ class Mirror:
     """
 
     def __init__(self, folder: Path, address: str, say: Callable[[str], None]):
-        self.folder, self.address, self.store = folder, address, Store.of(address, say)
+        self.folder, self.address, self.store = folder, address, Store(address, say)
         self.lock, self.uploading = StoreLock(self.store, address), None
-        self._known, self._looked, self._sent = _read_known(folder), 0.0, 0
+        self._index, self._looked, self._sent = Index(folder), 0.0, 0
         self._due: set[int] = set()
         self._failed: dict[str, str] = {}  # what the last attempt did not copy, and why
         self._ended, self._wake = threading.Event(), threading.Event()
@@ -423,15 +439,14 @@ class Mirror:
 
     def __enter__(self) -> Mirror:
         objects, here = self.store.files(self.address), steps_in(self.folder / "checkpoints")
-        there, self._known = _steps(objects), {name: self._known[name] for name in self._known if name in objects}
+        there = _steps(objects)
+        self._index.drop(self._index.keys() - objects.keys())
         self.store.patience = 0.0  # from here on a failure is for the next attempt
-        for step, files in there.items():
-            newer = step > max(here, default=-1) and _manifest(step) not in self._known
-            if newer and {COMMIT, MANIFEST} <= files.keys():
-                self.lock.release()
-                raise UsageError(f"{self.address} has got checkpoint {step} meanwhile; type the same command again")
-        copied = [step for step in here if _is_known(self.folder, _manifest(step), self._known)]
-        self._due = {step for step in here if step not in copied or COMMIT not in there.get(step, ())}
+        newest = max(_complete_steps(objects, self.address, self.store.say), default=-1)
+        if newest > max(here, default=-1) and _manifest(newest) not in self._index:
+            self.lock.release()
+            raise UsageError(f"{self.address} has got checkpoint {newest} meanwhile; type the same command again")
+        self._due = {step for step in here if not self._index.has(_manifest(step)) or COMMIT not in there.get(step, ())}
         threading.Thread(target=self._beat_until_released, name="beats", daemon=True).start()
         self._copies.start()
         return self
@@ -481,30 +496,26 @@ class Mirror:
 
     def _copy_until_ended(self) -> None:
         """In a thread: copy what is due, again and again, with growing pauses while the store fails."""
-        pause, left = 1.0, None  # the next pause, and at the end the seconds of all that follow
+        pause, end = 1.0, math.inf  # after the next failure, and of patience
         while not self.lost:
-            begun, sent = time.monotonic(), self._sent
-            if self._ended.is_set() and left is None:
-                pause, left = 1.0, stores.PATIENCE
-            self._failed = {}
+            begun, sent, ending, self._failed = time.monotonic(), self._sent, self._ended.is_set(), {}
             for step in sorted(self._due, reverse=True):
                 self._attempt(f"checkpoint {step}", partial(self._upload, step))
-            self._attempt("its metrics and settings", partial(self._copy_files, everything=left is not None))
+            self._attempt("its metrics and settings", partial(self._copy_files, everything=ending))
             self._attempt("its rotation", self._rotate)
-            if left is not None and (left <= 0 or not (self._failed or self._due)):
+            if sent < self._sent:
+                end += time.monotonic() - begun  # the time of uploads that go on does not count
+            if (ending and not (self._failed or self._due)) or time.monotonic() >= end:
                 return
-            wait = EVERY if left is None else 0.0
-            begun = begun if sent == self._sent else time.monotonic()  # the time of uploads that go on does not count
+            if ending and end == math.inf:
+                pause, end = 1.0, time.monotonic() + stores.PATIENCE
+            wait = EVERY
             if self._failed:
-                wait = pause * random.uniform(1, 1.25) if left is None else min(pause * random.uniform(1, 1.25), left)
-                pause = min(2 * pause, stores.MAX_PAUSE)
+                wait = pause * random.uniform(1, 1.25)
                 self._attempt("a new connection", self.store.reconnect)
-            else:
-                pause = 1.0
-            self._wake.wait(wait)
+            pause = min(2 * pause, stores.MAX_PAUSE) if self._failed else 1.0
+            self._wake.wait(min(wait, end - time.monotonic()))
             self._wake.clear()
-            if left is not None:
-                left -= time.monotonic() - begun
 
     def _attempt(self, what: str, call: Callable[[], None]) -> None:
         if self.lost:
@@ -519,8 +530,8 @@ class Mirror:
 
     def _upload(self, step: int) -> None:
         """Copy a checkpoint; it is due until the store lists all of it."""
-        there, prefix, begun = f"{self.address}/checkpoints/{step}", f"checkpoints/{step}/", time.monotonic()
-        folder = self.folder / prefix
+        prefix, begun = f"checkpoints/{step}/", time.monotonic()
+        there, folder = f"{self.address}/{prefix}", self.folder / prefix
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {file.relative_to(folder).as_posix(): _size(file) for file in files}
         if why := _why_incomplete(folder, sizes):
@@ -529,17 +540,16 @@ class Mirror:
             return
         self.uploading = step
         try:
-            before = self.store.files(there)
-            has_sizes = self._lacks(before, sizes) is None
-            is_there = has_sizes and self.store.read(f"{there}/{MANIFEST}") == (folder / MANIFEST).read_bytes()
+            before, manifest = self.store.files(there), (folder / MANIFEST).read_bytes()
+            is_there = not _lacking(before, sizes) and self.store.read(there + MANIFEST) == manifest
             if not is_there:
                 self._put_checkpoint(prefix, sizes, before)
             listed = self._check_listed(there, sizes)
         finally:
             self.uploading = None
-        self._known = {name: about for name, about in self._known.items() if not name.startswith(prefix)}
-        self._known[_manifest(step)] = [version(listed[MANIFEST]), *_stat(folder / MANIFEST)]
-        _save(self.folder, self._known)
+        self._index.drop(name for name in self._index if name.startswith(prefix))
+        self._index.note(prefix + MANIFEST, version(listed[MANIFEST]))
+        self._index.save()
         self._due.discard(step)
         if not is_there:
             size, seconds = sum(sizes.values()) / 1e6, time.monotonic() - begun
@@ -550,54 +560,42 @@ class Mirror:
         there = f"{self.address}/{prefix}"
         self.lock.beat()  # the run is still this process's
         # Of an upload that was killed, or a step that is trained again: first it is not a checkpoint any more.
-        old = [COMMIT, MANIFEST, *(name for name in before if name not in sizes)]
+        old = [COMMIT, MANIFEST, *sorted(before.keys() - sizes)]
         self.store.remove([there + name for name in old if name in before])
         data = [name for name in sizes if name not in (MANIFEST, COMMIT)]
-        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # tells it from a folder of the user's
-        for name in data:
-            if self._lacks(before, {name: sizes[name]}):
-                self._known.pop(prefix + name, None)
-        self._send_in_groups([prefix + name for name in data])
-        self._check_listed(there.rstrip("/"), {name: sizes[name] for name in data})
-        self._send(name for name in _files_of(self.folder) if NEEDED.match(name))
+        data.sort(key=lambda name: name != MADE_BY_ORBAX)  # alone: it tells a checkpoint from a folder of the user's
+        self._index.drop(prefix + name for name in _lacking(before, sizes))
+        for start in (0, *range(1, len(data), stores.TOGETHER)):
+            self._send([prefix + name for name in data[start : start + stores.TOGETHER if start else 1]])
+            if time.monotonic() - self._looked > EVERY:
+                self._attempt("its metrics and settings", self._copy_files)
+        self._check_listed(there, {name: sizes[name] for name in data})
+        self._send([name for name in _files_of(self.folder) if NEEDED.match(name)])
         self._attempt("its metrics and settings", partial(self._copy_files, everything=True))
         self.lock.beat()  # the run is still this process's
         for name in (MANIFEST, COMMIT):
             self.store.put([(self.folder / prefix / name, there + name)])
 
-    def _send_in_groups(self, names: list[str]) -> None:
-        """Copy files, the first one alone; meanwhile also what has changed in the rest of the run."""
-        for start in (0, *range(1, len(names), stores.TOGETHER)):
-            self._send(names[start : start + stores.TOGETHER if start else 1])
-            if time.monotonic() - self._looked > EVERY:
-                self._attempt("its metrics and settings", self._copy_files)
-
     def _check_listed(self, there: str, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """What the store lists, once it lists files of these sizes."""
         end = time.monotonic() + LAG
-        while missing := self._lacks(listed := self.store.files(there), sizes):
+        while missing := _lacking(listed := self.store.files(there), sizes):
             if time.monotonic() > end:
-                raise RunError(f"the store does not list {there}/{missing} with its {sizes[missing]:,} bytes")
+                raise RunError(f"the store does not list {there}{missing[0]} with its {sizes[missing[0]]:,} bytes")
             time.sleep(min(LAG / 30, 2.0))
         return listed
 
-    @staticmethod
-    def _lacks(listed: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
-        return next((name for name, size in sizes.items() if listed.get(name, {}).get("size") != size), None)
-
     def _rotate(self) -> None:
         """Remove or rename the checkpoints in the store that were removed or renamed here, once the newest is there."""
-        checkpoints, beaten = self.folder / "checkpoints", False
-        here = steps_in(checkpoints)
+        here = steps_in(self.folder / "checkpoints")
         if not here or here[-1] in self._due:  # a run that trains has one, unless somebody else removes files here
             return
-        for step, files in _steps(self.store.files(self.address)).items():
-            there, unknown = f"{self.address}/checkpoints/{step}", _manifest(step) not in self._known
-            if step in here or MADE_BY_ORBAX not in files or (COMMIT in files and unknown):
+        old = {step: files for step, files in _steps(self.store.files(self.address)).items() if step not in here}
+        for step, files in old.items():
+            if MADE_BY_ORBAX not in files or (COMMIT in files and _manifest(step) not in self._index):
                 continue
-            if not beaten:
-                self.lock.beat()  # the run is still this process's
-                beaten = True
-            renamed = _names_here(self.folder, step, self._known)
+            self.lock.beat()  # the run is still this process's
+            there, renamed = f"{self.address}/checkpoints/{step}", _names_here(self._index, step)
             self.store.remove([f"{there}/{COMMIT}"])  # first it is not a checkpoint any more
             order = {MANIFEST: 1, MADE_BY_ORBAX: 3}  # the last one tells what remains of a killed rotation
             for name in sorted(files.keys() - {COMMIT}, key=lambda name: order.get(name, 2)):
@@ -608,25 +606,25 @@ class Mirror:
 
     # --- Other files --------------------------------------------------------------------------------------------------
 
-    def _send(self, names: Iterable[str]) -> None:
+    def _send(self, names: Sequence[str]) -> None:
         """Copy files of the run that have changed since they were copied."""
         if self.lost or time.monotonic() - self.lock.beaten > LAG / 2:
             self.lock.beat()  # the run is still this process's
-        changed = [name for name in names if not _is_known(self.folder, name, self._known)]
+        changed = [name for name in names if not self._index.has(name)]
         now = {name: ["", *_stat(self.folder / name)] for name in changed}
         self.store.put([(self.folder / name, f"{self.address}/{name}") for name in changed])
-        self._known |= now
+        self._index |= now
         self._sent += len(changed)
 
     def _copy_files(self, everything: bool = False) -> None:
         """Copy the files that have changed, and remove those that are gone; large ones if `everything` is due."""
         self._looked, names = time.monotonic(), list(_files_of(self.folder))
-        self._send(name for name in names if everything or _size(self.folder / name) <= LARGE)
-        for name in [name for name in self._known if name not in names and not IN_CHECKPOINT.match(name)]:
+        self._send([name for name in names if everything or _size(self.folder / name) <= LARGE])
+        for name in [name for name in self._index if name not in names and not IN_CHECKPOINT.match(name)]:
             self.store.remove([f"{self.address}/{name}"])
-            del self._known[name]
+            del self._index[name]
         if everything:
-            _save(self.folder, self._known)
+            self._index.save()
 
     # --- One process trains in a run ----------------------------------------------------------------------------------
 

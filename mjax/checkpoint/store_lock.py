@@ -53,7 +53,7 @@ class StoreLock:
         attempt = 0
         while parse(held := self.store.read(self.lock)).get("token") != self.token:
             if held is None:
-                if self._create(self.lock) and self._ignores_conditions():
+                if self._create(self.lock) and self.store.create(self.lock, self._state()):  # although it is there
                     self.store.say(
                         f"{self.address} is in a store without conditional writes: two processes that start in the "
                         "same second may both train until one of them reads the lock of the other"
@@ -92,20 +92,9 @@ class StoreLock:
 
     def _create(self, address: str) -> bool:
         """Write the state of this process if there is no object; True if there is the one that this process wrote."""
-        try:
-            return self.store.create(address, self._state()) or (
-                parse(self.store.read(address)).get("token") == self.token  # the answer was lost
-            )
-        except NotImplementedError:
-            self.store.write(address, self._state())
-            return True
-
-    def _ignores_conditions(self) -> bool:
-        """True if the store writes an object again that is to be written only if it is not there."""
-        try:
-            return self.store.create(self.lock, self._state())
-        except NotImplementedError:
-            return True
+        return self.store.create(address, self._state()) or (
+            parse(self.store.read(address)).get("token") == self.token  # the answer was lost
+        )
 
     def _state(self) -> bytes:
         about = {"host": socket.gethostname(), "process": os.getpid(), "beat": self._beats, "token": self.token}

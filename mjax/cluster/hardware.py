@@ -7,7 +7,7 @@ both read it. No JAX is imported.
 A server is described as NVIDIA builds it: its GPUs, the link between them, and the network cards they share. For other
 servers use --devices-per-node and --network of `mjax plan`.
 
-To add a GPU, define a `Gpu` and add it to `GPUS`: its name in `device_kinds` is what `python -c "import jax;
+To add a GPU, add a row to `DATA_SHEETS`: its name in JAX is what `python -c "import jax;
 print(jax.devices()[0].device_kind)"` prints, and its peaks are the dense ones, without sparsity.
 """
 
@@ -101,143 +101,68 @@ class Gpu:
         return "bf16" if "bf16" in self.peak_tflops else "fp16"
 
 
-def _peaks(sixteen_bit: float, fp32: float, bf16: bool = True, fp8: float | None = None) -> dict[str, float]:
-    """Peaks by compute dtype; V100 has no bf16, and GPUs before Ada and Hopper have no float8."""
-    peaks = {"fp16": sixteen_bit, "fp32": fp32}
-    peaks = {"bf16": sixteen_bit, **peaks} if bf16 else peaks
-    return peaks if fp8 is None else {**peaks, "fp8": fp8}
+# Sources: NVIDIA's data sheets of each GPU and of its server. Memory is the total that nvidia-smi prints, slightly
+# below the round number. All latencies: NCCL's own model of its ring with the protocol Simple (NVIDIA/nccl,
+# src/graph/tuning.cc, hwLat). Links are one way, and data sheets give both ways; those of PCIe are of 16 lanes, 15.75,
+# 31.5 and 63 GB/s without the encoding of the bits. Data sheets from H100 on have peaks with sparsity, twice as large.
+#
+#   v100, v100-16gb   January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four 100 Gb/s network cards
+#   v100-dgx2         DGX-2: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch
+#   v100-dgx2h        arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a
+#                     server, 300 GB/s both ways through NVSwitch, 100 GB/s between servers. Memory: clock 958 MHz ×
+#                     4,096 bits × 2, 981 GB/s
+#   a100              June 2021: 312 TFLOP/s of 16 bits, 156 of TF32; 2,039 GB/s. DGX A100 640GB: NVLink 600 GB/s both
+#                     ways, eight 200 Gb/s network cards for compute
+#   a100-40gb         1,555 GB/s. DGX A100 320GB
+#   a100-40gb-pcie    no reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed
+#   a100-pcie         1,935 GB/s. No reference server, as above
+#   h100              2023: 1,978.9 TFLOP/s of FP8, 989.4 of 16 bits, 494.7 of TF32, 3.35 TB/s. DGX H100: NVLink 900
+#                     GB/s both ways, eight 400 Gb/s network cards
+#   h100-pcie         2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s. No reference server, as above
+#   h200              2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s
+#   b200              HGX B200, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32. DGX
+#                     B200: 64 TB/s on eight GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards
+#
+# Columns: compute capability, multiprocessors, MiB; peaks in TFLOP/s of bf16, fp16, fp32 and fp8; GB/s of the memory,
+# between GPUs of a server, of its network cards, and to its memory; GPUs of a server, GB of its memory; names in JAX.
+DATA_SHEETS = """
+v100-16gb       7.0  80  16160     -   125  15.7      -  900 150  50 16  8  512 Tesla V100-SXM2-16GB
+v100            7.0  80  32510     -   125  15.7      -  900 150  50 16  8  512 Tesla V100-SXM2-32GB
+v100-dgx2h      7.0  80  32510     -   130  16.3      -  981 150 100 16 16 1500 Tesla V100-SXM3-32GB-H
+v100-dgx2       7.0  80  32510     -   125  15.7      -  981 150 100 16 16 1500 Tesla V100-SXM3-32GB
+a100-40gb       8.0 108  40536   312   312   156      - 1555 300 200 32  8 1000 NVIDIA A100-SXM4-40GB,A100-SXM4-40GB
+a100            8.0 108  81251   312   312   156      - 2039 300 200 32  8 2000 NVIDIA A100-SXM4-80GB,A100-SXM4-80GB
+a100-40gb-pcie  8.0 108  40536   312   312   156      - 1555  32  25 32  8    - NVIDIA A100-PCIE-40GB,A100-PCIE-40GB
+a100-pcie       8.0 108  81251   312   312   156      - 1935  32  25 32  8    - NVIDIA A100 80GB PCIe
+h100            9.0 132  81559 989.4 989.4 494.7 1978.9 3352 450 400 64  8 2000 NVIDIA H100 80GB HBM3
+h100-pcie       9.0 114  81559 756.5 756.5 378.0 1513.0 2039  64  25 64  8    - NVIDIA H100 PCIe
+h200            9.0 132 143771 989.4 989.4 494.7 1978.9 4800 450 400 64  8 2000 NVIDIA H200
+b200           10.0 148 183359  2250  2250  1125   4500 8000 900 400 64  8    - NVIDIA B200
+"""
 
 
-# Sources: NVIDIA's data sheets of each GPU and of its server, named above it. Memory is the total that nvidia-smi
-# prints, slightly below the round number. All latencies: NCCL's own model of its ring with the protocol Simple
-# (NVIDIA/nccl, src/graph/tuning.cc, hwLat). Links are one way, and data sheets give both ways; those of PCIe are of 16
-# lanes, 15.75, 31.5 and 63 GB/s without the encoding of the bits.
-_PCIE_3, _PCIE_4, _PCIE_5 = 16 * GB, 32 * GB, 64 * GB
+def _gpu(row: str) -> Gpu:
+    name, capability, *numbers, kinds = row.split(maxsplit=14)
+    values = [None if number == "-" else float(number) for number in numbers]
+    multiprocessors, memory, *peaks, memory_bandwidth, node, network, host, gpus, host_memory = values
+    major, minor = capability.split(".")
+    return Gpu(
+        name=name,
+        device_kinds=tuple(kinds.split(",")),
+        compute_capability=(int(major), int(minor)),
+        multiprocessors=int(multiprocessors),
+        memory_bytes=memory * MIB,
+        peak_tflops={kind: peak for kind, peak in zip(("bf16", "fp16", "fp32", "fp8"), peaks, strict=True) if peak},
+        memory_bandwidth=memory_bandwidth * GB,
+        node_bandwidth=node * GB,
+        network_bandwidth_per_node=network * GB,
+        host_bandwidth=host * GB,
+        host_memory_per_node=host_memory and host_memory * GB,
+        gpus_per_node=int(gpus),
+    )
 
-# V100, January 2020: 125 TFLOP/s, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four 100 Gb/s network cards.
-V100 = Gpu(
-    name="v100",
-    device_kinds=("Tesla V100-SXM2-32GB",),
-    compute_capability=(7, 0),
-    multiprocessors=80,
-    memory_bytes=32_510 * MIB,
-    peak_tflops=_peaks(125.0, 15.7, bf16=False),
-    memory_bandwidth=900 * GB,
-    node_bandwidth=150 * GB,
-    network_bandwidth_per_node=50 * GB,
-    host_bandwidth=_PCIE_3,
-    host_memory_per_node=512 * GB,
-)
-V100_16GB = replace(V100, name="v100-16gb", device_kinds=("Tesla V100-SXM2-16GB",), memory_bytes=16_160 * MIB)
-# DGX-2: 2 PFLOP/s on 16 GPUs, eight 100 Gb/s network cards, NVSwitch.
-V100_DGX2 = replace(
-    V100,
-    name="v100-dgx2",
-    device_kinds=("Tesla V100-SXM3-32GB",),
-    memory_bandwidth=981 * GB,
-    gpus_per_node=16,
-    network_bandwidth_per_node=100 * GB,
-    host_memory_per_node=1500 * GB,
-)
-# arXiv 1909.08053, section 5: 39 TFLOP/s are 30% of the peak; 16 GPUs and eight InfiniBand cards a server, 300 GB/s
-# both ways through NVSwitch, 100 GB/s between servers. Memory: clock 958 MHz × 4,096 bits × 2, 981 GB/s.
-V100_DGX2H = replace(
-    V100_DGX2,
-    name="v100-dgx2h",
-    device_kinds=("Tesla V100-SXM3-32GB-H",),
-    peak_tflops=_peaks(130.0, 16.3, bf16=False),
-)
-# A100, June 2021: 312 TFLOP/s of 16 bits, 156 of TF32; 2,039 GB/s. DGX A100 640GB: NVLink 600 GB/s both ways, eight 200
-# Gb/s network cards for compute.
-A100 = Gpu(
-    name="a100",
-    device_kinds=("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
-    compute_capability=(8, 0),
-    multiprocessors=108,
-    memory_bytes=81_251 * MIB,
-    peak_tflops=_peaks(312.0, 156.0),
-    memory_bandwidth=2039 * GB,
-    node_bandwidth=300 * GB,
-    network_bandwidth_per_node=200 * GB,
-    host_bandwidth=_PCIE_4,
-    host_memory_per_node=2000 * GB,
-)
-# A100 40GB: 1,555 GB/s. DGX A100 320GB.
-A100_40GB = replace(
-    A100,
-    name="a100-40gb",
-    device_kinds=("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
-    memory_bytes=40_536 * MIB,
-    memory_bandwidth=1555 * GB,
-    host_memory_per_node=1000 * GB,
-)
-# No reference server: eight GPUs on PCIe and one 200 Gb/s network card are assumed.
-A100_40GB_PCIE = replace(
-    A100_40GB,
-    name="a100-40gb-pcie",
-    device_kinds=("NVIDIA A100-PCIE-40GB", "A100-PCIE-40GB"),
-    node_bandwidth=32 * GB,
-    network_bandwidth_per_node=25 * GB,
-    host_memory_per_node=None,
-)
-# A100 80GB PCIe: 1,935 GB/s.
-A100_PCIE = replace(
-    A100_40GB_PCIE,
-    name="a100-pcie",
-    device_kinds=("NVIDIA A100 80GB PCIe",),
-    memory_bytes=81_251 * MIB,
-    memory_bandwidth=1935 * GB,
-)
-# H100, 2023 (with sparsity twice): 1,978.9 TFLOP/s of FP8, 989.4 of 16 bits, 494.7 of TF32, 3.35 TB/s. DGX H100: NVLink
-# 900 GB/s both ways, eight 400 Gb/s network cards.
-H100 = Gpu(
-    name="h100",
-    device_kinds=("NVIDIA H100 80GB HBM3",),
-    compute_capability=(9, 0),
-    multiprocessors=132,
-    memory_bytes=81_559 * MIB,
-    peak_tflops=_peaks(989.4, 494.7, fp8=1978.9),
-    memory_bandwidth=3352 * GB,
-    node_bandwidth=450 * GB,
-    network_bandwidth_per_node=400 * GB,
-    host_bandwidth=_PCIE_5,
-    host_memory_per_node=2000 * GB,
-)
-# H100 PCIe, 2022: 1,513 TFLOP/s of FP8, 756.5 of 16 bits, 378 of TF32, 2 TB/s. No reference server, as above.
-H100_PCIE = replace(
-    H100,
-    name="h100-pcie",
-    device_kinds=("NVIDIA H100 PCIe",),
-    multiprocessors=114,
-    peak_tflops=_peaks(756.5, 378.0, fp8=1513.0),
-    memory_bandwidth=2039 * GB,
-    node_bandwidth=64 * GB,
-    network_bandwidth_per_node=25 * GB,
-    host_memory_per_node=None,
-)
-# H200, 2024: the products of H100, 4.8 TB/s, NVLink 900 GB/s.
-H200 = replace(
-    H100,
-    name="h200",
-    device_kinds=("NVIDIA H200",),
-    memory_bytes=143_771 * MIB,
-    memory_bandwidth=4800 * GB,
-)
-# HGX B200, 2024, for eight and with sparsity: 72 PFLOP/s of FP8, 36 of 16 bits, 18 of TF32. DGX B200: 64 TB/s on eight
-# GPUs, NVLink 14.4 TB/s both ways, eight 400 Gb/s network cards.
-B200 = replace(
-    H100,
-    name="b200",
-    device_kinds=("NVIDIA B200",),
-    compute_capability=(10, 0),
-    multiprocessors=148,
-    memory_bytes=183_359 * MIB,
-    peak_tflops=_peaks(2250.0, 1125.0, fp8=4500.0),
-    memory_bandwidth=8000 * GB,
-    node_bandwidth=900 * GB,
-    host_memory_per_node=None,
-)
-GPUS = (V100_16GB, V100, V100_DGX2H, V100_DGX2, A100_40GB, A100, A100_40GB_PCIE, A100_PCIE, H100, H100_PCIE, H200, B200)
+
+GPUS = tuple(map(_gpu, DATA_SHEETS.strip().splitlines()))
 
 
 def gpu_named(name: str) -> Gpu:

@@ -35,7 +35,7 @@ import pynvml
 from jax.experimental import multihost_utils
 
 from mjax.cluster.huge_pages import has_nvidia_gpu
-from mjax.cluster.launch import Distributed, launched_by
+from mjax.cluster.launch import Distributed, keep_programs, launched_by, simulate_devices
 from mjax.config.bounds import check_bounds
 from mjax.errors import UsageError
 
@@ -46,12 +46,20 @@ WARNINGS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GIVE_EACH = "give each --distributed.coordinator HOST:PORT, --distributed.processes N and --distributed.process I"
 
 
-def start(where: Distributed) -> None:
-    """Join the other processes, if a launcher or the flags say that there are any; before any device is used.
+def start(where: Distributed, simulate: int | None = None) -> None:
+    """Keep compiled programs, and join the other processes, if a launcher or the flags say that there are any; before
+    any device is used.
+
+    Args:
+      where: the others are.
+      simulate: number of CPU devices of this process.
 
     Raises:
       UsageError: the flags do not go together, or the others could not be reached.
     """
+    if simulate is not None:
+        simulate_devices(simulate)
+    keep_programs(where.several)
     return_memory_of_compiler()
     where, launched = where.under_launcher(), launched_by() is not None
     given = [value is not None for value in (where.coordinator, where.processes, where.process)]

@@ -204,7 +204,7 @@ class Watchdog:
             messages = line.receive()
         except (OSError, ValueError):
             self._forget(index)
-            return (peer.death(),)
+            return (f"{peer.name} died, last heard of at step {peer.step}",)  # without a goodbye
         now = peer.heard = time.monotonic()
         for message in messages:
             match message:
@@ -348,10 +348,6 @@ class Place:
         """Record the position; the time restarts if it changes."""
         if (step, doing) != (self.step, self.doing):
             self.step, self.doing, self.since = step, doing, time.monotonic()
-
-    def death(self) -> str:
-        """Message about a process that closed its connection without a goodbye."""
-        return f"{self.name} died, last heard of at step {self.step}"
 
     def silence(self, now: float) -> str:
         """Message about a silent process."""

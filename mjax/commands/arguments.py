@@ -15,7 +15,7 @@ from mjax.config.bounds import Bounds, Count, CountOrZero, check_bounds
 from mjax.config.marks import Elsewhere
 from mjax.config.model import Attention
 from mjax.data.corpus import TextFiles, Unit, find_files
-from mjax.data.corpus.blocks import MOST_BYTES
+from mjax.data.corpus.documents import MOST_BYTES
 from mjax.errors import UsageError
 from mjax.generation import Sampling
 

@@ -76,7 +76,7 @@ def inspect(arguments: InspectArguments) -> dict[str, Any]:
         "metadata": metadata and dataclasses.asdict(metadata),
     }
     if arguments.figure:
-        from mjax.pictures.lengths import draw_lengths  # matplotlib takes a second to import
+        from mjax.pictures.figures import draw_lengths  # matplotlib takes a second to import
 
         draw_lengths(lengths, arguments.prefix, arguments.figure)
     if arguments.json:

@@ -17,8 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn
 
-from mjax.cluster import launch
-from mjax.cluster.launch import keep_programs
 from mjax.commands.arguments import EvaluateArguments, PositionsOptions
 from mjax.config import Config, load_own_model, read_settings
 from mjax.config.bounds import check_bounds
@@ -45,12 +43,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
       RunError: the checkpoint is damaged, or its model gives non-finite scores.
     """
     _check(arguments)
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
     from mjax.cluster import processes
 
-    keep_programs(arguments.distributed.several)
-    processes.start(arguments.distributed)
+    processes.start(arguments.distributed, arguments.simulate)
     step, metrics = _measure(arguments)
     if processes.is_first():
         report(arguments, step, metrics)
@@ -98,7 +93,7 @@ def _measure(arguments: EvaluateArguments) -> tuple[int, Sequence[Metric]]:
     from mjax.cluster import processes
     from mjax.generation.inference import inference_config, run_tokenizer
     from mjax.parallel.mesh import make_mesh
-    from mjax.step.kernels import with_kernel
+    from mjax.step.layout import with_kernel
     from mjax.tasks.scoring import LossScorer, Scorer, TaskScorer
 
     # --- The run and the file -----------------------------------------------------------------------------------------

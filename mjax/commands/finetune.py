@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mjax.checkpoint.folders import check_run_folder
-from mjax.cluster import launch
-from mjax.cluster.launch import keep_programs
 from mjax.config.checks import validate
 from mjax.errors import explain
 from mjax.finetuning import recipe as recipes
@@ -40,13 +38,10 @@ def finetune(arguments: FinetuneArguments) -> int:
       RunError: the checkpoint is damaged, or training cannot continue.
     """
     recipes.check(arguments)
-    if arguments.simulate is not None:
-        launch.simulate_devices(arguments.simulate)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
 
-    keep_programs(arguments.distributed.several)
-    processes.start(arguments.distributed)
+    processes.start(arguments.distributed, arguments.simulate)
     with watching(arguments.distributed, explain) as watchdog:
         return _tune(arguments, watchdog)
 
@@ -58,7 +53,7 @@ def _tune(arguments: FinetuneArguments, watchdog: Watchdog) -> int:
     from mjax.generation.inference import check_enough_devices, read_run, run_tokenizer
     from mjax.run.agreement import agree, check_shared, facts_of
     from mjax.run.display import lasting_console
-    from mjax.step.kernels import with_kernel
+    from mjax.step.layout import with_kernel
     from mjax.tasks.labelled import open_task
 
     # --- The run, the recipe and the files ----------------------------------------------------------------------------

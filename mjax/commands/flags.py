@@ -68,6 +68,21 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, default: T | None = None
     return dataclasses.replace(parsed, **{name: without_parents(path) for name, path in paths.items()})
 
 
+def parse_known(cls: type[T], argv: Sequence[str], prog: str) -> tuple[T, list[str]]:
+    """The dataclass `cls` from a command line, and the words that are for another program, whose flags are unknown.
+
+    Raises:
+      UsageError: a flag of `cls` has a value of another type.
+    """
+    if argv[:1] in (["-h"], ["--help"]):
+        parse(cls, argv, prog)
+    flags = {flag.name: flag for flag in list_flags(cls, None)}
+    for name, words, _ in _words(argv):
+        if name in flags:
+            _check_value(name, words, flags[name].kind)
+    return tyro.cli(cls, args=argv, prog=prog, return_unknown_args=True, add_help=False)
+
+
 def flag_names(argv: Sequence[str]) -> set[str]:
     """Names of the flags in a command line, without leading dashes: 'config', 'train.steps'."""
     return {name for name, _, _ in _words(argv)}
@@ -328,7 +343,8 @@ def list_fields(
             yield from list_fields(inner, value, f"{prefix}{flag}." if flag else prefix, reason, without)
         elif tyro.conf.Positional not in marks:
             reason = f"set {prefix}{name} in a config file" if FILE_ONLY in marks else reason * (PLANNED not in marks)
-            aliases = (alias.lstrip("-") for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            aliases = (alias for mark in marks for alias in getattr(mark, "aliases", None) or ())
+            aliases = (alias.removeprefix("--") for alias in aliases if alias.startswith("--"))
             for typed in (flag if is_unsectioned(marks) else prefix + flag, *aliases):
                 yield Flag(typed, kind, value, cls, name, marks, reason)
 

@@ -6,10 +6,9 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from mjax.checkpoint.base import restore_weights
@@ -20,7 +19,7 @@ from mjax.config.bounds import check_bounds
 from mjax.data.tokenizers import Tokenizer, ends_of_text
 from mjax.errors import UsageError, lines_of
 from mjax.generation.chat import Chat, read_conversations
-from mjax.generation.generate import Generator
+from mjax.generation.generate import Generator, Prepared
 from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import Live, Sample, Streamed, continue_ids
 from mjax.parallel.mesh import make_mesh
@@ -57,7 +56,7 @@ def generate(arguments: GenerateArguments) -> int:
 
 
 class Writer:
-    """An opened run that continues prompts, and prints what it writes.
+    """A run that continues prompts, and prints what it writes; its weights are read for the first of them.
 
     Attributes:
       tokenizer: of the run.
@@ -65,23 +64,21 @@ class Writer:
     """
 
     def __init__(self, arguments: GenerateArguments):
-        """Restore the weights; `arguments` are checked."""
+        """Open the run; `arguments` are checked."""
         self.arguments, self.notices = arguments, Console(stderr=True, highlight=False)
         run = arguments.checkpoint
         saved = read_run(run, True, "which generates no text")
-        config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
-        self.tokenizer: Tokenizer = run_tokenizer(run, config.model, arguments.tokenizer)
+        self._config = inference_config(saved, MeshConfig(model=arguments.model_parallel), compute=arguments.compute)
+        self.tokenizer: Tokenizer = run_tokenizer(run, self._config.model, arguments.tokenizer)
         self.ends = ends_of_text(run / "tokenizer", self.tokenizer.eod, arguments.tokenizer)
-        self._generator = Generator(config, make_mesh(config.mesh))
-        say = lambda line: self.notices.print(line, markup=False)  # noqa: E731
-        self._step, model = restore_weights(run, self._generator.abstract_model, arguments.step, say)
-        self._compiling = 0.0  # seconds of the call
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        self._model = self._generator.prepare(model)
 
-    def _listen(self, event: str, seconds: float, **_) -> None:
-        if event.endswith("/backend_compile_duration"):
-            self._compiling += seconds
+    @cached_property
+    def _restored(self) -> tuple[Generator, int, Prepared]:
+        """The generator, the step of the checkpoint, and its weights."""
+        generator, arguments = Generator(self._config, make_mesh(self._config.mesh)), self.arguments
+        say = partial(self.notices.print, markup=False)
+        step, model = restore_weights(arguments.checkpoint, generator.abstract_model, arguments.step, say)
+        return generator, step, generator.prepare(model)
 
     def write(
         self,
@@ -97,21 +94,18 @@ class Writer:
         """
         sampling, as_json, copies = self.arguments.sampling, self.arguments.json, range(self.arguments.num_samples)
         prompts, encoded, titles = ([one for one in given for _ in copies] for given in (prompts, encoded, titles))
-        live = Live(Console(), titles)
-        with self.notices.status(f"checkpoint {self._step}: writing up to {sampling.tokens} tokens") as status:
+        live, (generator, step, model) = Live(Console(), titles), self._restored
+        with self.notices.status(f"checkpoint {step}: writing up to {sampling.tokens} tokens") as status:
 
             def watch(texts: list[Streamed]) -> None:
                 status.stop()
                 live.show(texts)
 
             callback = None if as_json else watch
-            samples = continue_ids(self._generator, self._model, decode, prompts, encoded, sampling, ends, callback)
-        if self.notices.is_terminal and self._compiling >= 1:
-            self.notices.print(f"compiling took {self._compiling:.1f} s", style="dim")
-        self._compiling = 0.0
+            samples = continue_ids(generator, model, decode, prompts, encoded, sampling, ends, callback)
         for number, sample in enumerate(samples, start=1):
             if as_json:
-                print(json.dumps({"step": self._step, **dataclasses.asdict(sample)}))
+                print(json.dumps({"step": step, **dataclasses.asdict(sample)}))
             if sample.ended == "positions":
                 self.notices.print(
                     f"prompt {number}: stopped after {sample.tokens} of {sampling.tokens} tokens, because the model "
@@ -148,22 +142,21 @@ def _is_terminal() -> bool:
 def _chat(arguments: GenerateArguments) -> int:
     """`mjax generate --chat`."""
     conversations, questions = _read_chat(arguments)
-    run = arguments.checkpoint
-    model = read_run(run, True, "which generates no text").model
-    chat = Chat(run / "tokenizer", run_tokenizer(run, model, arguments.tokenizer))
     writer = Writer(arguments)
-    history: list[dict[str, Any]] = (
-        [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-    )
-    if conversations:
+    chat = Chat(arguments.checkpoint / "tokenizer", writer.tokenizer)
+
+    def write(conversations: Sequence[tuple[list[dict[str, Any]], Any]], titles: Sequence[str]) -> list[Sample]:
         texts = [chat.render([*history, *messages], tools) for messages, tools in conversations]
-        titles = [f"{messages[-1].get('content')}\n" if len(texts) > 1 else "" for messages, _ in conversations]
-        writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+        return writer.write(texts, [chat.encode(text) for text in texts], chat.decode, chat.stops, titles)
+
+    history = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    if conversations:
+        several = len(conversations) > 1
+        write(conversations, [f"{messages[-1].get('content')}\n" if several else "" for messages, _ in conversations])
         return 0
     for question in filter(str.strip, questions):
         history.append(_user(question))
-        text = chat.render(history)
-        (answer,) = writer.write([text], [chat.encode(text)], chat.decode, chat.stops, [""])
+        (answer,) = write([([], None)], [""])
         history.append({"role": "assistant", "content": answer.continuation})
     return 0
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from mjax.cluster import launch
 from mjax.cluster.launch import keep_programs
+from mjax.commands.flags import parse_known
 from mjax.errors import UsageError
 from mjax.run.callbacks import Callback
 
@@ -21,16 +24,21 @@ if TYPE_CHECKING:
 
 NAME, TARGET = "mjax", "mjax.tasks.harness:HarnessModel"
 
-HELP = """usage: mjax lm-eval [--run RUN [--config FILE.py]] [--simulate N] [flags of lm-eval run]
-       mjax lm-eval [--simulate N] {run,ls,validate} [flags of lm-eval]
 
-  --run RUN         run folder to evaluate; short for: run --model mjax --model_args run=RUN
-  --config FILE.py  with --run: the file that defines a model of your own; any other --config is the harness's
-  --simulate N      number of CPU devices to simulate
+@dataclass(frozen=True)
+class LmEvalArguments:
+    """Run EleutherAI's lm-evaluation-harness (pip install lm-eval): mjax lm-eval {run,ls,validate} and its flags, which
+    `mjax lm-eval run --help` lists. --model_args of mjax are run, config, step, pipe, data, context, model, compute,
+    attention, tokenizer and seed."""
 
-Everything else is passed to EleutherAI's lm-evaluation-harness (pip install lm-eval); mjax lm-eval run --help lists
-its flags. --model_args of mjax are run, config, step, pipe, data, context, model, compute, attention, tokenizer and
-seed."""
+    run: Annotated[str | None, tyro.conf.arg(aliases=["--checkpoint"])] = None
+    """Run folder to evaluate; short for: run --model mjax --model_args run=RUN."""
+    config: Annotated[str | None, tyro.conf.arg(metavar="FILE.py")] = None
+    """With --run: the file that defines a model of your own; any other --config is the harness's."""
+    model_args: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["-a"], metavar="NAME=VALUE …")] = ()
+    """With --run: further arguments of the model."""
+    simulate: int | None = None
+    """Number of CPU devices to simulate."""
 
 
 def lm_eval(argv: Sequence[str]) -> int:
@@ -46,19 +54,12 @@ def lm_eval(argv: Sequence[str]) -> int:
       UsageError: the package lm-eval is missing, or an argument of ours is invalid.
       RunError: the checkpoint is damaged.
     """
-    parser = argparse.ArgumentParser(prog="mjax lm-eval", add_help=False, allow_abbrev=False)
-    parser.add_argument("--simulate", type=int)
-    parser.add_argument("--run", "--checkpoint")
-    arguments, rest = parser.parse_known_args(argv)
-    if argv[:1] in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
-    if arguments.run is not None:
-        rest = _with_run(arguments.run, rest)
-        if "--apply_chat_template" in rest:  # before weights are read
-            from mjax.generation.chat import Chat
+    arguments, rest = parse_known(LmEvalArguments, argv, "mjax lm-eval")
+    rest = harness_arguments(arguments, rest)
+    if arguments.run is not None and "--apply_chat_template" in rest:  # before weights are read
+        from mjax.generation.chat import Chat
 
-            Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
+        Chat(Path(arguments.run) / "tokenizer", flag="--apply_chat_template")
     if arguments.simulate is not None:
         launch.simulate_devices(arguments.simulate)
     keep_programs()
@@ -73,6 +74,18 @@ def lm_eval(argv: Sequence[str]) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def harness_arguments(arguments: LmEvalArguments, rest: Sequence[str]) -> list[str]:
+    """The harness's arguments: `rest`, and what stands for --run, --config and --model_args."""
+    model_args, config, rest = list(arguments.model_args), arguments.config, list(rest)
+    if arguments.run is not None:
+        model_args.insert(0, f"run={arguments.run}")
+        if config is not None and config.endswith(".py"):
+            model_args, config = [*model_args, f"config={config}"], None
+        rest = ["run", "--model", NAME, *(word for word in rest if word != "run")]
+    rest += ["--model_args", ",".join(model_args)] if model_args else []
+    return rest + ([] if config is None else ["--config", config])
 
 
 def _check_installed(who: str) -> None:
@@ -129,17 +142,3 @@ class EvaluateWithHarness(Callback):
             metrics.val_metrics = metrics.val_metrics | {
                 f"{task}_{name}": value for name, value in named.items() if isinstance(value, float)
             }
-
-
-def _with_run(folder: str, rest: Sequence[str]) -> list[str]:
-    """The harness's arguments for the run in `folder`, keeping other --model_args."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model_args", "-a", nargs="+", default=[])
-    parser.add_argument("--config")
-    given, rest = parser.parse_known_args([word for word in rest if word != "run"])
-    ours = [f"run={folder}", *given.model_args]
-    if given.config is not None and given.config.endswith(".py"):
-        ours.append(f"config={given.config}")
-    elif given.config is not None:
-        rest += ["--config", given.config]
-    return ["run", "--model", NAME, "--model_args", ",".join(ours), *rest]

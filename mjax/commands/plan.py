@@ -69,9 +69,8 @@ class PlanArguments:
     devices: Count | None = None
     """Search the fastest way to run the config on this many GPUs: mesh, micro-batch, recomputation. Needs --gpu."""
     keep: tuple[str, ...] = ()
-    """Fields to keep fixed in the search: any of mesh.pipe, mesh.data, mesh.model, mesh.expert, mesh.context,
-    mesh.context_attention, mesh.sequence_parallel, mesh.schedule, mesh.chunks, mesh.zero, train.micro_batch,
-    train.recompute, train.loss_chunks."""
+    """Fields to keep fixed in the search, such as mesh.zero: any of mesh, and train.micro_batch, train.recompute,
+    train.loss_chunks."""
     days: Positive | None = None
     """With --devices: find the largest model that this many days train, among those of --config in other sizes (by
     default llama3_8b)."""

@@ -23,9 +23,10 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,19 @@ from rich import filesize
 from rich.console import Console
 
 from mjax import __version__
-from mjax.commands import conversations
-from mjax.commands.arguments import PrepareArguments
-from mjax.commands.conversations import ConversationEncoder, Encoded
-from mjax.config import DataConfig, load_config
+from mjax.commands.arguments import ConversationArguments, PrepareArguments
+from mjax.config import DataConfig, load_config, read_settings
 from mjax.config.bounds import check_bounds
 from mjax.config.datasets import DatasetMetadata, split_sequences
 from mjax.data import indexed, tokenizers
-from mjax.data.corpus import Corpus, parse, tasks
-from mjax.data.corpus.blocks import Block
-from mjax.data.corpus.documents import Questions, Wikipedia
+from mjax.data.corpus import Corpus, TextFiles, parse, tasks
+from mjax.data.corpus.documents import OF_ROWS, Block, Questions, Wikipedia, ending_of
 from mjax.data.corpus.outputs import speed
 from mjax.data.indexed import Shape, index_file, mask_file, token_dtype, token_file
 from mjax.data.samples import advice
-from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, Tokenizer
+from mjax.data.tokenizers import DESCRIPTION, BertTokenizer, HuggingFaceTokenizer, Tokenizer
 from mjax.errors import UsageError
+from mjax.generation.chat import PLAIN, TEMPLATE, Chat, Trained, Unfit, encode, preview, refused
 from mjax.utils.progress import facts
 from mjax.utils.remote import RemoteFile, remove
 
@@ -98,9 +97,10 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
     """
     _check(arguments)
     if arguments.chat:
-        run = Path((arguments.tokenizer or "").partition(":")[2])
-        arguments = dataclasses.replace(arguments, longest=arguments.longest or conversations.longest_of(run))
-        corpus = Questions() if arguments.demo else conversations.conversations_of(arguments)
+        if arguments.longest is None:
+            model = read_settings(_run_of(arguments) / "config.json").model
+            arguments = replace(arguments, longest=model.sequence + 1)
+        corpus = Questions() if arguments.demo else _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -134,12 +134,12 @@ class PrepareJob(tasks.Job):
         how, folder = self.arguments, self._tokenizer_folder
         given, self.given = self.given, None  # tasks read it from the folder
         if how.chat:
-            conversations.save_chat(how.template, Path(how.tokenizer.partition(":")[2]), folder, given)
+            _save_chat(how.template, _run_of(how), folder, given)
             given.bos = None  # the template writes it
         if given is not None:
             given.save(folder)
         if how.preview and not how.json:
-            conversations.show_first(how, self.corpus, folder)
+            _show_first(how, self.corpus, folder)
 
     def tokenizer(self, rank: int) -> None:
         """Train the tokenizer: sentencepiece or BERT's vocabulary, on a fixed random sample of a large corpus."""
@@ -195,8 +195,9 @@ class PrepareJob(tasks.Job):
 
     def merge(self, rank: int) -> None:
         """Copy a share to its place in the files of the dataset."""
-        fields = Shape._fields
-        shapes = np.array([[share["counts"].get(name, 0) for name in fields] for share in self.results("encode")])
+        shapes = np.array(
+            [[share["counts"].get(name, 0) for name in Shape._fields] for share in self.results("encode")]
+        )
         before, whole = Shape(*shapes[:rank].sum(axis=0).tolist()), Shape(*shapes.sum(axis=0).tolist())
         dtype = np.dtype(token_dtype(self._tokenizer.vocabulary))
         self.put_part("tokens", rank, self.folder / "bin", before.tokens * dtype.itemsize)
@@ -309,10 +310,15 @@ def _check(arguments: PrepareArguments) -> None:
     if arguments.vocabulary is not None and not _trains(arguments):
         raise UsageError(f"--vocabulary {arguments.vocabulary} is only for training a tokenizer; leave it out")
     of_text = {"--split-sentences": arguments.split_sentences, "--split-documents": arguments.split_documents}
-    conversations.check_chat(arguments, arguments.tokenizer, of_text)
+    _check_chat(arguments, arguments.tokenizer, of_text)
     if arguments.split_sentences:
         load_splitter(arguments.language)
     indexed.check_output(arguments.output, arguments.overwrite)
+
+
+def _run_of(arguments: PrepareArguments) -> Path:
+    """The run of `--tokenizer run:RUN`."""
+    return Path((arguments.tokenizer or "").partition(":")[2])
 
 
 def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
@@ -325,6 +331,34 @@ def _with_bos(tokenizer: Tokenizer, arguments: PrepareArguments) -> Tokenizer:
 
 
 # --- In a worker ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Encoded:
+    """The documents of one block.
+
+    Attributes:
+      tokens: token ids of all documents one after the other, [tokens] in their dtype on disk.
+      lengths: tokens in each sequence, int32 [sequences].
+      sequences: sequences in each document, int64 [documents].
+      malformed: what is malformed in the block, in order.
+      counts: documents, sequences, tokens, text_bytes (in UTF-8); of conversations trained tokens; dropped and cut,
+        which were too long; endless, whose last turn ends without a special token.
+      trained: of conversations, whether each token is trained, bool [tokens].
+      stops: ids of the special tokens that end conversations.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+    malformed: list[str]
+    counts: dict[str, int]
+    trained: np.ndarray | None = None
+    stops: frozenset[int] = frozenset()
+
+    def __post_init__(self):
+        sizes = {"documents": self.sequences, "sequences": self.lengths, "tokens": self.tokens}
+        self.counts |= {name: len(values) for name, values in sizes.items()}
 
 
 class Encoder:
@@ -344,8 +378,6 @@ class Encoder:
         """The documents of a block as token ids."""
         parsed, malformed = parse(block, self.key)
         texts = [document.text for document in parsed]
-        if block.first == 1:
-            self.tokenizer.begin_file()
         tokens, lengths, sequences = self._encode(texts)
         indexed.check_ids(tokens, self.tokenizer.vocabulary)
         counts = {"text_bytes": sum(len(text) if text.isascii() else len(text.encode()) for text in texts)}
@@ -373,6 +405,138 @@ class Encoder:
         # The end of a document is inserted before the beginning of the next, which is at the same place.
         values = np.repeat([self.tokenizer.eod, self.begin or 0], [len(after), len(before)]).astype(tokens.dtype)
         return np.insert(tokens, np.concatenate([after, before]), values), lengths, sequences
+
+
+# --- Conversations: `mjax prepare --chat` -----------------------------------------------------------------------------
+
+ONLY = {
+    field.name: field.default
+    for field in fields(ConversationArguments)
+    if field.name in ConversationArguments.__annotations__ and field.name != "chat"
+}
+"""Flags that go with --chat, and their defaults."""
+
+
+def _check_chat(arguments: ConversationArguments, tokenizer: str | None, of_text: Mapping[str, object]) -> None:
+    """Refuse flags that do not go with --chat, or only with it, and a run without a chat template.
+
+    Args:
+      arguments: as parsed.
+      tokenizer: --tokenizer.
+      of_text: flags that are for text, with their values.
+
+    Raises:
+      UsageError: one sentence.
+    """
+    if not arguments.chat:
+        for name, default in ONLY.items():
+            if getattr(arguments, name) != default:
+                raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
+        return
+    if flags := [flag for flag, value in of_text.items() if value]:
+        raise UsageError(f"{flags[0]} is for text, and --chat for conversations; leave one out")
+    kind, _, run = (tokenizer or "").partition(":")
+    if kind != "run":
+        raise UsageError("--chat needs the tokenizer and chat template of the model to train; add --tokenizer run:RUN")
+    if arguments.template is None and not (Path(run) / "tokenizer" / TEMPLATE).is_file():
+        raise UsageError(f"{run} has no chat template; add --template FILE, or plain for User: … Assistant: …")
+    if arguments.template not in (None, "plain") and not Path(arguments.template).is_file():
+        raise UsageError(f"there is no file {arguments.template}; give a chat template in Jinja, or --template plain")
+
+
+def _save_chat(template: str | None, run: Path, folder: Path, tokenizer: Tokenizer) -> None:
+    """Copy what a run has beside its tokenizer, and write another chat template, into the folder of a tokenizer.
+
+    The plain template begins with the token that begins texts of the tokenizer.
+    """
+    shutil.copytree(run / "tokenizer", folder, dirs_exist_ok=True)
+    if template == "plain":
+        begins = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.bos is not None
+        begin = tokenizer.library.id_to_token(tokenizer.bos) if begins else ""
+        (folder / TEMPLATE).write_text(begin + PLAIN, encoding="utf-8")
+    elif template is not None:
+        shutil.copy(template, folder / TEMPLATE)
+
+
+def _conversations_of(arguments: ConversationArguments) -> TextFiles:
+    """The conversations of the inputs.
+
+    Raises:
+      UsageError: a file is text.
+    """
+    corpus = replace(arguments, key="").open()
+    for file in corpus.files:
+        if ending_of(file) not in OF_ROWS:
+            raise UsageError(f"{file} is text, and --chat reads conversations from {', '.join(OF_ROWS)}; convert it")
+    return corpus
+
+
+def _show_first(arguments: ConversationArguments, corpus: Corpus, folder: Path) -> None:
+    """Print the first conversations, with what is trained in green."""
+    console, chat = Console(soft_wrap=True, highlight=False), Chat(folder)
+    for document in islice(corpus, arguments.preview):
+        try:
+            encoded = encode(chat, document.fields, _trained(arguments))
+        except Unfit as error:
+            raise refused(document.source, error, document.fields) from None
+        console.rule(document.source, style="dim")
+        console.print("dropped, it is too long" if encoded is None else preview(chat, encoded))
+    console.rule(style="dim")
+
+
+def _trained(arguments: ConversationArguments) -> Trained:
+    return Trained(arguments.turns, arguments.reasoning, arguments.longest, arguments.too_long)
+
+
+class ConversationEncoder:
+    """Encodes blocks of conversations: renders each by the chat template, and marks what is trained."""
+
+    def __init__(self, arguments: ConversationArguments, key: str, folder: Path, tokenizer: Tokenizer):
+        self.trained, self.skip = _trained(arguments), arguments.malformed == "skip"
+        self.tokenizer = tokenizer
+        self.chat = Chat(folder, self.tokenizer)
+        self.dtype = token_dtype(self.tokenizer.vocabulary)
+
+    def encode(self, block: Block) -> Encoded:
+        """The conversations of a block as token ids and masks."""
+        documents, malformed = parse(block, "")
+        encoded, dropped = [], 0
+        for document in documents:
+            try:
+                one = encode(self.chat, document.fields, self.trained)
+                self._check_ids(() if one is None else one.ids)
+            except Unfit as error:
+                if not self.skip:
+                    raise refused(document.source, error, document.fields) from None
+                malformed.append(f"{document.source}: {error}")
+                continue
+            dropped += one is None
+            encoded += [] if one is None else [one]
+        lengths = np.array([len(one.ids) for one in encoded], np.int32)
+        total = int(lengths.sum())
+        trained = np.fromiter(chain.from_iterable(one.trained for one in encoded), bool, total)
+        return Encoded(
+            tokens=np.fromiter(chain.from_iterable(one.ids for one in encoded), self.dtype, total),
+            lengths=lengths,
+            sequences=np.ones(len(encoded), np.int64),
+            malformed=malformed,
+            counts={
+                "text_bytes": sum(one.text_bytes for one in encoded),
+                "trained": int(trained.sum()),
+                "dropped": dropped,
+                "cut": sum(one.cut for one in encoded),
+                "endless": sum(one.stops is None and not one.cut for one in encoded),
+            },
+            trained=trained,
+            stops=frozenset(one.stops for one in encoded if one.stops is not None),
+        )
+
+    def _check_ids(self, ids) -> None:
+        if ids and max(ids) >= self.tokenizer.vocabulary:
+            token = self.chat.decode([max(ids)], special=True)
+            raise Unfit(
+                f"the chat template writes {token}, id {max(ids)}, and the model has {self.tokenizer.vocabulary:,} ids"
+            )
 
 
 # --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------

@@ -25,7 +25,6 @@ from typing import Annotated, Any, TypedDict, TypeVar
 
 import tyro
 from rich import filesize
-from rich.cells import cell_len
 from rich.console import Console
 from rich.prompt import Confirm
 
@@ -33,14 +32,14 @@ from mjax.checkpoint import mirror
 from mjax.checkpoint.folders import BASE, GOOD, MANIFEST, Unusable, adapters_on, checkpoint_steps, locked, read_manifest
 from mjax.config import Config, differences, read_settings
 from mjax.config.axes import in_words
-from mjax.config.checks import validate
+from mjax.config.batch_size import BatchSizes
 from mjax.config.model import is_own, kind_of
 from mjax.config.model_file import MODEL_FILE, model_file_of
 from mjax.config.plain_values import read
 from mjax.errors import UsageError, check_picture, one_sentence, suggestion
-from mjax.pictures.runs import Curve, draw_runs, smoothed
+from mjax.pictures.runs import Curve, draw_runs, smoothed, window_of
+from mjax.run.callbacks import KINDS, read_goodput, summed
 from mjax.run.continuing import ORIGIN, origin_of
-from mjax.run.goodput import KINDS, read_goodput, summed
 from mjax.run.metrics import TRACKING_ID, End, finite_or_none, read_end, read_lines
 from mjax.utils.figures import duration, table
 from mjax.utils.files import path_below, rename, without_parents
@@ -48,7 +47,6 @@ from mjax.utils.stores import address_of, with_addresses
 
 T = TypeVar("T")
 TAIL = 2**20  # bytes read from the end of metrics.jsonl for the list, at most: three thousand steps
-TOKENS_OF_A_STEP = {"train.global_batch", "train.batch_rampup", "train.batch_schedule", "train.taken", "model.sequence"}
 OF_A_RUN = {
     ".lock", mirror.INDEX, "README.md", BASE, "checkpoints", "config.json", "data.json", "environment.json",
     "experts.json", "experts.png", "goodput.json", "loss.png", "metrics.jsonl", MODEL_FILE, ORIGIN, "passed_over.json",
@@ -140,51 +138,43 @@ def list_runs(arguments: ListArguments) -> int:
         for row in rows:
             print(json.dumps(asdict(row), ensure_ascii=False))
     elif rows:
-        _print_rows(rows)
+        width = Console().width
+        columns = [column for column in COLUMNS if width >= column[1] and any(column[2](row) for row in rows)]
+        cells = [[one_sentence(cell(row)) for _, _, cell in columns] for row in rows]
+        print("\n".join(table([title for title, _, _ in columns], cells, LEFT)))
     else:
         print(with_addresses(f"no runs in {arguments.runs}"))
     return 0
 
 
-def _print_rows(rows: list[Row]) -> None:
-    """Print the list, with the columns for which the terminal is wide enough."""
-    console = Console(highlight=False, markup=False)
-    columns = [column for column in COLUMNS if console.width >= column[1] and any(column[2](row) for row in rows)]
-    lines = [[title for title, _, _ in columns], *([one_sentence(cell(row)) for _, _, cell in columns] for row in rows)]
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    for number, cells in enumerate(lines):  # by hand: a `Table` takes a third of a millisecond for each row
-        spaces = [" " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True)]
-        pairs = zip(columns, cells, spaces, strict=True)
-        line = "  ".join(space + cell if title in RIGHT else cell + space for (title, _, _), cell, space in pairs)
-        console.print(line.rstrip(), style="bold", soft_wrap=True) if number == 0 else print(line.rstrip())
-
-
 def show_goodput(arguments: ListArguments) -> int:
     """`mjax runs --goodput`: shares of the time in which each run existed, and hours. Returns the exit code."""
-    rows, unknown, problems = [], [], []
+    records, rows, unknown = [], [], []
     for folder in _run_folders(arguments.runs):
         try:
             starts = read_goodput(folder)
             seconds = summed(starts)
         except UsageError as error:
-            problems.append({"name": folder.name, "problem": str(error)})
+            records.append({"name": folder.name, "problem": str(error)})
             continue
-        total = sum(seconds[kind] for kind in KINDS)
-        if arguments.json:
-            print(json.dumps({"name": folder.name, "starts": len(starts), "seconds": seconds}, ensure_ascii=False))
-        elif total:
+        records.append({"name": folder.name, "starts": len(starts), "seconds": seconds})
+        if total := sum(seconds[kind] for kind in KINDS):
             shares = [f"{seconds[kind] / total:.1%}" if seconds[kind] else "-" for kind in KINDS]
             between = duration(seconds["between"]) if len(starts) > 1 else "-"
             rows.append([folder.name, len(starts), duration(total), *shares, between])
         else:
             unknown.append(folder.name)
-    if not arguments.json:
-        if rows:
-            print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
-        if unknown or not (rows or problems):
-            print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
-    for problem in problems:
-        print(json.dumps(problem, ensure_ascii=False) if arguments.json else "{name}: {problem}".format(**problem))
+    if arguments.json:
+        for record in records:
+            print(json.dumps(record, ensure_ascii=False))
+        return 0
+    if rows:
+        print("\n".join(table(("run", "starts", "time", *KINDS.values(), "between"), rows)))
+    if unknown or not records:
+        print(with_addresses(f"no goodput.json, which training writes: {', '.join(unknown) or arguments.runs}"))
+    for record in records:
+        if "problem" in record:
+            print(f"{record['name']}: {record['problem']}")
     return 0
 
 
@@ -201,8 +191,8 @@ COLUMNS = (
     ("state", 0, lambda row: row.state),
 )
 """Columns of the list: title, minimum terminal width for it, and the cell of a `Row`."""
-RIGHT = {"parameters", "step", "tokens", "loss", "val loss"}
-"""Titles of columns that are aligned at the right."""
+LEFT = {"run", "model", "from", "last step", "state"}
+"""Titles of columns that are aligned at the left."""
 
 
 def _run_folders(runs: Path) -> list[Path]:
@@ -257,7 +247,7 @@ class _StartRecord(TypedDict, total=False):
 
 
 def _parameters(folder: Path, config: Config) -> int | None:
-    """The number of the model's parameters: recorded, or counted in a checkpoint, or without either in the model."""
+    """The number of the model's parameters, recorded or counted in a checkpoint; None without either."""
     if is_own(type(config.model)):
         recorded = model_file_of(folder)
         return recorded and recorded.parameters
@@ -269,10 +259,7 @@ def _parameters(folder: Path, config: Config) -> int | None:
     with contextlib.suppress(Unusable, IndexError):
         arrays = read_manifest(folder / "checkpoints" / str(steps[-1]), lambda line: None)["arrays"]
         return sum(math.prod(shape) for name, (_, shape) in arrays.items() if name.startswith("model."))
-    validate(config)
-    from mjax.models.build import count_parameters  # with JAX, which takes a second or two
-
-    return count_parameters(config.model)
+    return None
 
 
 def _is_running(folder: Path) -> bool:
@@ -300,9 +287,10 @@ def compare_runs(arguments: CompareArguments) -> int:
     runs = dict(zip(names, folders, strict=True))
     configs = {name: read_settings(folder / "config.json") for name, folder in runs.items()}
     settings = _different_settings(configs)
-    x = "tokens" if TOKENS_OF_A_STEP & settings.keys() else "step"
+    tokens_of_steps = {(BatchSizes.of(config).pieces, config.model.sequence) for config in configs.values()}
+    x = "tokens" if len(tokens_of_steps) > 1 else "step"
     histories = {name: History(folder / "metrics.jsonl", x) for name, folder in runs.items()}
-    if empty := [name for name in names if not histories[name].curves[0].bins]:
+    if empty := [name for name in names if not histories[name].steps]:
         raise UsageError(f"{empty[0]} has no losses to compare; leave it out, or train it first")
 
     common = min(history.last["step"] for history in histories.values())
@@ -311,7 +299,7 @@ def compare_runs(arguments: CompareArguments) -> int:
         for name, folder in runs.items()
     }
     labels = curve_labels(configs)
-    draw_runs({labels[name]: history.curves for name, history in histories.items()}, figure, x)
+    draw_runs({labels[name]: (each.losses, each.validation) for name, each in histories.items()}, figure, x)
     if arguments.json:
         print(json.dumps({"runs": results, "settings": settings, "figure": str(figure)}, ensure_ascii=False))
     else:
@@ -331,11 +319,10 @@ class History:
 
     Attributes:
       last: the last record.
-      steps, losses: of the steps that have a loss.
-      validation: losses in validation.
+      losses, validation: in training and in validation, over steps or tokens.
+      steps: those of the losses in training.
       speeds: tokens per second.
       skipped: number of steps that were skipped.
-      curves: losses in training and in validation, to be drawn.
     """
 
     def __init__(self, file: Path, x: str = "step"):
@@ -344,27 +331,21 @@ class History:
         Raises:
           UsageError: the file cannot be read.
         """
-        self.last, self.skipped, self.curves = {}, 0, (Curve(), Curve())
-        self.steps, self.losses, self.validation, self.speeds = array("q"), array("d"), array("d"), array("d")
-        damaged = []
+        self.last, self.skipped, self.losses, self.validation = {}, 0, Curve(), Curve()
+        self.steps, self.speeds, damaged = array("q"), array("d"), []
         for _, record in read_lines(file, damaged):
-            self._add(record, record.get(x))
+            self.last, at = record, record.get(x)
+            self.skipped += bool(record.get("skipped"))
+            if (speed := record.get("tokens_per_second")) is not None:
+                self.speeds.append(speed)
+            if (loss := record.get("loss")) is not None and at is not None:
+                self.steps.append(record["step"])
+                self.losses.add(at, loss)
+            if (loss := record.get("val_loss")) is not None and at is not None:
+                self.validation.add(at, loss)
         if damaged:
             lines = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first is"
             print(f"note: {file} cannot be read in {lines} {damaged[0]}, which is left out", file=sys.stderr)
-
-    def _add(self, record: dict[str, Any], at: int | None) -> None:
-        self.last = record
-        self.skipped += bool(record.get("skipped"))
-        if (speed := record.get("tokens_per_second")) is not None:
-            self.speeds.append(speed)
-        if record.get("loss") is not None:
-            self.steps.append(record["step"])
-        for name, values, curve in zip(("loss", "val_loss"), (self.losses, self.validation), self.curves, strict=True):
-            if (value := record.get(name)) is not None:
-                values.append(value)
-                if at is not None:
-                    curve.add(at, value)
 
 
 def results_of(history: History, common: int) -> dict[str, float | int | None]:
@@ -374,16 +355,16 @@ def results_of(history: History, common: int) -> dict[str, float | int | None]:
       history: with a loss.
       common: the last step that every run has reached.
     """
-    averaged = smoothed(history.losses)
-    speeds = sorted(history.speeds[1:] or history.speeds)
+    averaged = smoothed(history.losses.values, window_of(len(history.steps)))
+    speeds, validation = sorted(history.speeds[1:] or history.speeds), history.validation.values
     reached = bisect_right(history.steps, common)
     return {
         "steps": history.last["step"],
         "tokens": history.last.get("tokens"),
-        f"loss at step {common}": finite_or_none(averaged[reached - 1]) if reached else None,
-        "loss": finite_or_none(averaged[-1]),
-        "val loss": history.validation[-1] if history.validation else None,
-        "best val loss": min(history.validation, default=None),
+        f"loss at step {common}": finite_or_none(float(averaged[reached - 1])) if reached else None,
+        "loss": finite_or_none(float(averaged[-1])),
+        "val loss": validation[-1] if validation else None,
+        "best val loss": min(validation, default=None),
         "tokens/s": speeds[len(speeds) // 2] if speeds else None,
         "skipped steps": history.skipped,
     }

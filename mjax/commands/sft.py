@@ -24,10 +24,9 @@ from mjax.commands.flags import first_values, flag_names, parse
 from mjax.commands.train import TrainArguments, train
 from mjax.config import Config, DataConfig, OptimizerConfig, TrainConfig, load_own_model, read_config
 from mjax.config.bounds import Bounds
-from mjax.config.datasets import parse_blend, split_sequences
 from mjax.config.marks import Elsewhere
 from mjax.config.run import BLENDS, as_flag, differences
-from mjax.data.corpus.blocks import OF_ROWS
+from mjax.data.corpus.documents import OF_ROWS
 from mjax.errors import UsageError
 from mjax.utils.files import cache_home, make_folder
 
@@ -197,7 +196,11 @@ def _defaults(saved: Config, trained: bool) -> Config:
 
 def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> SftArguments:
     """The defaults of flags that are not typed, which follow from the data and from those that are."""
-    samples, steps, validation = _length(given.settings, given.epochs)
+    from mjax.data.sources import count_sequences
+
+    sequences, batch = count_sequences(given.settings), given.settings.train.global_batch
+    samples = max(1, math.ceil(given.epochs * sequences["training"]))
+    steps, validation = math.ceil(samples / batch), math.ceil(sequences["validation"] / batch)
     if "train.steps" in typed or "data.samples" in typed:
         samples = given.settings.data.samples
         steps = given.settings.train.steps if "train.steps" in typed else steps
@@ -215,33 +218,3 @@ def _chosen(given: SftArguments, defaults: Config, typed: Container[str]) -> Sft
     )
     name = given.name or f"{given.init.resolve().name}-sft"
     return replace(given, config=f"{given.init}/config.json", name=name, settings=settings)
-
-
-def _length(config: Config, epochs: float) -> tuple[int, int, int]:
-    """Samples and steps of some epochs, and batches of an epoch of validation."""
-    from mjax.data.cache import IndexCache, cache_folders
-    from mjax.data.conversations import ConversationDataset
-    from mjax.data.indexed import IndexedDataset
-
-    def sequences(parts: Sequence[tuple[str, int | None]]) -> int:
-        total = 0
-        for prefix, part in parts:
-            indexed = IndexedDataset(prefix)
-            documents = range(len(indexed)) if part is None else split_sequences(config.data.split, len(indexed))[part]
-            if documents:
-                cache = IndexCache(cache_folders(prefix, config.data.cache), print)  # training reads it again
-                drawn = (indexed, documents, None, config.model.sequence, config.train.seed)
-                total += ConversationDataset(*drawn, pack=config.data.pack, cache=cache).sequences
-        return total
-
-    data, batch = config.data, config.train.global_batch
-    if data.train_path:
-        training, validation = (
-            [(prefix, None) for prefix in parse_blend(values).prefixes] if values else []
-            for values in (data.train_path, data.valid_path)
-        )
-    else:
-        prefixes = parse_blend(data.path).prefixes
-        training, validation = ([(prefix, part) for prefix in prefixes] for part in (0, 1))
-    samples = max(1, math.ceil(epochs * sequences(training)))
-    return samples, math.ceil(samples / batch), math.ceil(sequences(validation) / batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +11,7 @@ import tyro
 
 from mjax.checkpoint.mirror import localized, run_to_train
 from mjax.cluster import launch
-from mjax.cluster.launch import Distributed, keep_programs
-from mjax.cluster.xla_flags import be_repeatable
+from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
 from mjax.config.checks import validate
@@ -102,7 +100,6 @@ def train(
     from mjax.run.loop import Options
 
     config = arguments.settings
-    keep_programs(arguments.distributed.several)
     processes.start(arguments.distributed)
     with watching(arguments.distributed, explain) as watchdog:
         if processes.is_first():
@@ -276,12 +273,10 @@ def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> N
     if not arguments.distributed.several:
         return
     explain(error)  # at once: the others may start late
-    if arguments.simulate is not None and "jax" not in sys.modules:
-        launch.simulate_devices(arguments.simulate)
     from mjax.cluster import processes
     from mjax.cluster.watchdog import watching
 
-    processes.start(arguments.distributed)
+    processes.start(arguments.distributed, arguments.simulate)
     with watching(arguments.distributed, exit_code):
         raise error
 

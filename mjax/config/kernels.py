@@ -1,5 +1,5 @@
 """The choice of kernels by rule, without JAX: of attention (the column `where` of the table in `attention_kernels.py`),
-and of the products of experts (`parallel/grouped.py`).
+and of the products of experts (`parallel/grouped.py`); and whether layers are compiled in a loop.
 
 Training asks for the local GPU, the planner for one that may be elsewhere.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 from mjax.config import Config
 from mjax.config.model import ModelConfig
+from mjax.config.pattern import stacks_of
 from mjax.errors import UsageError
 
 AMPERE, HOPPER = (8, 0), (9, 0)
@@ -23,6 +24,10 @@ BLOCK = 64
 """Positions of a tile of `flash`."""
 SMALLEST = 16
 """Rows and columns of Triton's smallest product: all sizes of the grouped products are multiples."""
+MOST_UNROLLED = 80
+"""Layers that are compiled without a loop unless a config says so: each takes one to two seconds."""
+SERVER = 8
+"""GPUs whose FSDP hides its gathers beside the layers without a loop too."""
 FLASH_INTERPRETED = "flash, interpreted"
 """Kernel name for `flash` without a GPU: hundreds of times slower, for tests."""
 
@@ -112,12 +117,54 @@ def attention_on_gpu(config: Config, capability: tuple[int, ...] = HOPPER) -> st
     return choose_kernel(config.model, compute, "gpu", documents, capability, chunks)[0]
 
 
-def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
-    """`config` with that kernel in `model.attention`, and that of the products of experts in `model.grouped`."""
-    model = replace(config.model, attention=attention_on_gpu(config, capability))
+def with_kernels(config: Config, platform: str, capability: tuple[int, ...] = HOPPER) -> tuple[Config, list[str]]:
+    """`config` with the kernels that the rules choose, in `model.attention` and, in a mixture, `model.grouped`; and a
+    sentence for each slower one that `auto` has to use on a GPU.
+
+    Args:
+      platform, capability: as for `choose_kernel`.
+
+    Raises:
+      UsageError: a requested kernel does not support the run.
+    """
+    model, compute, notes = config.model, config.precision.compute, []
+    documents = "documents" in config.batch_arrays()
+    kernel, obstacle = choose_kernel(model, compute, platform, documents, capability, config.sequence_chunks)
+    if model.attention == "auto" and platform == "gpu" and obstacle:
+        notes.append(f"attention: the slower kernel xla is used instead of cuDNN flash, because {obstacle}")
+    if kernel == "cudnn" and documents:
+        notes.append("attention: cuDNN gets the documents as a bias, as JAX has no public interface for their offsets")
     if model.grouped:
-        model = with_grouped(model, choose_grouped(config, "gpu", capability)[0])
-    return replace(config, model=model)
+        grouped, obstacle = choose_grouped(config, platform, capability)
+        if model.grouped == "auto" and platform == "gpu" and obstacle:
+            notes.append(
+                f"experts: their products run one tile after the other, because pallas cannot be used: {obstacle}"
+            )
+        model = with_grouped(model, grouped)
+    return replace(config, model=replace(model, attention=kernel)), notes
+
+
+def resolved_on_gpu(config: Config, capability: tuple[int, ...]) -> Config:
+    """`config` with the kernels of an NVIDIA GPU."""
+    return with_kernels(config, "gpu", capability)[0]
+
+
+def is_unrolled(config: Config, on_gpu: bool) -> bool:
+    """True if the layers are compiled without a loop. With `auto` that is so on a GPU, where nothing is done layer by
+    layer that XLA would begin for many layers at once: weights gathered from several servers (FSDP), all-to-alls over
+    `context`, whole layers computed again, copies to the host, rows of experts; and not for a pipeline, whose stages
+    keep activations in slots, nor for layers of several kinds, or more than can be compiled in two minutes."""
+    train, mesh, model = config.train, config.mesh, config.model
+    if train.unroll != "auto":
+        return train.unroll == "on"
+    from_servers = mesh.zero == 3 and mesh.devices > SERVER
+    by_layer = from_servers or mesh.context > 1 or train.recompute in ("full", "offload") or model.experts
+    return on_gpu and not (by_layer or mesh.pipe > 1 or len(stacks_of(model)) > 1 or model.layers > MOST_UNROLLED)
+
+
+def with_unrolling(config: Config, on_gpu: bool) -> Config:
+    """`config` with `train.unroll` decided (`is_unrolled`)."""
+    return replace(config, train=replace(config.train, unroll="on" if is_unrolled(config, on_gpu) else "off"))
 
 
 def with_grouped(model: ModelConfig, kernel: str) -> ModelConfig:

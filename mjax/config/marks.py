@@ -8,7 +8,7 @@ A run folder holds one experiment. A field without a mark is part of it: to cont
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import tyro
@@ -70,6 +70,8 @@ ANY_FAMILY = Mark("any family")
 """Of a model: it changes nothing that the model computes, or a Hugging Face family has its own rule for it."""
 UNPLANNED, PLANNED = Mark("unplanned"), Mark("planned")
 """No plan depends on it: it is no flag of `mjax plan`; and the exceptions in such a section."""
+SEARCHED = Mark("searched")
+"""`mjax plan --devices` finds its fastest value."""
 FILE_ONLY = tyro.conf.Fixed
 """Set in a config file or in Python: it is no flag of any command."""
 
@@ -91,6 +93,13 @@ def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
 def names_with(mark: Mark, cls: type) -> tuple[str, ...]:
     """Names of the fields of a dataclass with this mark."""
     return tuple(name for name, marks in _marks(cls).items() if mark in marks)
+
+
+def fields_with(mark: Mark, config: Any) -> tuple[str, ...]:
+    """Dotted names of the fields of a config that have this mark, or whose section has it."""
+    sections = ((section.name, getattr(config, section.name)) for section in fields(config))
+    names = [f"{section}.{field.name}" for section, values in sections for field in fields(values)]
+    return tuple(name for name in names if mark in marks_of(config, name))
 
 
 def _marks(cls: type) -> dict[str, tuple[Any, ...]]:

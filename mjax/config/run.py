@@ -21,7 +21,19 @@ from typing import Annotated, Any, Literal
 
 from mjax.config import axes
 from mjax.config.bounds import Bounds, Count, CountOrZero, NotNegative, Seed, Share
-from mjax.config.marks import BLEND, FILE_ONLY, FREE, PER_PROCESS, PLANNED, RATE, UNPLANNED, Elsewhere, Only, names_with
+from mjax.config.marks import (
+    BLEND,
+    FILE_ONLY,
+    FREE,
+    PER_PROCESS,
+    PLANNED,
+    RATE,
+    SEARCHED,
+    UNPLANNED,
+    Elsewhere,
+    Only,
+    names_with,
+)
 from mjax.config.model import (
     REGISTRY,
     Arrays,
@@ -236,18 +248,20 @@ class TrainConfig:
     taken: Annotated[tuple[tuple[int, int], ...], FILE_ONLY, FREE] = ()
     """(steps, sequences per step) of each stretch that a run had taken when its batch was changed (`--allow-change`):
     data, tokens and learning rate continue from their samples. A run writes it; it has no flag."""
-    micro_batch: Annotated[Count, FREE, Elsewhere("batch-size micro-batch-size per-device-train-batch-size")] = 8
+    micro_batch: Annotated[
+        Count, FREE, SEARCHED, Elsewhere("batch-size micro-batch-size per-device-train-batch-size")
+    ] = 8
     """Sequences per forward pass of a data-parallel replica; the rest of its share is accumulated."""
-    recompute: Annotated[Recompute, FREE, Elsewhere("recompute-activations=selective gradient-checkpointing=full")] = (
-        "none"
-    )
+    recompute: Annotated[
+        Recompute, FREE, SEARCHED, Elsewhere("recompute-activations=selective gradient-checkpointing=full")
+    ] = "none"
     """Recomputation in the backward pass: none; the attention core and cheap element-wise work; or whole layers.
     offload: as full, with the layers' inputs in host memory until the backward pass; in a loop over the layers, not in
     a pipeline."""
     unroll: Annotated[Literal["auto", "on", "off"], FREE] = "auto"
     """Compile the layers one after the other instead of a loop over them: faster on a GPU, and compiles longer. auto:
     on GPUs if the step fits into their memory; not in a pipeline, with FSDP or beyond 80 layers."""
-    loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE] = 1
+    loss_chunks: Annotated[int, Bounds(ge=1, le=64), FREE, SEARCHED] = 1
     """Parts of the vocabulary, one after the other, in which logits and loss are computed: above 1 the logits of all
     tokens are never in memory, for one more product of the output layer in the backward pass."""
     seed: Annotated[Seed, UNPLANNED, Elsewhere("random-seed")] = 1234
@@ -318,7 +332,7 @@ class Config:
     """One run of mjax."""
 
     model: ModelConfig = field(default_factory=lambda: REGISTRY["gpt"]())
-    mesh: Annotated[MeshConfig, FREE] = field(default_factory=MeshConfig)
+    mesh: Annotated[MeshConfig, FREE, SEARCHED] = field(default_factory=MeshConfig)
     data: Annotated[DataConfig, UNPLANNED] = field(default_factory=DataConfig)
     optimizer: Annotated[OptimizerConfig, UNPLANNED] = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -10,16 +10,15 @@ that is another key.
 
 No process waits for another. Each one that finds no arrays builds them, writes them to temporary files and renames
 these. Two processes that build at once write the same bytes, so either copy will do; a process without a shared file
-system builds its own; one that is killed leaves at most a temporary file. A writer holds a lock on its temporary file,
-so one that is a day old and not locked belongs to nobody and is removed; other files in the folder are the user's.
-Checksums reveal damaged files, which are built again. Where nothing can be written, a run continues with the indices in
-memory, as it does where they are too small to be worth a file.
+system builds its own; one that is killed leaves at most a temporary file, which is removed when nobody has written to
+it for a day; other files in the folder are the user's. Checksums reveal damaged files, which are built again. Where
+nothing can be written, a run continues with the indices in memory, as it does where they are too small to be worth a
+file.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import re
 import secrets
 import time
@@ -29,12 +28,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mjax.errors import UsageError
-from mjax.utils.files import cache_home, make_folder, open_no_link, put, take_lock
+from mjax.utils.files import cache_home, make_folder, put
 
 VERSION = 1  # of the way indices are built; a new one makes every old cache unused
 WORTH_KEEPING = 2**20  # bytes; fewer are built as fast as they are read
-STALE = 24 * 3600  # seconds; a file system without locks shows nothing sooner
+STALE = 24 * 3600  # seconds
 TEMPORARY = re.compile(r"[0-9a-f]{32}(-\w+\.npy|\.json)\.mjax-[0-9a-f]{16}\.tmp")
 """Names of temporary files."""
 DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -130,27 +128,21 @@ def _store(folder: Path, key: str, source: Mapping[str, object], arrays: Arrays)
 
 
 def _write(file: Path, write: Callable) -> None:
-    """Write a file under a temporary name of its own, locked, and rename it when its bytes are on disk."""
+    """Write a file under a temporary name of its own, and rename it when its bytes are on disk."""
     temporary = file.with_name(f"{file.name}.mjax-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as stream:
-            take_lock(stream, lambda problem: None)
             write(stream)
-            stream.flush()
-            put(temporary, file)
+        put(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while writing, on this host or another."""
+    """Remove temporary files that nobody has written to for a day: of processes that were killed, on any host."""
     for file in folder.glob("*.tmp"):
-        if not TEMPORARY.fullmatch(file.name):
-            continue
-        problems: list[str] = []
-        with contextlib.suppress(OSError, UsageError), open_no_link(file, "r+b") as stream:  # else gone, or not ours
-            old = time.time() - os.fstat(stream.fileno()).st_mtime > STALE
-            if old and take_lock(stream, problems.append) and not problems:
+        with contextlib.suppress(OSError):  # it is gone, or not ours
+            if TEMPORARY.fullmatch(file.name) and time.time() - file.lstat().st_mtime > STALE:
                 file.unlink()
 
 

@@ -114,6 +114,16 @@ def open_data(config: Config, before_drawing: Callable[[int], None] = lambda sam
     )
 
 
+def count_sequences(config: Config) -> dict[str, int]:
+    """The sequences of an epoch of each part of the conversations of `config.data`; notices are printed.
+
+    Raises:
+      UsageError: as `open_data`.
+    """
+    files = _Files(config, print)
+    return {part: files.count(part) for part in PARTS}
+
+
 class _Files:
     """The datasets of a config, each opened once, with their common tokenizer, and samples drawn from them.
 
@@ -172,6 +182,11 @@ class _Files:
         for dataset in drawn:
             dataset.draw(math.ceil(samples / epoch) * dataset.sequences)
         return BlendedDataset(drawn, None, samples, self._cache(next(iter(self._opened))))
+
+    def count(self, part: str) -> int:
+        """Sequences of an epoch of conversations."""
+        prefixes = blend.prefixes if (blend := self.blends[part]) else ()
+        return sum(self._draw_one(part, prefix, None).sequences for prefix in prefixes if self._documents(part, prefix))
 
     def _draw_one(self, part: str, prefix: str, samples: int | None) -> GPTDataset | BertDataset:
         data, indexed, cache = self.config.data, self._opened[prefix], self._cache(prefix)

@@ -4,7 +4,7 @@ A tokenizer.json is a program: rules that rewrite text, regular expressions, tab
 never end, and a rule that puts 30 MB before a text takes 8 GB. So a child encodes texts with it first: every character
 of the first two planes of Unicode, many languages, long words, and whatever its own rules look for.
 
-    in the trial    time and memory for everything, time and memory per character, tokens per character, a crash
+    in the trial    time and memory for everything and per character, tokens per character, a crash
     afterwards      tokens per character, of every text (`check_expansion`)
 
 Not covered: a regular expression that acts on a text which neither the trial nor the file holds.
@@ -15,14 +15,13 @@ mjax trained. Kinds whose rules are mjax's own, `gpt2` and `bert-…`, need no t
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -40,10 +39,6 @@ LONGEST = MEMORY >> 10
 """Characters of a text that a chat template may write: the library takes up to 1 kB for a character of 4 tokens."""
 EXPANSION = 64
 """Tokens per character: NFKC makes one character 18, and these are 33 bytes, each of which may be a token."""
-GROWTH = 2**12
-"""Characters that rules may write for one, as far as they say: NFKC's table has 33 bytes, and others 1 to 10."""
-LONGEST_PIECE = 1024
-"""Characters of a token on average; published ones have 2 to 8."""
 SPARE = 0.25, 64 << 20
 """Seconds and bytes that a text may take whatever its length."""
 
@@ -55,8 +50,6 @@ PROSE = (
 )
 RUNS = ("a", " ", "\n", "1", ".", "漢", "a ")
 """What words of thousands of characters are made of: a rule may take their square."""
-
-CHARSMAP = "precompiled_charsmap"
 
 _problems: dict[str, str | None] = {}
 """Of the tokenizers that were tried, by checksum."""
@@ -167,16 +160,20 @@ def encode_texts(question: bytes) -> bool:
       ChildError: a text takes too much time or memory, or too many tokens.
     """
     library, _, content = question.partition(b"\n")
-    opened = (_sentencepiece if library == b"sentencepiece" else _tokenizers)(content)
-    if opened is None:
+    tokenizer, patterns = None, set()
+    with _ignored_errors():
+        if library == b"sentencepiece":
+            import sentencepiece  # in the child alone
+
+            tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content)
+        else:
+            tokenizer, patterns = _open_json(content)
+    if tokenizer is None:
         return False
-    encode, decode, size, rules, growth = opened
-    if growth > GROWTH:
-        raise ChildError(f"its rules write up to {growth:,} characters for one; published ones write up to 33")
-    for text in _texts(rules):
+    for text in _texts(sorted(patterns)):
         began, before, tokens = time.process_time(), _peak_bytes(), 0
         with _ignored_errors():  # some have no token for what they do not know
-            tokens = encode(text)
+            tokens = len(tokenizer.encode(text))
         seconds, grown, share = time.process_time() - began, _peak_bytes() - before, len(text) / LONGEST
         if tokens > EXPANSION * (len(text) + 1):
             raise ChildError(_expansion(text, tokens))
@@ -184,11 +181,9 @@ def encode_texts(question: bytes) -> bool:
             raise ChildError(f"it takes {seconds:.1f} s for {_shown(text)}")
         if grown > MEMORY * share + SPARE[1]:
             raise ChildError(f"it takes {grown >> 20} MiB for {_shown(text)}")
-    length = 0
+    size = tokenizer.vocab_size() if library == b"sentencepiece" else tokenizer.get_vocab_size()
     with _ignored_errors():
-        length = len(decode(list(range(size))))
-    if length > LONGEST_PIECE * (size + 1):
-        raise ChildError(f"it writes {length:,} characters for {size:,} tokens")
+        tokenizer.decode(list(range(size)))
     return True
 
 
@@ -204,77 +199,28 @@ def _ignored_errors() -> Iterator[None]:
             raise MemoryError from None
 
 
-Opened = tuple[Callable[[str], int], Callable[[list[int]], str], int, list[str], int]
-"""Tokens of a text, the text of ids, the number of ids, what the rules look for, and their growth."""
+def _open_json(content: bytes) -> tuple[Any, set[str]]:
+    """A tokenizer.json as `HuggingFaceTokenizer` opens it, and the strings in its rules."""
+    import tokenizers  # in the child alone
 
-
-def _tokenizers(content: bytes) -> Opened | None:
-    import tokenizers
-
-    tokenizer = None
-    with _ignored_errors():
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    if tokenizer is None:
-        return None
+    tokenizer, patterns = tokenizers.Tokenizer.from_str(content.decode()), set()
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    steps = [step for step in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder) if step is not None]
-    rules = [rule for step in steps for rule in _objects(json.loads(step.__getstate__()))]
-    texts = {text for rule in rules for name, text in rule.items() if isinstance(text, str) and name != CHARSMAP}
 
-    def encode(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=text == "a"))  # once with what it adds to texts
+    def collect(rule: dict) -> None:
+        patterns.update(text for name, text in rule.items() if isinstance(text, str) and name != "precompiled_charsmap")
 
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
-    return encode, decode, tokenizer.get_vocab_size(), sorted(texts), _growth(rules)
+    for step in (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder):
+        if step is not None:
+            json.loads(step.__getstate__(), object_hook=collect)
+    return tokenizer, patterns
 
 
-def _sentencepiece(content: bytes) -> Opened | None:
-    import sentencepiece
-
-    processor, opened = sentencepiece.SentencePieceProcessor(), False
-    with _ignored_errors():
-        opened = processor.LoadFromSerializedProto(content)
-    if not opened:
-        return None
-    longest = _longest(parse_pieces(content).normalizer_spec.precompiled_charsmap)
-    return lambda text: len(processor.encode(text)), processor.decode, processor.vocab_size(), [], longest
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects in a JSON value."""
-    if isinstance(value, dict):
-        yield value
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _objects(part)
-
-
-def _growth(rules: list[dict[str, Any]]) -> int:
-    """The characters that a character may become by rules which no text of the trial may meet; at least 1."""
-    product = longest = 1
-    for rule in rules:
-        written, looks_for = len(rule.get("content") or rule.get("prepend") or ""), rule.get("pattern")
-        if isinstance(looks_for, dict) and looks_for.get("String"):  # it is in the trial, unless another rule hides it
-            longest = max(longest, written // len(looks_for["String"]))
-        else:
-            product *= max(1, written, _longest(base64.b64decode(rule.get(CHARSMAP) or "")))
-    return max(product, longest)
-
-
-def _longest(charsmap: bytes) -> int:
-    """Bytes of the longest replacement in a table of characters: size of a trie, the trie, and replacements."""
-    replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
-    return max(1, *map(len, replacements.split(b"\0")))
-
-
-def _texts(rules: list[str]) -> Iterator[str]:
+def _texts(patterns: list[str]) -> Iterator[str]:
     """Texts of a trial: few characters first, in case each costs much, and then 300,000."""
     yield from ("", "a", PROSE)
-    for text in rules:
+    for text in patterns:
         yield text * max(1, 2**10 // max(1, len(text)))
     for run in RUNS:
         yield run * (2**14 // len(run))
@@ -284,48 +230,3 @@ def _texts(rules: list[str]) -> Iterator[str]:
 
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-# --- The contents of a sentencepiece model ----------------------------------------------------------------------------
-
-BPE = 2  # model_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # type of a piece
-
-_MESSAGES = {
-    "SentencePiece": (("piece", 1, "STRING", ""), ("score", 2, "FLOAT", "0"), ("type", 3, "INT32", "1")),
-    "TrainerSpec": (
-        ("model_type", 3, "INT32", "1"), ("byte_fallback", 35, "BOOL", "false"), ("unk_surface", 44, "STRING", " ⁇ "),
-    ),
-    "NormalizerSpec": (
-        ("precompiled_charsmap", 2, "BYTES", ""), ("add_dummy_prefix", 3, "BOOL", "true"),
-        ("remove_extra_whitespaces", 4, "BOOL", "true"), ("escape_whitespaces", 5, "BOOL", "true"),
-    ),
-    "ModelProto": (
-        ("pieces", 1, "SentencePiece", None), ("trainer_spec", 2, "TrainerSpec", None),
-        ("normalizer_spec", 3, "NormalizerSpec", None),
-    ),
-}  # fmt: skip
-"""Name, number, type and default of fields, as in sentencepiece_model.proto; enums are numbers."""
-
-
-def parse_pieces(content: bytes) -> Any:
-    """The ModelProto in `content`, a file that the library has opened: it is not checked again.
-
-    The file is a protocol buffer. The library's own reader requires exactly the protobuf version it was generated with
-    (7.36.1 in sentencepiece 0.2.3), so the fields needed here are declared again, and any version reads them.
-    """
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # only such models need it
-
-    file = descriptor_pb2.FileDescriptorProto(name="pieces.proto", package="pieces")
-    for message, fields in _MESSAGES.items():
-        described = file.message_type.add(name=message)
-        for name, number, kind, default in fields:
-            field = described.field.add(name=name, number=number, default_value=default)
-            field.label = field.LABEL_REPEATED if name == "pieces" else field.LABEL_OPTIONAL
-            if kind in _MESSAGES:
-                field.type, field.type_name = field.TYPE_MESSAGE, f".pieces.{kind}"
-            else:
-                field.type = getattr(field, f"TYPE_{kind}")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("pieces.ModelProto")).FromString(content)

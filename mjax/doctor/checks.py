@@ -1,20 +1,19 @@
 """The list of checks, and how they run.
 
-A check that touches a device or a disk runs in a child process, so that a driver that hangs or aborts costs only its
-own line of the report. If the child is silent for too long or ends early, its current check is red, and another child
-continues with the next one (`mjax/utils/child.py`).
+Checks run in a child process, so that a driver or a disk that hangs or aborts costs only its own line of the report. If
+the child is silent for too long or ends early, its current check is red, and another child continues with the next one
+(`mjax/utils/child.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import re
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,41 +23,52 @@ from mjax.doctor import RED, YELLOW, Facts, Finding
 from mjax.errors import UsageError, first_line
 from mjax.utils.child import Child, ChildError
 
-CHECKS = (
-    (None, "host", ("python", "packages", "jax")),
-    ("driver", "host", ("driver",)),
-    (None, "host", ("processes",)),
-    ("devices", "devices", ("devices", "device memory")),
-    ("devices", "numerics", ("attention", "experts", "numerics")),
-    ("devices", "devices", ("matmul", "copy", "all-reduce")),
-    (None, "host", ("memory", "shared memory", "open files")),
-    ("disk", "host", ("storage",)),
-)
-"""The child process of some checks (None: without), their module of mjax/doctor, which is imported when one runs, and
-their names: `all-reduce` is the function check_all_reduce."""
-MODULES = {name: module for _, module, names in CHECKS for name in names}
-FOUNDATION = "devices"  # the checks after it in its child need it
+CHECKS = {
+    **dict.fromkeys(("python", "packages", "jax", "driver", "processes"), "host"),
+    **dict.fromkeys(("devices", "device memory"), "devices"),
+    **dict.fromkeys(("attention", "experts", "numerics"), "numerics"),
+    **dict.fromkeys(("matmul", "copy", "all-reduce"), "devices"),
+    **dict.fromkeys(("memory", "shared memory", "open files", "storage"), "host"),
+}
+"""The module of mjax/doctor of each check; `all-reduce` is its function check_all_reduce."""
+FOUNDATION = "devices"  # the checks of other modules than `host` need it
 SILENT = "--limit 600 where a machine is slow to start; else the driver or the file system hangs: sudo dmesg | tail"
 MEMORY_IN_USE = "nvidia-smi shows who holds a GPU's memory, another doctor perhaps: wait, or set CUDA_VISIBLE_DEVICES"
 ANSWER = "mjax.doctor.checks:answer"
 """The function that a child calls."""
 
 
-def examine(facts: Facts, begin: Callable[[str], None]) -> Iterator[Finding]:
-    """Run all checks and yield their findings; `begin` is called with the name of each check before it runs."""
-    for child, rows in itertools.groupby(CHECKS, key=lambda row: row[0]):
-        names = [name for _, _, names in rows for name in names]
-        if child:
-            yield from run_in_child(names, facts, begin)
-        for name in names if child is None else ():
+def examine(facts: Facts, begin: Callable[[str], None], names: Iterable[str] = CHECKS) -> Iterator[Finding]:
+    """Run checks in a child process, another one after each that is lost, and yield their findings.
+
+    The facts' limit is for each check. If FOUNDATION is red, the checks that need it are not run. `begin` is called
+    with the name of each check before it runs.
+    """
+    values = vars(facts) | {"config": None, "runs": str(facts.runs)}
+    left_out: list[str] = []
+    broken = False
+    with contextlib.closing(Child(ANSWER, facts.limit, None, facts.environment)) as child:
+        for name in names:
+            if broken and CHECKS.get(name) != "host":
+                left_out.append(name)
+                continue
             begin(name)
-            yield from run_check(name, facts)
+            try:
+                findings = [Finding(**finding) for finding in child.ask(json.dumps([name, values]).encode())]
+            except ChildError as error:
+                findings = [
+                    _lost(error) if error.code is not None else Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
+                ]
+            yield from (_named(name, finding) for finding in findings)
+            broken = broken or (name == FOUNDATION and any(finding.status == RED for finding in findings))
+    if left_out:
+        yield Finding(YELLOW, ", ".join(left_out), f"fix the line {FOUNDATION} first", check="not checked")
 
 
 def run_check(name: str, facts: Facts) -> list[Finding]:
     """The findings of a check; if it raises, one red finding, so that it never hides the others."""
     try:
-        module = importlib.import_module(f"mjax.doctor.{MODULES[name]}")
+        module = importlib.import_module(f"mjax.doctor.{CHECKS[name]}")
         result = getattr(module, "check_" + re.sub(r"\W", "_", name))(facts)
         findings = [result] if isinstance(result, Finding) else list(result or ())
     except UsageError as error:
@@ -74,29 +84,6 @@ def _named(name: str, finding: Finding) -> Finding:
     """The finding with its name; lack of GPU memory has its own advice."""
     out_of_memory = finding.status == RED and re.search("RESOURCE_EXHAUSTED|OUT_OF_MEMORY", finding.found)
     return replace(finding, check=name, advice=MEMORY_IN_USE if out_of_memory else finding.advice)
-
-
-def run_in_child(names: Sequence[str], facts: Facts, begin: Callable[[str], None]) -> Iterator[Finding]:
-    """Run the checks `names` in a child process, another one after each that is lost, and yield their findings.
-
-    The facts' limit is for each check. If FOUNDATION is red, the checks after it are not run.
-    """
-    child = Child(ANSWER, facts.limit, None, facts.environment)
-    values = vars(facts) | {"config": None, "runs": str(facts.runs)}
-    with contextlib.closing(child):
-        for number, name in enumerate(names, start=1):
-            begin(name)
-            try:
-                findings = [Finding(**finding) for finding in child.ask(json.dumps([name, values]).encode())]
-            except ChildError as error:
-                findings = [
-                    _lost(error) if error.code is not None else Finding(RED, f"no answer in {facts.limit:g} s", SILENT)
-                ]
-            yield from (_named(name, finding) for finding in findings)
-            rest = names[number:] if name == FOUNDATION else ()
-            if rest and any(finding.status == RED for finding in findings):
-                yield Finding(YELLOW, ", ".join(rest), f"fix the line {FOUNDATION} first", check="not checked")
-                return
 
 
 def answer(question: bytes) -> list[dict[str, Any]]:

@@ -32,13 +32,15 @@ from rich.text import Text
 from mjax.data.tokenizer_trial import check_expansion
 from mjax.data.tokenizers import (
     EOD_PIECE,
+    WHOLE_FILES,
     Tokenizer,
     ends_of_text,
+    library_errors,
     open_library,
     optional_object,
     tokenizer_from_folder,
+    utf8,
 )
-from mjax.data.tokenizers.kinds import WHOLE_FILES, library_errors, utf8
 from mjax.errors import UsageError, lines_of
 from mjax.utils.files import parse_json
 

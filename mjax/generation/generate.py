@@ -13,7 +13,7 @@ split over `model` as in training, and positions over `context`: each of its ran
 a part of the cache. Replicas along `data` do the same work, so every process of a cluster has the result.
 
 **Positions.** A token's slot in the cache is its position. Prompts of different lengths are padded on the right; each
-sequence writes its next token over its own padding (`CausalModel.prefill` says why padding is never read).
+sequence writes its next token over its own padding (`decoding.prefill` says why padding is never read).
 
 **Compilation.** Widths of prompts and of the cache are rounded up (`padded_width`), and everything else about a request
 is an argument, so a second request of similar size compiles nothing.
@@ -41,8 +41,10 @@ from mjax.config.bounds import check_bounds
 from mjax.config.kernels import SLOTS, padded_width
 from mjax.errors import UsageError
 from mjax.generation import Sampling
-from mjax.models.causal import Cache, CausalModel, Layers
+from mjax.models import decoding
+from mjax.models.causal import CausalModel
 from mjax.models.context import Context
+from mjax.models.decoding import Cache, Layers
 from mjax.models.stack import map_stacks, runs_with_weights
 from mjax.parallel import mappings
 from mjax.parallel.pipeline import pipeline_decode
@@ -270,7 +272,9 @@ NOTHING, END = -2, -1
 
 def _read(config: Config, layout: Layout, slots: int, weights: CausalModel, prompts: Array, lengths: Array) -> _State:
     """Inside `shard_map`: read the prompts."""
-    logits, cached = weights.prefill(prompts, lengths, slots, layers_of(config, layout, weights), config.across)
+    logits, cached = decoding.prefill(
+        weights, prompts, lengths, slots, layers_of(config, layout, weights), config.across
+    )
     tokens = jnp.pad(prompts, [(0, 0), (0, slots - prompts.shape[1])])
     none_ended = jnp.zeros(lengths.shape, bool)
     return _State(tokens, lengths, none_ended, none_ended, logits, cached)
@@ -296,7 +300,7 @@ def _write(
         tokens = jnp.where(here & grows[:, None], drawn[:, None], state.tokens)
         lengths = state.lengths + grows
         # A sequence that has ended reads its last token again, so that every index is in range; the result is not used.
-        logits, cached = weights.decode(tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
+        logits, cached = decoding.decode(weights, tokens[sequences, lengths - 1], state.cached, lengths - 1, layers)
         written = jnp.where(grows, drawn, jnp.where(state.ended, NOTHING, END))
         ended = at_eod | (lengths >= request["limits"])
         return _State(tokens, lengths, ended, at_eod, logits, cached), written, left - 1
@@ -358,7 +362,7 @@ class Generator:
             return on_mesh(work, in_specs=(weights, P(), P()), out_specs=state)(*arguments)
 
         def all_logits(weights: CausalModel, ids: Array):
-            return weights.all_logits(ids, layers_of(config, layout, weights), config.across)
+            return decoding.all_logits(weights, ids, layers_of(config, layout, weights), config.across)
 
         self._weights = jax.jit(
             on_mesh(partial(inference_weights, config, layout), in_specs=(layout.specs,), out_specs=weights)

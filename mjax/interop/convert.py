@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.numpy import bfloat16
 
-from mjax.checkpoint.arrays import named, type_and_shape, write_array
+from mjax.checkpoint.arrays import named, stacked_names, type_and_shape, write_array
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import MANIFEST, write_manifest
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, save_config
@@ -92,13 +92,13 @@ def write_in_blocks(folder: Path, field: str, target: Any, read: Callable[[str, 
     """
     with Checkpoints(folder, on_notice=lambda line: None) as checkpoints:
         checkpoints.save(0, {field: jax.tree.map(lambda leaf: jnp.zeros((), leaf.dtype), target)})
-    store, arrays = folder / "0" / field, named(target)
+    store, arrays, stacked = folder / "0" / field, named(target), stacked_names(target)
     for begun in ("d", "ocdbt.process_0", "array_metadatas"):  # the last one has the chunks of arrays of no size
         shutil.rmtree(store / begun)
     for replaced in (store / "manifest.ocdbt", folder / "0" / MANIFEST):
         replaced.unlink()
     for name, leaf in arrays.items():
-        write_array(store, f"{field}.{name}", leaf, partial(read, name))
+        write_array(store, f"{field}.{name}", leaf, name in stacked, partial(read, name))
     write_manifest(folder / "0", 0, {f"{field}.{name}": type_and_shape(leaf) for name, leaf in arrays.items()})
 
 

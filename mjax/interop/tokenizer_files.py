@@ -12,17 +12,18 @@ The library has no exact counterpart of everything, so ids and text of the two a
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Library
 
 from mjax.config.model import ModelConfig
-from mjax.data.tokenizer_trial import BPE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, parse_pieces, remember
+from mjax.data.tokenizer_trial import remember
 from mjax.data.tokenizers import (
     DESCRIPTION,
     EOD_PIECE,
@@ -31,13 +32,15 @@ from mjax.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
+    add_special,
+    byte_characters,
+    byte_level,
+    library_errors,
     load_tokenizer,
     open_library,
     parse_tokenizer,
     tokenizer_from_folder,
 )
-from mjax.data.tokenizers.kinds import library_errors
-from mjax.data.tokenizers.load import add_special, byte_characters, byte_level
 from mjax.errors import UsageError
 from mjax.interop.model_folder import read_object, write_object
 
@@ -170,7 +173,7 @@ def fast_tokenizer(tokenizer: Tokenizer, pairs: bool = False) -> Library:
       UsageError: the library does not give the same ids and text; the message shows where.
     """
     if isinstance(tokenizer, SentencePieceTokenizer):
-        library = _convert_sentencepiece(parse_pieces(tokenizer.contents[0]))
+        library = _convert_sentencepiece(tokenizer.processor)
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         values = json.loads(tokenizer.library.to_str())
         if not (pairs and isinstance(tokenizer, BertTokenizer)):
@@ -222,33 +225,34 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
 # --- sentencepiece ----------------------------------------------------------------------------------------------------
 
 
-def _convert_sentencepiece(model: Any) -> Library:
-    pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
-    changes = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
-    if trainer.model_type != BPE or changes or not normalizer.escape_whitespaces:
-        problem = "transformers has an equivalent only of sentencepiece models of byte pairs without normalization"
-        raise UsageError(f"{problem}; {WEIGHTS_ALONE}")
-    unknown = next(piece.piece for piece in pieces if piece.type == UNKNOWN)
-    prefix = normalizer.add_dummy_prefix
-    library = Library(_byte_pairs(pieces, unknown, trainer.byte_fallback))
-    steps = [normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix]
-    library.normalizer = normalizers.Sequence(steps)
-    steps = [decoders.Replace(unknown, trainer.unk_surface), decoders.Replace(SPACE, " "), decoders.ByteFallback()]
-    steps += [decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
+def _convert_sentencepiece(processor: SentencePieceProcessor) -> Library:
+    """Byte pairs of the library for a model of byte pairs without normalization; others fail `_check_same`."""
+    ids = {processor.id_to_piece(number): number for number in range(processor.vocab_size())}
+    scores = {piece: processor.get_score(number) for piece, number in ids.items()}
+    special = [piece for piece, number in ids.items() if processor.is_control(number) or processor.is_unknown(number)]
+    bytes_of = {piece for piece, number in ids.items() if processor.is_byte(number)}
+    # The trainer gives pieces of the user the score 0.0, and those it learns -0.0, -1.0, …
+    plain = [piece for piece, number in ids.items() if piece not in {*special, *bytes_of}]
+    given = [piece for piece in plain if scores[piece] == 0 and math.copysign(1, scores[piece]) > 0]
+    learned = {piece: scores[piece] for piece in plain if piece not in given}
+
+    unknown = processor.id_to_piece(processor.unk_id())
+    prefix = processor.encode("a", out_type=str)[0].startswith(SPACE)
+    library = Library(_byte_pairs(ids, learned, unknown, bool(bytes_of)))
+    library.normalizer = normalizers.Sequence([normalizers.Replace(" ", SPACE), *[normalizers.Prepend(SPACE)] * prefix])
+    steps = [decoders.Replace(unknown, processor.decode([processor.unk_id()])), decoders.Replace(SPACE, " ")]
+    steps += [decoders.ByteFallback(), decoders.Fuse(), *[decoders.Strip(" ", 1, 0)] * prefix]
     library.decoder = decoders.Sequence(steps)
-    add_special(library, *(piece.piece for piece in pieces if piece.type in (CONTROL, UNKNOWN)))
+    add_special(library, *special)
     # Pieces of the user are never split or joined; a single character that is part of no other is never joined anyway.
-    inside = {character for piece in pieces if piece.type == NORMAL for character in piece.piece}
-    of_user = (piece.piece for piece in pieces if piece.type == USER_DEFINED)
-    looked_for = [text for text in of_user if len(text) > 1 or text in inside]
+    inside = {character for piece in learned for character in piece}
+    looked_for = [text for text in given if len(text) > 1 or text in inside]
     library.add_tokens([AddedToken(text, special=False, normalized=True) for text in looked_for])
     return library
 
 
-def _byte_pairs(pieces: Sequence[Any], unknown: str, byte_fallback: bool) -> models.BPE:
+def _byte_pairs(ids: dict[str, int], scores: dict[str, float], unknown: str, byte_fallback: bool) -> models.BPE:
     """Every two pieces that make a third are a pair, ordered by the score of the third."""
-    ids = {piece.piece: number for number, piece in enumerate(pieces)}
-    scores = {piece.piece: piece.score for piece in pieces if piece.type == NORMAL}
     pairs = [
         (text[:cut], text[cut:])
         for text in sorted(scores, key=lambda text: (-scores[text], ids[text]))

@@ -22,6 +22,7 @@ of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -31,6 +32,8 @@ from jaxtyping import Array, Float, Int
 from mjax.models.context import Context
 from mjax.models.parts.attention import Attention
 from mjax.parallel import random
+
+Sums = dict[str, Array]
 
 
 class Block(nnx.Module):
@@ -58,11 +61,15 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.dropout = dropout
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        y = self.attention(self.attention_norm(x), context)
+    def __call__(
+        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+    ) -> Float[Array, "t h"] | tuple[Float[Array, "t h"], Sums]:
+        """The stream after the layer, and the sums of an MLP that has some. `attention` replaces that of the layer."""
+        y = (attention or self.attention)(self.attention_norm(x), context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y = self.mlp(self.mlp_norm(x), context)
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+        y, sums = with_sums(self.mlp(self.mlp_norm(x), context))
+        x = x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
+        return (x, sums) if sums else x
 
     def empty_cache(self, sequences: int, slots: int, dtype) -> Any:
         """What this rank has read of so many sequences, before the first position: a pytree of arrays, which only
@@ -87,16 +94,23 @@ class Block(nnx.Module):
           cached: by `empty_cache` and `decode` of this layer; empty for prompts.
           lengths: tokens of each prompt; with `context.slots` positions in the cache.
         """
-        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x), context), new
+        caches = []
+
+        def attention(x, context):
+            y, cache = self.attention.decode(x, context, cached, lengths)
+            caches.append(cache)
+            return y
+
+        return with_sums(self(x, context, attention))[0], caches[0]
 
 
 class PostNormBlock(Block):
     """One transformer layer of the original BERT, with a norm after each residual sum."""
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        y = self.attention(x, context)
+    def __call__(
+        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+    ) -> Float[Array, "t h"]:
+        y = (attention or self.attention)(x, context)
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         x = self.attention_norm(x)
         y = self.mlp(x, context)
@@ -108,17 +122,17 @@ class PostNormBlock(Block):
 class OutputNormBlock(Block):
     """One transformer layer whose attention and MLP are normed before they are added to the stream."""
 
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> Float[Array, "t h"]:
-        y = self.attention(x, context)
+    def __call__(
+        self, x: Float[Array, "t h"], context: Context, attention: Callable | None = None
+    ) -> Float[Array, "t h"]:
+        y = (attention or self.attention)(x, context)
         y = self.attention_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y = self.mlp(x, context)
         y = self.mlp_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
 
-    def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], Any]:
-        y, new = self.attention.decode(x, context, cached, lengths)
-        x = x + self.attention_norm(y)
-        return x + self.mlp_norm(self.mlp(x, context)), new
+
+def with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
+    """The result of a layer, or of a part of it, and its sums by name, in float32; none if it is an array."""
+    return result if isinstance(result, tuple) else (result, {})

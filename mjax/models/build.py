@@ -1,31 +1,20 @@
-"""The model of a config, built or only traced."""
+"""What is known of the model of a config without building it: its weights and its classes, from the traced model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
-from mjax.lora.adapters import add_adapters
 from mjax.models.parts.positions import Positions
-from mjax.models.protocol import Model
+from mjax.models.protocol import Model, build_model
 from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
 from mjax.utils.names import leaf_name
-
-
-def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
-    """The model whose initial weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
-    model = config.build(jax.random.key(seed), dtype)
-    return add_adapters(model, jax.random.key(seed), dtype) if config.lora_rank else model
 
 
 @lru_cache(maxsize=64)
@@ -72,23 +61,16 @@ def mixing_class(config: ModelConfig) -> str | None:
     A class of yours may, unless its `mixes_positions` is False; a layer says that for the modules in it, too, a model
     for its `embed` and `loss` alone.
     """
-    model = _traced(config)
-    if _mixes_positions(type(model)):
-        return type(model).__name__
-    return next((name for part in _parts(model) for name in _mixing_classes(part)), None)
+    return _mixing_class(_traced(config))
 
 
-def _mixing_classes(part: nnx.Module | Positions) -> Iterator[str]:
-    mixes = _mixes_positions(type(part))
-    if mixes:
-        yield type(part).__name__
-    elif mixes is None:
-        for inner in _parts(part):
-            yield from _mixing_classes(inner)
-
-
-def _parts(whole: Any) -> list[nnx.Module | Positions]:
-    return [part for part in vars(whole).values() if isinstance(part, nnx.Module | Positions)]
+def _mixing_class(part: nnx.Module | Positions | Model) -> str | None:
+    if mixes := _mixes_positions(type(part)):
+        return type(part).__name__
+    if mixes is False and not isinstance(part, Model):
+        return None
+    inner = (each for each in vars(part).values() if isinstance(each, nnx.Module | Positions))
+    return next(filter(None, map(_mixing_class, inner)), None)
 
 
 def _mixes_positions(cls: type) -> bool | None:

@@ -1,16 +1,16 @@
-"""The common part of all models that predict the next token: the loss, and generation with a cache.
+"""The common part of all models that predict the next token: logits and loss. Generation is in `decoding.py`.
 
 A model derives from `CausalModel` and defines `embed` and `output`.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mjax.config.axes import CONTEXT, MODEL
+from mjax.config.axes import MODEL
 from mjax.errors import UsageError
 from mjax.models.context import Context
 from mjax.models.parts.output import Output
@@ -19,29 +19,7 @@ from mjax.models.stack import run_blocks
 from mjax.parallel import mappings
 from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.random import DropoutKey
-from mjax.parallel.tokens import Across, Tokens
-
-
-@runtime_checkable
-class Layers(Protocol):
-    """All layers of a model, as `Block` has them for one: `generation/generate.py`, also over stages of a pipeline."""
-
-    def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
-
-    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]: ...
-
-
-class Cache(NamedTuple):
-    """What a model has read of some sequences.
-
-    Attributes:
-      layers: of the layers.
-      slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
-        over `context`.
-    """
-
-    layers: Any
-    slots: Int[Array, " S"]
+from mjax.parallel.tokens import Tokens
 
 
 class CausalModel(LanguageModel):
@@ -111,87 +89,3 @@ class CausalModel(LanguageModel):
     @classmethod
     def scores_in_chunks(cls) -> bool:
         return cls.loss is CausalModel.loss and cls.logits is CausalModel.logits
-
-    # --- Generation ---------------------------------------------------------------------------------------------------
-
-    def all_logits(self, ids: Int[Array, "b s"], layers: Layers, across: Across | None = None) -> Float[Array, "b s v"]:
-        """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
-        `model` and `context`."""
-        x, tokens, _ = self._read(ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, across)
-        logits = tokens.by_sequence(mappings.gather_whole(self.logits(x, tokens), MODEL, -1))
-        if across:  # each rank has some of the positions
-            whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
-            whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
-            logits = mappings.sum_over(whole, frozenset({CONTEXT}))
-        return logits
-
-    def prefill(
-        self,
-        prompts: Int[Array, "b s"],
-        lengths: Int[Array, " b"],
-        slots: int,
-        layers: Layers,
-        across: Across | None = None,
-    ) -> tuple[Float[Array, "b v"], Cache]:
-        """Read whole prompts at once into a cache.
-
-        The slot in the cache is the position. With `across` every rank of `context` reads a part of the positions, as
-        in training, and keeps it; of the slots behind the prompts each has an equal part, too.
-
-        Args:
-          prompts: padded on the right with any valid id.
-          lengths: tokens of each prompt, at least 1.
-          slots: size of the cache over all ranks of `context`, at least s; both are multiples of
-            `Config.sequence_chunks` and of that axis.
-          layers: of this model.
-          across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
-
-        Returns:
-          Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
-        """
-        x, tokens, cached = self._read(prompts, lengths, slots, layers, across)
-        position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
-        first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if across else 0)
-        is_last = position_ids == (lengths - 1)[:, None]
-        last = tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
-        if across:
-            last = mappings.sum_over(last, frozenset({CONTEXT}))
-        every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
-        return self._row(last), Cache(cached, every)
-
-    def _read(
-        self, ids: Int[Array, "b s"], lengths: Int[Array, " b"], slots: int, layers: Layers, across: Across | None
-    ) -> tuple[Float[Array, "t h"], Tokens, Any]:
-        """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
-        ranks = mappings.size(CONTEXT) if across else 1
-        context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
-        x = self.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
-        x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
-        return x, context.tokens, cached
-
-    def decode(
-        self,
-        tokens: Int[Array, " b"],
-        cached: Cache,
-        lengths: Int[Array, " b"],
-        layers: Layers,
-    ) -> tuple[Float[Array, "b v"], Cache]:
-        """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
-
-        Args:
-          tokens: the tokens at positions `lengths`.
-          cached: by `prefill` and `decode`.
-          lengths: below the number of all slots.
-          layers: of this model.
-
-        Returns:
-          Logits of the next token, replicated over `model` and `context`, and the cache including it.
-        """
-        context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
-        x = self.embed({"tokens": tokens[:, None]}, context)
-        x, new = layers.decode(x, context, cached.layers, lengths)
-        return self._row(x), Cache(new, cached.slots)
-
-    def _row(self, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
-        """Logits of one position of each sequence, replicated over `model`."""
-        return mappings.gather_whole(self.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mjax.config.model import ModelConfig
+from mjax.lora.adapters import add_adapters
 from mjax.models.context import Context
 
 Batch = dict[str, Array]
@@ -107,3 +110,9 @@ class LanguageModel(nnx.Module):
     @classmethod
     def scores_in_chunks(cls) -> bool:
         return False
+
+
+def build_model(seed: int | Array, config: ModelConfig, dtype=jnp.float32) -> Model:
+    """The model whose initial weights are a function of `seed` and `config`, whatever the mesh it is sharded over."""
+    model = config.build(jax.random.key(seed), dtype)
+    return add_adapters(model, jax.random.key(seed), dtype) if config.lora_rank else model

@@ -35,6 +35,7 @@ from jaxtyping import Array, Float, Int
 
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import LayerKind, Stack, stacks_of
+from mjax.models.block import Sums, with_sums
 from mjax.models.context import Context
 from mjax.parallel.weights import add_layer_dim
 from mjax.parallel.zero import all_but_gathered_weights
@@ -52,9 +53,6 @@ SAVED: dict[str, tuple[str, ...] | None] = {
 
 INPUT = "layer"
 """The name of a layer's input. Only `offload` needs it: the other choices keep the input anyway."""
-
-Sums = dict[str, Array]
-
 
 Layer = Callable[[Array], nnx.Module]
 """key of `jax.random` → a layer."""
@@ -152,7 +150,7 @@ def _layer(context: Context, recompute: str, gather: Callable | None, unroll: bo
             x = checkpoint_name(x, INPUT)
         if gather is not None:
             block = gather(block)
-        return _with_sums(block(x, context.of_layer(number, kind)))
+        return with_sums(block(x, context.of_layer(number, kind)))
 
     if SAVED[recompute] is None and gather is None:
         return layer
@@ -169,11 +167,6 @@ def runs_with_weights(blocks, weights_of: Sequence[Sequence[Callable | None]] | 
     weights_of = weights_of or map_stacks(lambda _: None, blocks)
     for stacks, gathers in zip(runs_in(blocks), weights_of, strict=True):
         yield stacks, gathers, jax.tree.leaves(stacks[0])[0].shape[0] * len(stacks)
-
-
-def _with_sums(result: Array | tuple[Array, Sums]) -> tuple[Array, Sums]:
-    """The result of a layer as the stream and its sums."""
-    return result if isinstance(result, tuple) else (result, {})
 
 
 def _policy(recompute: str) -> Callable:

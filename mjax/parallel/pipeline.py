@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +123,7 @@ def pipeline_sums(schedule: Schedule, program: StageProgram, shared: Weights, bl
 # --- One stage --------------------------------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Accumulators of the backward passes.
 
     Attributes:
@@ -138,9 +136,7 @@ class _Sums:
     blocks: Weights
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """The state of a stage from tick to tick.
 
     Attributes:

@@ -37,7 +37,6 @@ decides nothing. This module is plain NumPy.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -267,16 +266,12 @@ def _assign(begin: np.ndarray, end: np.ndarray, where: np.ndarray) -> tuple[np.n
     """
     slots, most = np.zeros_like(begin), 0
     for p in range(len(begin)):
-        free, busy, used = [], [], 0  # heaps: slot, and (end, slot)
+        ends = np.empty(0, int)  # of each slot, the tick after which it is free
         keys = np.argwhere(where[p])
         for m, v in keys[np.argsort(begin[p][where[p]], kind="stable")]:
-            while busy and busy[0][0] < begin[p, m, v]:
-                heapq.heappush(free, heapq.heappop(busy)[1])
-            if free:
-                slot = heapq.heappop(free)
-            else:
-                slot, used = used, used + 1
-            slots[p, m, v] = slot
-            heapq.heappush(busy, (end[p, m, v], slot))
-        most = max(most, used)
+            free = np.flatnonzero(ends < begin[p, m, v])
+            slot = slots[p, m, v] = free[0] if free.size else len(ends)
+            ends = np.append(ends, 0) if slot == len(ends) else ends
+            ends[slot] = end[p, m, v]
+        most = max(most, len(ends))
     return slots, most

@@ -1,9 +1,9 @@
-"""Pictures of runs and tasks, and the curves from which those of runs are drawn: values over steps in few bins."""
+"""Pictures of runs and tasks, and the curves from which those of runs are drawn."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,112 +19,91 @@ MAX_POINTS = 4096  # of a curve; a picture has about a thousand pixels
 WINDOW = 51  # steps that are averaged, at most
 
 
-class Bin(NamedTuple):
-    """Values of neighboring steps: their number, sums of the steps and of the values, and the extreme values."""
+class Bins(NamedTuple):
+    """Neighboring values, reduced to arrays [bins]: number of the bin, mean step, mean value, and extreme values."""
 
-    count: int
-    steps: float
-    values: float
-    low: float
-    high: float
-
-    @property
-    def step(self) -> float:
-        """Mean of the steps."""
-        return self.steps / self.count
-
-    @property
-    def mean(self) -> float:
-        """Mean of the values."""
-        return self.values / self.count
+    numbers: np.ndarray
+    steps: np.ndarray
+    means: np.ndarray
+    lows: np.ndarray
+    highs: np.ndarray
 
 
 class Curve:
-    """Values over steps, added in ascending order, in at most `MAX_POINTS` bins of equal length.
-
-    Each value has its bin until there are more. Then the length of the bins, a power of two, is doubled.
+    """Values over steps, added in ascending order; a picture shows at most `MAX_POINTS` of their means.
 
     Attributes:
-      width: steps of a bin.
-      bins: by step // width, without empty ones.
-      recent: the last `WINDOW` values.
+      steps: or numbers of tokens, from 0 on.
+      values: one for each step.
     """
 
-    def __init__(self, values: Iterable[tuple[int, float]] = ()):
-        self.width, self.recent = 1, deque(maxlen=WINDOW)
-        self.bins: dict[int, Bin] = {}
-        for step, value in values:
+    def __init__(self, points: Iterable[tuple[int, float]] = ()):
+        self.steps, self.values = array("q"), array("d")
+        for step, value in points:
             self.add(step, value)
 
     def add(self, step: int, value: float) -> None:
-        """Add the value of a step, or of a number of tokens, from 0 on."""
-        self.recent.append(value)
-        self._include(step // self.width, Bin(1, step, value, value, value))
-        while len(self.bins) > MAX_POINTS:
-            self._merge(2)
+        """Add the value of a step."""
+        self.steps.append(step)
+        self.values.append(value)
 
-    def merged(self, width: int = 1) -> Curve:
-        """A copy with bins of `width` steps, a power of two, unless they are that long already."""
+    def copy(self) -> Curve:
+        """A curve that does not grow with this one."""
         copied = Curve()
-        copied.width, copied.bins, copied.recent = self.width, {**self.bins}, self.recent.copy()
-        if width > self.width:
-            copied._merge(width // self.width)
+        copied.steps, copied.values = self.steps[:], self.values[:]
         return copied
 
-    def _merge(self, number: int) -> None:
-        bins, self.bins, self.width = self.bins, {}, self.width * number
-        for key, part in bins.items():
-            self._include(key // number, part)
-
-    def _include(self, key: int, part: Bin) -> None:
-        if key in self.bins:
-            count, steps, values, low, high = self.bins[key]
-            part = Bin(
-                count + part.count, steps + part.steps, values + part.values, min(low, part.low), max(high, part.high)
-            )
-        self.bins[key] = part
-
     @property
-    def steps(self) -> list[float]:
-        """Mean step of each bin."""
-        return [part.step for part in self.bins.values()]
+    def width(self) -> int:
+        """Steps of a bin: the least power of two that gives at most `MAX_POINTS`."""
+        import numpy as np
 
-    @property
-    def means(self) -> list[float]:
-        """Mean value of each bin."""
-        return [part.mean for part in self.bins.values()]
+        steps, width = np.array(self.steps), 1
+        while len(np.unique(steps // width)) > MAX_POINTS:
+            width *= 2
+        return width
 
-    @property
-    def smoothed(self) -> Sequence[float]:
-        """The means, averaged over neighbors as far as bins are shorter than `WINDOW`."""
-        return smoothed(self.means, min(WINDOW // self.width, len(self.bins) // 30 + 1))
+    def bins(self, width: int | None = None) -> Bins:
+        """The values in bins of `width` steps, by default that of the curve, without empty bins."""
+        import numpy as np
+
+        steps, values = np.array(self.steps), np.array(self.values)
+        numbers, first = np.unique(steps // (width or self.width), return_index=True)
+        counts = np.diff(first, append=len(steps))
+        means = (np.add.reduceat(each, first) / counts for each in (steps, values))
+        return Bins(numbers, *means, np.minimum.reduceat(values, first), np.maximum.reduceat(values, first))
 
     @property
     def last(self) -> float:
-        """The end of the smoothed curve; of a long one, of its last steps instead of its last bin."""
-        return self.smoothed[-1] if self.width == 1 else smoothed([*self.recent], WINDOW)[-1]
+        """The end of the smoothed values."""
+        window = window_of(len(self.values))
+        return smoothed(self.values[-window:], window)[-1]
 
 
-def smoothed(values: Sequence[float], window: int | None = None) -> Sequence[float]:
-    """Average over a window of about a thirtieth of the run, 51 steps at most, with each step in its middle.
+def window_of(count: int) -> int:
+    """Values that are averaged: about a thirtieth of the run, `WINDOW` at most."""
+    return min(WINDOW, count // 30 + 1)
+
+
+def smoothed(values: Sequence[float], window: int) -> Sequence[float]:
+    """Average over a window with each step in its middle.
 
     An average over earlier steps only would lag behind a falling loss and lie above it. Where the window exceeds an end
     of the run, the line that fits the steps there best is used (Savitzky and Golay, order 1).
 
     Args:
       values: of consecutive steps.
-      window: another length of the window.
+      window: as `window_of` gives for a run.
     """
-    half = ((min(WINDOW, len(values) // 30 + 1) if window is None else window) - 1) // 2
-    if half < 1:
+    if window < 3:
         return values
     import numpy as np
 
-    width = 2 * half + 1  # SciPy's savgol_filter does the same, and takes a second to import
-    inner = np.convolve(values, np.full(width, 1 / width), "valid")
+    width = (window - 1) // 2 * 2 + 1  # SciPy's savgol_filter does the same, and takes a second to import
+    inner, half = np.convolve(values, np.full(width, 1 / width), "valid"), width // 2
     ends = values[:width], values[-width:]
     first, last = (np.polyval(np.polyfit(range(width), end, 1), range(width)) for end in ends)
-    return [*first[:half].tolist(), *inner.tolist(), *last[-half:].tolist()]
+    return np.concatenate([first[:half], inner, last[-half:]])
 
 
 # --- Pictures of runs -------------------------------------------------------------------------------------------------
@@ -154,7 +133,7 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
         other, instead of the loss.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter, StrMethodFormatter
+    from matplotlib.ticker import PercentFormatter
 
     drawn = [metric for metric in metrics if metric.axis and metric.name in curves]
     drawn = drawn or [Metric("loss", "", axis="loss (nats per token)")]
@@ -171,7 +150,7 @@ def draw_loss(curves: Mapping[str, Curve], file: Path, title: str, metrics: Sequ
             panel.yaxis.set_major_formatter(PercentFormatter(1, 0))
         else:
             add_perplexity(panel)
-        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        panel.xaxis.set_major_formatter("{x:,.0f}")
     save(figure, file)
 
 
@@ -222,22 +201,23 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
       x: name of the x axis, step or tokens.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+    from matplotlib.ticker import MaxNLocator
 
     ((first, (reference, _)), *others) = runs.items()
     distances = {name: _difference(training, reference) for name, (training, _) in others}
-    panels = 2 if any(distances.values()) else 1
+    panels = 2 if any(len(steps) for steps, _ in distances.values()) else 1
     figure = Figure(figsize=(8, 2.5 + 2 * panels), dpi=120, layout="constrained")
     axes, *below = figure.subplots(panels, 1, squeeze=False, sharex=True, height_ratios=(2, 1)[:panels])[:, 0]
     for number, (name, (training, validation)) in enumerate(runs.items()):
         # Where curves coincide, each shows at the sides of the next.
         color, wider = f"C{number}", (len(runs) - 1 - number) / len(runs)
         label = f"{name}, last {training.last:.4f}"
-        axes.plot(training.steps, training.smoothed, color=color, linewidth=1.2 + 6 * wider, label=label)
         _draw_raw(axes, training, color=color, alpha=0.25, linewidth=0.7, zorder=1)
-        axes.plot(validation.steps, validation.means, "o", color=color, markersize=4 + 6 * wider)
+        _draw_smoothed(axes, training, color=color, linewidth=1.2 + 6 * wider, label=label)
+        bins = validation.bins()
+        axes.plot(bins.steps, bins.means, "o", color=color, markersize=4 + 6 * wider)
         if below and name != first:
-            below[0].plot(*zip(*distances[name], strict=True), color=color, linewidth=1)
+            below[0].plot(*distances[name], color=color, linewidth=1)
     axes.set(
         ylabel="loss (nats per token)", title="Loss in training (lines: averaged; thin: raw) and validation (dots)"
     )
@@ -248,7 +228,7 @@ def draw_runs(runs: Mapping[str, tuple[Curve, Curve]], file: Path, x: str = "ste
     last = [axes, *below][-1]
     last.set(xlabel=x)
     last.xaxis.set_major_locator(MaxNLocator(integer=True))
-    last.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    last.xaxis.set_major_formatter("{x:,.0f}")
     for panel in (axes, *below):
         panel.grid(alpha=0.25)
     for text in axes.legend(frameon=False).get_texts():
@@ -264,10 +244,11 @@ def _draw_curves(
     if training := curves.get(name):
         _draw_raw(axes, training, color="C0", alpha=0.3, linewidth=0.8)
         label = f"training, last {form.format(training.last)}"
-        axes.plot(training.steps, training.smoothed, color="C0", linewidth=1.8, label=label)
+        _draw_smoothed(axes, training, color="C0", linewidth=1.8, label=label)
     if validation := curves.get(f"val_{name}"):
-        label = f"validation, last {form.format(validation.recent[-1])}"
-        axes.plot(validation.steps, validation.means, "o-", color="C1", markersize=4, label=label)
+        label = f"validation, last {form.format(validation.values[-1])}"
+        bins = validation.bins()
+        axes.plot(bins.steps, bins.means, "o-", color="C1", markersize=4, label=label)
     if level is not None:
         axes.axhline(level[0], color="0.4", linestyle="--", linewidth=1, label=level[1])
     axes.grid(alpha=0.25)
@@ -276,20 +257,30 @@ def _draw_curves(
 
 
 def _draw_raw(axes: Axes, curve: Curve, **style: Any) -> None:
-    """The values of a curve; of one with bins of several steps, the lowest and the highest value in each."""
-    if curve.width == 1:
-        axes.plot(curve.steps, curve.means, **style)
-    else:
-        steps = [step for step in curve.steps for _ in range(2)]
-        axes.plot(steps, [value for part in curve.bins.values() for value in (part.low, part.high)], **style)
+    """The lowest and the highest value in each bin."""
+    import numpy as np
+
+    bins = curve.bins()
+    axes.plot(np.repeat(bins.steps, 2), np.stack([bins.lows, bins.highs], axis=1).ravel(), **style)
 
 
-def _difference(curve: Curve, reference: Curve) -> list[tuple[float, float]]:
-    """Step and difference of two curves in the bins that both have."""
+def _draw_smoothed(axes: Axes, curve: Curve, **style: Any) -> None:
+    """The means of the bins, averaged over neighbors as far as bins are shorter than `WINDOW`."""
+    bins = curve.bins()
+    window = min(WINDOW // curve.width, window_of(len(bins.means)))
+    axes.plot(bins.steps, smoothed(bins.means, window), **style)
+
+
+def _difference(curve: Curve, reference: Curve) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and differences of two curves in the bins that both have."""
+    import numpy as np
+
     width = max(curve.width, reference.width)
-    bins, others = curve.merged(width).bins, reference.merged(width).bins
-    end = min(max(bins, default=0), max(others, default=0)) + (width == 1)  # a last bin may have steps of one alone
-    return [(part.step, part.mean - others[key].mean) for key, part in bins.items() if key in others and key < end]
+    bins, others = curve.bins(width), reference.bins(width)
+    common, ours, theirs = np.intersect1d(bins.numbers, others.numbers, return_indices=True)
+    end = min(bins.numbers[-1], others.numbers[-1]) + (width == 1)  # a last bin may have steps of one alone
+    ours, theirs = ours[common < end], theirs[common < end]
+    return bins.steps[ours], bins.means[ours] - others.means[theirs]
 
 
 # --- Tasks ------------------------------------------------------------------------------------------------------------
@@ -309,7 +300,6 @@ def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, train
     """
     import numpy as np
     from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
 
     first, last, loss = (np.array([row[name] for row in bins], np.float64) for name in ("first", "last", "loss"))
     error = np.array([row["standard_error"] or 0.0 for row in bins])
@@ -320,7 +310,7 @@ def draw_positions(bins: Sequence[dict[str, Any]], file: Path, about: str, train
     axes.fill_between(middle, loss - error, loss + error, **band)
     axes.plot(middle, loss, "o-", color=LINE, markersize=4, linewidth=1.8, label="mean of a bin")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     if trained is not None:
         axes.axvline(trained, color=MARK, linewidth=1.2, linestyle="--", label=f"trained on {trained:,} positions")
     axes.set(xlabel="position: tokens read before the one that is predicted", ylabel="loss (nats per token)")

@@ -2,9 +2,7 @@
 
 The form is that of figures 3 and 4 of arXiv 2104.04473: two tones for forward and backward, darker for a stage's first
 chunk and lighter for its later ones, the micro-batch's number in the box, grey where a stage is idle. Time is that of
-the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards. Where all
-of it would be a barcode, the middle of the steady state is left out: there no stage is idle and every tick is like the
-others. Ticks that are left out are a gap in the picture, labelled with their number.
+the lock-step table: a tick lasts as long on every stage, its forwards begin together and so do its backwards.
 """
 
 from __future__ import annotations
@@ -18,19 +16,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from mjax.parallel.schedules import Schedule, Slots
 from mjax.pictures.figures import INK, PALETTE, SOFT_INK, add_heading, save
 
 COLORS = {"forward": PALETTE[0], "backward": PALETTE[2]}
 IDLE = "#DCDCDC"
-MAX_FORWARDS = 96
-"""Forwards in a picture that still shows them one by one, with their numbers."""
-MIN_STEADY_TICKS = 6
-"""Ticks of a steady state that stay at each of its ends."""
-GAP = 2.5
-"""Width of a gap, in forwards."""
 
 
 def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.0, backward: float = 2.0) -> None:
@@ -45,13 +37,7 @@ def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.
     passes = [each for each in kinds if each[1] is not None]
     lengths = np.stack([slots.on.any(axis=1) * time for _, slots, time in passes])  # [kinds, ticks]
     ticks, offsets = lengths.sum(axis=0), lengths.cumsum(axis=0) - lengths
-    gaps = _gaps(schedule) if ticks.sum() > MAX_FORWARDS * forward else []
-    begin, drawn = ticks.cumsum() - ticks, np.ones(len(ticks), bool)  # of each tick, in time and in the picture
-    start = begin.copy()
-    for first, end in gaps:
-        drawn[first:end] = False
-        start[end:] -= begin[end] - begin[first] - GAP * forward
-    span = start[-1] + ticks[-1]
+    begin, span = ticks.cumsum() - ticks, ticks.sum()
 
     stages = schedule.stages
     width, height = min(13 * forward / span, 0.35), np.clip(9 / stages, 0.14, 0.48)  # of a box, in inches
@@ -60,20 +46,12 @@ def draw_schedule(schedule: Schedule, file: Path | BinaryIO, forward: float = 1.
     rows = figure.add_subplot(xlim=(0, span), ylim=(stages, 0), facecolor=IDLE)
     inch = (size[0] - 1.8) / span
     for (kind, slots, time), offset in zip(passes, offsets, strict=True):
-        _draw_boxes(
-            rows, schedule, _shades(kind, schedule.chunks), slots, drawn, start + offset, time, (inch * time, height)
-        )
-    for first, end in gaps:
-        rows.axvspan(start[first], start[first] + GAP * forward, color="white", zorder=3)
-        middle = start[first] + GAP * forward / 2, stages / 2
-        rows.text(*middle, f"{end - first:,} more ticks like these", rotation=90, ha="center", va="center", zorder=4)
+        _draw_boxes(rows, slots, _shades(kind, schedule.chunks), begin + offset, time, (inch * time, height))
 
     every = -(-stages // 32)
     rows.set_yticks(np.arange(0, stages, every) + 0.5, [f"stage {stage}" for stage in range(0, stages, every)])
     rows.tick_params(length=0, labelcolor=INK)
-    time_of = [*start[drawn], span], [*begin[drawn], ticks.sum()]
     rows.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    rows.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{np.interp(x, *time_of):.0f}"))
     unit = "forward passes" if schedule.chunks == 1 else "forward passes of one chunk"
     rows.set_xlabel(f"time, in {unit}", color=SOFT_INK, loc="left")
     rows.spines[:].set_visible(False)
@@ -109,46 +87,26 @@ def display_name(schedule: Schedule) -> str:
     return name + ", interleaved" * (schedule.chunks > 1)
 
 
-def _gaps(schedule: Schedule) -> list[tuple[int, int]]:
-    """The ticks [first, end) to leave out: the middles of the stretches in which no stage is idle."""
-    on = np.stack([slots.on for slots in (schedule.forward, schedule.backward) if slots is not None])
-    busy = (on.all(axis=-1) == on.any(axis=-1)).all(axis=0)  # what any stage runs runs on all
-    changes = np.flatnonzero(np.diff(np.concatenate([[False], busy, [False]]).astype(int))).reshape(-1, 2).tolist()
-    return [
-        (first + MIN_STEADY_TICKS, end - MIN_STEADY_TICKS)
-        for first, end in changes
-        if end - first > 3 * MIN_STEADY_TICKS
-    ]
-
-
 def _draw_boxes(
-    rows: Axes,
-    schedule: Schedule,
-    shades: np.ndarray,
-    slots: Slots,
-    drawn: np.ndarray,
-    begin: np.ndarray,
-    time: float,
-    box: tuple[float, float],
+    rows: Axes, slots: Slots, shades: np.ndarray, begin: np.ndarray, time: float, box: tuple[float, float]
 ) -> None:
     """The boxes of one kind, `time` long, with their numbers where those fit.
 
     Args:
       shades: color of each chunk [V, 3].
-      drawn: which ticks are drawn [ticks].
       begin: where the boxes of each tick begin [ticks].
       box: width and height of a box, in inches.
     """
-    ticks, stages = np.nonzero(slots.on * drawn[:, None])
-    left, chunks = begin[ticks], slots.chunk[ticks, stages]
+    ticks, stages = np.nonzero(slots.on)
+    left, chunks, numbers = begin[ticks], slots.chunk[ticks, stages], slots.micro_batch[ticks, stages]
     corners = [[left, stages], [left + time, stages], [left + time, stages + 1], [left, stages + 1]]
     # A thin box has no border, and no smoothed edge through which the grey would shine.
     border = {"edgecolors": "white", "linewidths": 0.8} if min(box) > 0.08 else {"lw": 0, "antialiaseds": False}
     rows.add_collection(PolyCollection(np.transpose(corners, (2, 0, 1)), facecolors=shades[chunks], **border))
-    size = min(10.0, 40 * box[1], 98 * box[0] / len(str(schedule.micro_batches - 1)))  # points
+    size = min(10.0, 40 * box[1], 98 * box[0] / len(str(numbers.max())))  # points
     if size >= 6:
         inks = ["white" if luminance < 0.2 else INK for luminance in shades**2.2 @ (0.2126, 0.7152, 0.0722)]
-        for x, y, m, chunk in zip(left, stages, slots.micro_batch[ticks, stages], chunks, strict=True):
+        for x, y, m, chunk in zip(left, stages, numbers, chunks, strict=True):
             rows.text(x + time / 2, y + 0.52, m, size=size, color=inks[chunk], ha="center", va="center")
 
 

@@ -19,7 +19,7 @@ from mjax.config import Config, MeshConfig, as_flag, axes, differences
 from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import HOPPER, capability_of, resolved_on_gpu
+from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu
 from mjax.config.source import WIDTH
 from mjax.errors import UsageError, suggestion
 from mjax.planner import Section, good_to, layers_in_words
@@ -51,7 +51,6 @@ from mjax.planner.search import (
     with_values,
 )
 from mjax.planner.time import run_tokens
-from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
 from mjax.utils.figures import GIB, named_rows, table
 

@@ -27,11 +27,10 @@ from typing import Any
 
 from mjax.cluster.hardware import gpu_named
 from mjax.config import Config
-from mjax.config.kernels import resolved_on_gpu
+from mjax.config.kernels import resolved_on_gpu, with_unrolling
 from mjax.errors import RunError, UsageError
 from mjax.planner import Section, layers_in_words
 from mjax.planner.memory import Memory, predict_memory
-from mjax.step.kernels import with_unrolling
 from mjax.utils.figures import GIB, named_rows
 from mjax.utils.packages import cuda_build, installed
 

@@ -108,9 +108,8 @@ class Layer(NamedTuple):
         return [product for product in self.of_weights if product.trained]
 
     @classmethod
-    def of_plain(cls, elements: int, branches: list, activations: list, sent: list, weights: list) -> Layer:
-        """The layer of plain values, as JSON has them."""
-        sent, weights = (tuple(map(tuple, each)) for each in (sent, weights))
+    def of_plain(cls, elements: int, branches: tuple, activations: tuple, sent: tuple, weights: tuple) -> Layer:
+        """The layer of plain values."""
         return cls(elements, tuple(map(_products, branches)), _products(activations), sent, weights)
 
 
@@ -135,11 +134,6 @@ class Backward(NamedTuple):
     scores: int
     gathered: int
 
-    @classmethod
-    def of_plain(cls, *plain: int) -> Backward:
-        """The backward pass of plain values."""
-        return cls(*plain)
-
 
 class Head(NamedTuple):
     """Everything after the last layer, including the loss, for one sample on one rank of `model`.
@@ -162,7 +156,7 @@ class Head(NamedTuple):
         return self.products[-1].m * self.products[-1].n if self.products else 0
 
     @classmethod
-    def of_plain(cls, products: list, *others) -> Head:
+    def of_plain(cls, products: tuple, *others) -> Head:
         """The head of plain values."""
         return cls(_products(products), *others)
 
@@ -288,18 +282,23 @@ def _record(of: Traced, kind: type, kernel: str = "xla", recompute: str = "none"
     """A `Layer`, a `Backward` or a `Head`, traced or kept from an earlier command; arguments as for `Traced.config`."""
     key = of, kind.__name__, kernel, recompute
     trace = lambda: _trace(of, of.config(kernel, recompute), _TRACERS[kind])  # noqa: E731
-    return traced_once(key, of.model, trace, lambda plain: kind.of_plain(*plain))
+    return traced_once(key, of.model, trace, lambda *plain: getattr(kind, "of_plain", kind)(*plain))
 
 
-def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[[Any], Any]) -> Any:
-    """The result of `trace`, or what an earlier command has left of it under `key`, as JSON has it, by `of_plain`."""
+def traced_once(key: Any, model: ModelConfig, trace: Callable[[], Any], of_plain: Callable[..., Any]) -> Any:
+    """The result of `trace`, or `of_plain` of what an earlier command has left of it under `key`, with tuples for
+    lists."""
     if not _STORES or not type(model).__module__.startswith("mjax."):  # the sources of others are not in a file's name
         return trace()
     digest = hashlib.sha256(repr(key).encode()).hexdigest()
     if digest not in _STORES[-1]:
         _STORES[-1][digest] = trace()
         return _STORES[-1][digest]
-    return of_plain(_STORES[-1][digest])
+    return of_plain(*_as_tuples(_STORES[-1][digest]))
+
+
+def _as_tuples(plain: Any) -> Any:
+    return tuple(map(_as_tuples, plain)) if isinstance(plain, list | tuple) else plain
 
 
 _STORES: list[dict[str, Any]] = []

@@ -201,9 +201,8 @@ def ledger(config: Config) -> Ledger:
         schedule = schedule_of(config) if config.mesh.pipe > 1 else None
         return [astuple(record) for record in read_collectives(step, schedule)]
 
-    records = traced_once(("ledger", config), config.model, trace, list)
-    as_fields = ((tuple(value) if isinstance(value, list) else value for value in record) for record in records)
-    return Ledger(tuple(Collective(*fields) for fields in as_fields))
+    records = traced_once(("ledger", config), config.model, trace, lambda *records: records)
+    return Ledger(tuple(Collective(*record) for record in records))
 
 
 def read_collectives(jaxpr, schedule: Schedule | None = None) -> tuple[Collective, ...]:

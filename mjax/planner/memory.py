@@ -45,18 +45,18 @@ from jax.sharding import PartitionSpec as P
 
 from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, axes
 from mjax.config.axes import copies, shards
-from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu
+from mjax.config.kernels import FUSED, HOPPER, attention_on_gpu, is_unrolled
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stack_of, stacks_of
 from mjax.models.build import abstract_weights, frozen_weights, matrix_dims, weight_dims
-from mjax.parallel.cross_entropy import rows_of_chunks
+from mjax.parallel.chunked_cross_entropy import rows_of_chunks
 from mjax.parallel.matrices import Matrices
-from mjax.parallel.weights import LAYER, OUT, TOKEN
-from mjax.parallel.zero import computed_spec, storage_of
+from mjax.parallel.weights import LAYER, OUT, TOKEN, Dims
+from mjax.parallel.zero import Storage, computed_spec, storage_of
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Rates
+from mjax.planner.layer import traced_once
 from mjax.planner.program import Product, Program
-from mjax.step.kernels import is_unrolled
 from mjax.step.muon import ITERATE_IN, newton_schulz
 
 # Share of a GPU's memory that has to stay free: predictions are off by up to this.
@@ -463,7 +463,8 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    return _elements(model, STORED_BY(mesh), kind, trained and bool(frozen_weights(model)))
+    frozen = not all(weight.trained for weight in weights_of(model))
+    return _elements(model, STORED_BY(mesh), kind, trained and frozen)
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -492,23 +493,57 @@ def _mesh(pipe: int, data: int, model: int, expert: int, context: int, zero: int
     return MeshConfig(pipe, data, model, expert, context, zero=zero, replica=replica)
 
 
+class Weight(NamedTuple):
+    """A weight of a traced model: its shape, PartitionSpec and dims (`parallel/weights.py`), its rows and columns if it
+    is a matrix for Muon, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: tuple
+    dims: Dims
+    matrix: tuple[tuple[int, ...], tuple[int, ...]] | None
+    trained: bool
+
+    def storage(self, mesh: MeshConfig) -> Storage:
+        """How it is stored on a mesh."""
+        return storage_of(LAYER in self.dims, self.shape, P(*self.spec), mesh)
+
+
+@lru_cache(maxsize=64)
+def weights_of(model: ModelConfig) -> tuple[Weight, ...]:
+    """All weights of a model, traced or kept from an earlier command."""
+
+    def trace() -> tuple[Weight, ...]:
+        frozen, dims, matrices = frozen_weights(model), weight_dims(model), matrix_dims(model)
+        return tuple(
+            Weight(name, shape, tuple(spec), dims[name], matrices.get(name), name not in frozen)
+            for name, (shape, spec) in abstract_weights(model).items()
+        )
+
+    return traced_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*each) for each in weights))
+
+
+def parameters_of(model: ModelConfig) -> int:
+    """Number of parameters of a model, as `count_parameters`, from the traces of earlier commands."""
+    return sum(math.prod(weight.shape) for weight in weights_of(model))
+
+
 @lru_cache(maxsize=8192)
 def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, trained: bool) -> DeviceWeights:
     mesh = _mesh(*stored_by)
     total: Counter[str] = Counter()
-    for name, (shape, spec) in abstract_weights(model).items():
-        if trained and name in frozen_weights(model):
+    for weight in weights_of(model):
+        if (trained and not weight.trained) or (
+            kind is not None and stack_of(model, weight.name) != stacks_of(model)[kind]
+        ):
             continue
-        if kind is not None and stack_of(model, name) != stacks_of(model)[kind]:
-            continue
-        dims = weight_dims(model)[name]
-        storage, computed_as = storage_of(LAYER in dims, shape, spec, mesh), computed_spec(shape, spec, mesh)
-        stored, computed = _local(shape, storage.spec, mesh), _local(shape, computed_as, mesh)
+        storage, computed_as = weight.storage(mesh), computed_spec(weight.shape, P(*weight.spec), mesh)
+        stored, computed = _local(weight.shape, storage.spec, mesh), _local(weight.shape, computed_as, mesh)
         total["stored"] += stored
-        total["matrices"] += stored if name in matrix_dims(model) else 0
+        total["matrices"] += stored if weight.matrix else 0
         if not storage.stacked:
             total["shared"] += computed
-            total["table"] = computed if dims == (TOKEN, OUT) else total["table"]
+            total["table"] = computed if weight.dims == (TOKEN, OUT) else total["table"]
             continue
         computed //= mesh.pipe
         total["layers"] += computed
@@ -518,7 +553,7 @@ def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, 
             total["gathered"] += computed
             total["gathered_shards"] += stored
             ((_, dim),) = storage.gathers
-            if _local(shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
+            if _local(weight.shape[1:dim], P(*computed_as[1:dim]), mesh) > 1:
                 total["transposed"] = max(total["transposed"], computed)
     return DeviceWeights(**total)
 
@@ -527,14 +562,9 @@ def _elements(model: ModelConfig, stored_by: tuple[int, ...], kind: int | None, 
 def _matrices(model: ModelConfig, stored_by: tuple[int, ...]) -> tuple[Matrices, ...]:
     mesh = _mesh(*stored_by)
     return tuple(
-        Matrices(
-            shape,
-            storage_of(LAYER in weight_dims(model)[name], shape, spec, mesh).spec,
-            *matrix_dims(model)[name],
-            mesh,
-        )
-        for name, (shape, spec) in abstract_weights(model).items()
-        if name in matrix_dims(model)
+        Matrices(weight.shape, weight.storage(mesh).spec, *weight.matrix, mesh)
+        for weight in weights_of(model)
+        if weight.matrix
     )
 
 

@@ -36,35 +36,32 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, MeshConfig, axes
+from mjax.config import Config, MeshConfig, axes, marks
 from mjax.config.axes import shards
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.checks import can_run_layers, validate
-from mjax.config.kernels import ways_across
+from mjax.config.kernels import is_unrolled, ways_across
+from mjax.config.marks import fields_with
 from mjax.config.model import ModelConfig
 from mjax.config.pattern import stage_unit
 from mjax.config.resolve import shorter_warmup
+from mjax.config.run import Recompute
 from mjax.errors import UsageError
-from mjax.models.build import count_parameters, mixing_class, scores_in_chunks
+from mjax.models.build import mixing_class, scores_in_chunks
 from mjax.planner.calibration import Calibration
 from mjax.planner.layer import model_flops
-from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, predict_memory
+from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
 from mjax.planner.time import StepTime, TimePredictor
-from mjax.step.kernels import is_unrolled
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 
-SEARCHED = (
-    "mesh.pipe", "mesh.data", "mesh.model", "mesh.expert", "mesh.context", "mesh.context_attention",
-    "mesh.sequence_parallel", "mesh.schedule", "mesh.chunks", "mesh.zero", "mesh.replica", "train.micro_batch",
-    "train.recompute", "train.loss_chunks",
-)  # fmt: skip
+SEARCHED = fields_with(marks.SEARCHED, Config())
 """Fields in which candidates differ."""
 
-RECOMPUTE = ("none", "selective", "full", "offload")
+RECOMPUTE = get_args(Recompute)
 MemoryOf = Callable[[Config], Memory]
 TimeOf = Callable[[Config], StepTime]
 
@@ -621,12 +618,12 @@ def ladder(config: Config) -> list[Rung]:
     unit = getattr(model, "kv_heads", None) or math.gcd(model.heads, 8)
     depth = 4 if model.layers % 4 == 0 else 1
     widths = [name for name in ("hidden", "feed_forward") if getattr(model, name, None) is not None]
-    sizes: dict[ModelConfig, int] = {model: count_parameters(model)}
+    sizes: dict[ModelConfig, int] = {model: parameters_of(model)}
     for heads in range(unit, WIDEST * model.heads + 1, unit):
         wide = replace(model, heads=heads, **{name: getattr(model, name) * heads // model.heads for name in widths})
         least = max(round(model.layers * heads / model.heads / depth), 1)
         # All layers of a width have the same number of parameters: two models tell the size of the rest.
-        first, second = (count_parameters(replace(wide, layers=depth * n)) for n in (least, least + 1))
+        first, second = (parameters_of(replace(wide, layers=depth * n)) for n in (least, least + 1))
         for n in range(least, max(7 * least // 4, least + 1)):
             sizes[replace(wide, layers=depth * n)] = first + (n - least) * (second - first)
     return [Rung(replace(config, model=scaled), sizes[scaled]) for scaled in sorted(sizes, key=sizes.__getitem__)]

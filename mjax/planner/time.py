@@ -38,28 +38,33 @@ arXiv 2104.04473, sections 2.2 and 3, and of 2205.05198, section 4.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import jax
 
 from mjax.cluster.hardware import Gpu
-from mjax.config import Config, DataConfig, MeshConfig, PrecisionConfig, TrainConfig
+from mjax.config import Config, MeshConfig
 from mjax.config.axes import CONTEXT, EXPERT, MODEL, copies, shards
 from mjax.config.batch_size import BatchSizes
-from mjax.config.kernels import FUSED, attention_on_gpu
-from mjax.config.model import ModelConfig
-from mjax.models.build import count_parameters
+from mjax.config.kernels import FUSED, attention_on_gpu, is_unrolled
 from mjax.parallel.grouped import ROWS
 from mjax.planner import Section, good_to
 from mjax.planner import layer as trace
 from mjax.planner.calibration import WIDTHS, Calibration, Rates, default_calibration
 from mjax.planner.layer import hardware_flops, model_flops
-from mjax.planner.memory import muon_exchange_seconds, muon_iteration_seconds, muon_width, weights_of_device
+from mjax.planner.memory import (
+    muon_exchange_seconds,
+    muon_iteration_seconds,
+    muon_width,
+    parameters_of,
+    weights_of_device,
+)
 from mjax.planner.program import Product
-from mjax.step.kernels import is_unrolled
 from mjax.step.precision import in_float8
 from mjax.utils.figures import named_rows, table
 
@@ -487,12 +492,19 @@ def predict_time(
     return TimePredictor(gpu, calibration, software)(config)
 
 
+WORK = attrgetter(
+    "model", "data", "precision.compute", "mesh.pipe", "mesh.model", "mesh.expert", "mesh.context",
+    "mesh.context_attention", "mesh.sequence_parallel", "train.micro_batch", "train.recompute", "train.loss_chunks",
+)  # fmt: skip
+"""Everything that the work of a micro-batch depends on, without FSDP."""
+
+
 class TimePredictor:
     """Predicts the time of steps; arguments as for `predict_time`. Configs share what they have in common."""
 
     def __init__(self, gpu: Gpu, calibration: Calibration | None = None, software: Software = MJAX):
         self.gpu, self.calibration, self.software = gpu, calibration or default_calibration(gpu), software
-        self._rates, self._work = lru_cache(partial(Rates, gpu, self.calibration)), lru_cache(4096)(self._work_of)
+        self._works: dict[tuple, _MicroBatch] = {}
 
     def mean(self, config: Config) -> float:
         """Seconds of a step of `config`, mean over the run: `StepTime.mean`, for a search."""
@@ -500,27 +512,14 @@ class TimePredictor:
         return mean_over_run(config, step.seconds, sum(step.seconds(config.micro_batches).values()))
 
     def _step(self, config: Config) -> _Step:
-        """The step, with the work of a micro-batch: that of the part of the config on which it depends."""
-        mesh, train, fsdp = config.mesh, config.train, config.mesh.zero == 3
-        portion = TrainConfig(
-            global_batch=mesh.data * train.micro_batch,
-            micro_batch=train.micro_batch,
-            recompute=train.recompute,
-            unroll="on" if is_unrolled(config, on_gpu=True) else "off",
-            loss_chunks=train.loss_chunks,
-        )
-        shared = MeshConfig(
-            pipe=mesh.pipe,
-            data=mesh.data if fsdp else mesh.expert,
-            model=mesh.model,
-            expert=mesh.expert,
-            context=mesh.context,
-            context_attention=mesh.context_attention,
-            sequence_parallel=mesh.sequence_parallel,
-            zero=3 if fsdp else 0,
-            replica=mesh.replica if fsdp else 1,
-        )
-        return _Step(config, self._work(config.model, config.data, config.precision.compute, shared, portion))
+        """The step, with the work of a micro-batch, which configs share."""
+        mesh = config.mesh
+        fsdp = (mesh.data, mesh.replica) if mesh.zero == 3 else None
+        key = *WORK(config), fsdp, is_unrolled(config, on_gpu=True)
+        if key not in self._works:
+            rates = Rates(self.gpu, self.calibration, config.precision.compute)
+            self._works[key] = _MicroBatch(config, rates, self.software)
+        return _Step(config, self._works[key])
 
     def __call__(self, config: Config) -> StepTime:
         """The time of a step of `config`."""
@@ -528,7 +527,7 @@ class TimePredictor:
         work, seconds = step.work, step.seconds(config.micro_batches)
         total = sum(seconds.values())
         tflops = model_flops(config) / total / config.mesh.devices / 1e12
-        error, caveats = self.calibration.error_of(config, count_parameters(config.model), self.gpu)
+        error, caveats = self.calibration.error_of(config, parameters_of(config.model), self.gpu)
         untimed = []
         if work.kernel == "flash":
             untimed.append("the attention kernel flash, which counts as cuDNN's here")
@@ -540,12 +539,6 @@ class TimePredictor:
         caveats += tuple(f"nobody has timed {work}" for work in untimed)
         mean, mfu = mean_over_run(config, step.seconds, total), tflops * 1e12 / work.rates.peak
         return StepTime(seconds, tflops, mfu, None if untimed else error, mean, caveats)
-
-    def _work_of(
-        self, model: ModelConfig, data: DataConfig, compute: str, mesh: MeshConfig, train: TrainConfig
-    ) -> _MicroBatch:
-        config = Config(model=model, mesh=mesh, data=data, precision=PrecisionConfig(compute=compute), train=train)
-        return _MicroBatch(config, self._rates(compute), self.software)
 
 
 class _MicroBatch:
@@ -597,12 +590,14 @@ class _MicroBatch:
         return seconds - min(self.overlap.weights * seconds, work)
 
     @cached_property
-    def passes(self) -> list[dict[str, float]]:
+    def passes(self) -> list[Counter[str]]:
         """`LayerTime.passes`, summed over the layers of a stage."""
-        return [
-            {part: sum(n * layer.passes[number].get(part, 0.0) for n, layer in self.layers) for part in PARTS}
-            for number in range(3)
-        ]
+        passes = [Counter(), Counter(), Counter()]
+        for number, layer in self.layers:
+            for total, parts in zip(passes, layer.passes, strict=True):
+                for part, seconds in parts.items():
+                    total[part] += number * seconds
+        return passes
 
     @cached_property
     def of_passes(self) -> list[float]:

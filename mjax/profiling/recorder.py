@@ -23,8 +23,7 @@ from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 from mjax.cluster.processes import is_first
 from mjax.errors import first_line
-from mjax.profiling.breakdown import Breakdown
-from mjax.profiling.trace import ASIDE, WINDOW, read_trace
+from mjax.profiling.trace import ASIDE, WINDOW, Breakdown, read_trace
 from mjax.run.callbacks import Callback
 from mjax.utils.figures import human_bytes
 from mjax.utils.files import make_folder, write_whole

@@ -12,8 +12,20 @@ state of the run is a step ahead, unless `needs_state` asked the loop to wait.
 
 from __future__ import annotations
 
+import json
 import math
-from typing import TYPE_CHECKING
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from mjax.cluster.launch import COMPILING, STEP
+from mjax.config.plain_values import read
+from mjax.errors import UsageError
+from mjax.utils.files import set_aside, write_whole
 
 if TYPE_CHECKING:
     from mjax.run.loop import Run
@@ -66,3 +78,122 @@ class KeepBestCheckpoint(Callback):
         loss = metrics.val_loss
         if loss is not None and math.isfinite(loss) and run.checkpoints.is_best(loss):
             run.save()
+
+
+# --- Where the hours of a run went: goodput.json, an entry for each start, which `mjax runs --goodput` shows ----------
+
+GOODPUT = "goodput.json"
+STARTING, STEPS, REPEATED = "starting", "steps", "repeated"
+ACTIVITIES = {STEP: STEPS, COMPILING: "compiling", "waiting for its batch": "data"}
+KINDS = {
+    STEPS: "steps", REPEATED: "again", STARTING: "start", "compiling": "compile", "data": "data", "evaluating": "eval",
+    "saving": "save",
+}  # fmt: skip
+"""Activities with their titles in a table; steps come first, which are the goodput."""
+EVERY = 60.0  # seconds between two writes: what a run that is killed does not know of itself
+
+
+class Start(TypedDict):
+    """An entry of goodput.json: when a start of the run began and was last seen, its steps, and seconds by activity."""
+
+    began: str
+    seen: str
+    first: int
+    last: int
+    seconds: dict[str, float]
+
+
+class Goodput(Callback):
+    """Seconds of this start of a run, by activity; they add up to the time since it was made.
+
+    A step that an earlier start, or this one before it went back, has taken already counts as repeated.
+
+    Attributes:
+      file: goodput.json; None: nothing is written, as in all processes but the first.
+    """
+
+    def __init__(self):
+        self.file: Path | None = None
+        self.seconds: Counter[str] = Counter()
+        self._began, self._doing, self._since = _now(), STARTING, time.monotonic()
+        self._starts: list[Start] = []
+        self._first = self._last = self._done = 0
+        self._written = self._since
+
+    def begin(self, folder: Path, step: int, say: Callable[[str], None] = print) -> None:
+        """Write to the run `folder` from now on; the run continues after `step`; `say` reports a damaged file."""
+        self.file, self._first, self._last = folder / GOODPUT, step, step
+        self._starts = read_starts(Start, self.file, say)
+        self._done = max((start["last"] for start in self._starts), default=0)
+
+    def on_start(self, run: Run) -> None:
+        """Count the steps after `run.step`: after a rewind they are taken again."""
+        self._done, self._last = max(self._done, self._last), run.step
+
+    def on_activity(self, run: Run, step: int, activity: str) -> None:
+        """Count the time until the next activity as this one's."""
+        now = time.monotonic()
+        self.seconds[self._doing] += now - self._since
+        self._doing, self._since = ACTIVITIES.get(activity, activity), now
+        if self._doing == STEPS and step <= self._done:
+            self._doing = REPEATED
+        self._last = step
+        if now - self._written > EVERY:
+            self.close()
+
+    def close(self) -> None:
+        """Bring goodput.json up to date; one that cannot be written does not end a run."""
+        self._written = now = time.monotonic()
+        if self.file is None:
+            return
+        self.seconds[self._doing] += now - self._since
+        self._since = now
+        seconds = {name: round(self.seconds[name], 3) for name in KINDS if name in self.seconds}
+        last = max(self._done, self._last)
+        entry = Start(began=self._began, seen=_now(), first=self._first, last=last, seconds=seconds)
+        try:
+            write_whole(self.file, json.dumps([*self._starts, entry], indent=1) + "\n")
+        except OSError:
+            self.file = None
+
+
+def read_starts(kind: type, file: Path, say: Callable[[str], None]) -> list[Any]:
+    """The list to which each start of a run adds an entry of a `kind`; a damaged file is set aside, and `say` told."""
+    try:
+        return read(list[kind], file, "") if file.exists() else []
+    except UsageError:
+        say(f"{file} is damaged: kept as {set_aside(file).name}, started a new one")
+        return []
+
+
+def read_goodput(folder: Path) -> list[Start]:
+    """The entries of a run's goodput.json; none if it has no such file.
+
+    Raises:
+      UsageError: it is damaged.
+    """
+    file = folder / GOODPUT
+    return read(list[Start], file, "remove it to count from the next start") if file.exists() else []
+
+
+def summed(starts: list[Start]) -> dict[str, float]:
+    """Seconds by activity over all starts, and `between` them, when the run did not exist.
+
+    Raises:
+      UsageError: the times of two starts cannot be compared.
+    """
+    seconds = Counter(dict.fromkeys(KINDS, 0.0))
+    for start in starts:
+        seconds.update({name: value for name, value in start["seconds"].items() if name in KINDS})
+    between = 0.0
+    for before, start in pairwise(starts):
+        try:
+            pause = datetime.fromisoformat(start["began"]) - datetime.fromisoformat(before["seen"])
+        except (ValueError, TypeError) as error:  # no time, or only one of both with a zone
+            raise UsageError(f"{GOODPUT} has a time that cannot be used ({error}); remove it") from None
+        between += max(pause.total_seconds(), 0.0)
+    return dict(seconds) | {"between": between}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -223,26 +223,20 @@ def digests_of(data: DataConfig) -> dict[str, list[str]]:
 
 def _changed_data(folder: Path, before: DataConfig, now: DataConfig) -> list[str]:
     """Datasets with other tokens, or with other weights in the blend, than those of the run."""
-    saved = _saved_digests(folder / DIGESTS)
-    current = digests_of(now) if saved is not None else {}
-    changed = []
+    file, changed = folder / DIGESTS, []
+    advice = "remove it to continue without comparing the data with those of the run"
+    saved = read(dict[str, list[str]], file, advice) if file.exists() else {}
+    current = digests_of(now) if saved else {}
     for name in BLENDS:
         old, new = getattr(before, name), getattr(now, name)
-        if not saved or name not in saved or name not in current:  # a run of an older version, or synthetic tokens
-            if old != new:
-                changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
-        elif saved[name] != current[name]:
-            tokens = "with other tokens than before" if old == new else f"now {_shown(new)}"
-            changed.append(f"data.{name} {_shown(old)}, {tokens}")
-        elif parse_blend(old).weights != parse_blend(new).weights:
+        same_tokens = old == new  # of synthetic ones, or if digests are missing
+        if name in saved and name in current:
+            same_tokens = saved[name] == current[name]
+        if old == new:
+            changed += [] if same_tokens else [f"data.{name} {_shown(old)}, with other tokens than before"]
+        elif not same_tokens or parse_blend(old).weights != parse_blend(new).weights:
             changed.append(f"data.{name} {_shown(old)}, now {_shown(new)}")
     return changed
-
-
-def _saved_digests(file: Path) -> dict[str, list[str]] | None:
-    if not file.exists():
-        return None
-    return read(dict[str, list[str]], file, "remove it to continue without comparing the data with those of the run")
 
 
 def _shown(value: Any) -> str:

@@ -22,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from mjax.config import Config, axes
-from mjax.config.axes import PIPE
 from mjax.config.batch_size import BatchSizes, in_units
 from mjax.config.model import Metric, is_own, kind_of
 from mjax.config.model_file import file_of, run_flags
@@ -32,16 +31,13 @@ from mjax.parallel.schedules import schedule_of, slot_times
 from mjax.planner.layer import peak_tflops
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record
-from mjax.step.step import TrainProgram
 from mjax.utils.figures import duration
-from mjax.utils.names import leaf_name
 from mjax.utils.stores import with_addresses
 
 if TYPE_CHECKING:
     from mjax.run.loop import Result, Run
 
 SECONDS_BETWEEN_LINES = 10.0
-DAY = 86_400.0
 
 
 class Lasting:
@@ -105,7 +101,6 @@ class Display(Callback):
         self.console = console or lasting_console(sys.stdout, shown)
         self.steps, self.metrics = steps, metrics
         self._progress: Progress | None = None
-        self._shown = 0  # records
 
     def begin(self, start: int) -> Display:
         """Set the line to step `start`."""
@@ -140,9 +135,6 @@ class Display(Callback):
     def on_step(self, run: Run, step: int, metrics: Record) -> None:
         """Show the metrics, and what is wrong with the step."""
         self.show(metrics)
-        self._shown += 1
-        if self._shown == 3 and run.peak is None:  # on CPUs; the first steps compile
-            self._warn_of_days(metrics)
         if metrics.unhealthy:
             self.say(f"step {step} {metrics.unhealthy}")
 
@@ -164,16 +156,6 @@ class Display(Callback):
             self._last_line = now
             line = f"{summary(record, self.metrics)}{self._time_left(record.step, now)}"
             self.say(f"step {record.step}/{self.steps}  {line}")
-
-    def _warn_of_days(self, record: Record) -> None:
-        """Say that a run takes days, which few mean to have on CPUs."""
-        days = (self.steps - record.step) * record.seconds / DAY
-        if days >= 1:
-            self.say(
-                f"the remaining {self.steps - record.step:,} steps take about {days:,.0f} days on this machine; "
-                f"--train.steps {record.step + max(int(3600 / record.seconds), 1)} ends in an hour, or use a smaller "
-                "config"
-            )
 
     def _time_left(self, step: int, now: float) -> str:
         if self._timed_from is None:  # the first step includes compilation and is not representative
@@ -242,9 +224,7 @@ def _perplexity(loss: float) -> float:
 # --- Before the first step and after the last -------------------------------------------------------------------------
 
 
-def announce_start(
-    display: Display, config: Config, program: TrainProgram, data: TrainingData, folder: Path, start: int
-) -> None:
+def announce_start(display: Display, config: Config, data: TrainingData, folder: Path, start: int) -> None:
     """Print the model, mesh, data, steps and folder of a run."""
     model, mesh, train = config.model, config.mesh, config.train
     kind = jax.devices()[0].device_kind
@@ -271,10 +251,6 @@ def announce_start(
             f"mfu     not shown: no {config.precision.compute} peak is known for {kind}; "
             "mjax/cluster/hardware.py describes how to add it"
         )
-    if mesh.pipe > 1 and (whole := replicated_on_stages(program)):
-        display.say(
-            f"replicated on every pipeline stage (no dim divisible by --mesh.pipe {mesh.pipe}): {', '.join(whole)}"
-        )
 
 
 def describe_mesh(config: Config) -> str:
@@ -287,15 +263,6 @@ def describe_mesh(config: Config) -> str:
     words += axes.in_words(replace(mesh, pipe=1))
     words += ", sequence parallel" if mesh.splits_tokens else ""
     return words + (f", ZeRO-{mesh.zero}" if mesh.zero else "")
-
-
-def replicated_on_stages(program: TrainProgram) -> list[str]:
-    """Names of the weights outside the layers that every pipeline stage stores, because no dim is divisible."""
-    return [
-        leaf_name(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(program.abstract_state.model)
-        if PIPE not in str(leaf.sharding.spec)
-    ]
 
 
 def announce_results(display: Display, result: Result, folder: Path, config: Config) -> None:

@@ -236,13 +236,13 @@ class Guard(Callback):
     def __init__(
         self,
         config: Config,
-        checkpoints: Checkpoints | None,
+        checkpoints: Checkpoints,
         say: Callable[[str], None],
         continued_from: int | None = None,
     ):
-        """Nothing is read before `begin`; without checkpoints only the steps are judged."""
+        """Nothing is read before `begin`."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
-        self.folder = checkpoints.folder.parent if checkpoints else Path()
+        self.folder = checkpoints.folder.parent
         self.health = Health(config.health)
         self.passed_over: list[Rewind] = []
         self.good: int | None = None
@@ -296,15 +296,14 @@ class Guard(Callback):
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
-        there = self.checkpoints is not None and start in self.checkpoints.steps()
+        there = start in self.checkpoints.steps()
         known = _host_values(self.checkpoints, start) if there else HostValues()
         self.health = Health(self.config.health, start, known.get("health"))
         if self.continued_from is None:
             self.continued_from = known.get("continued_from")
-        if self.checkpoints is not None:
-            self.good = self.checkpoints.good()
-            rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
-            self.passed_over = known.get("passed_over", []) if rewinds is None else rewinds
+        self.good = self.checkpoints.good()
+        rewinds = _read(list[Rewind], self.folder / PASSED_OVER)
+        self.passed_over = known.get("passed_over", []) if rewinds is None else rewinds
         self.spike, self._put_off, self._healthy_since = None, False, 0
         self._candidate = start if there and start > 0 and not known.get("suspect") else None
         if known.get("suspect"):

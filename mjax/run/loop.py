@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 import jax
@@ -35,15 +35,13 @@ from mjax.data.sources import TrainingData, open_data
 from mjax.parallel.mesh import make_mesh
 from mjax.planner.layer import model_flops, peak_tflops
 from mjax.run.agreement import agree, check_shared, facts_of
-from mjax.run.callbacks import Callback
+from mjax.run.callbacks import Callback, Goodput
 from mjax.run.continuing import Origin
 from mjax.run.display import Display, announce_results, announce_start, losses
-from mjax.run.goodput import Goodput
 from mjax.run.health import Guard, Judge, check_start, continue_from, not_finite
 from mjax.run.metrics import MetricsLog, Record, finite_or_none
 from mjax.run.start import first_state, restore_state, write_folder, write_origin
-from mjax.step.kernels import with_kernel
-from mjax.step.layout import TrainState
+from mjax.step.layout import TrainState, with_kernel
 from mjax.step.losses import StepMetrics, mean_of
 from mjax.step.step import TrainProgram, build_program
 from mjax.utils.progress import status
@@ -143,7 +141,7 @@ def train(config: Config, folder: Path, options: Options | None = None) -> Resul
             checkpoints.try_save(mesh)
         with status("compiling and filling the state", display.console):
             start, state, origin, base = first_state(checkpoints, program, options.origin, display.say)
-        announce_start(display, resolved, program, data, folder, start)
+        announce_start(display, resolved, data, folder, start)
         if start >= config.train.steps:
             display.say(f"all {start} steps are done; raise --train.steps to continue, or choose another --name")
             return Result(0, start, state, None)
@@ -385,26 +383,24 @@ class Run:
         """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
         shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
-        has_positions = {name for name in shapes if axes.CONTEXT in shardings[name].spec}
 
-        def bounds(index: tuple[slice, ...], name: str, dim: int) -> tuple[int, int]:
-            return index[dim].indices(shapes[name][dim])[:2]
+        def positions(index: tuple[slice, ...], name: str) -> tuple[int, int]:
+            return index[-1].indices(shapes[name][-1])[:2]
 
         local = [
-            (name, index)
+            positions(index, name)
             for name, shape in shapes.items()
+            if axes.CONTEXT in shardings[name].spec
             for index in shardings[name].addressable_devices_indices_map(shape).values()
         ]
-        columns = [bounds(index, name, -1) for name, index in local if name in has_positions]
-        first, last = min(columns, default=(0,))[0], max((end for _, end in columns), default=None)
-        rows = {bounds(index, name, 0) for name, index in local}
-        parts = {part: batches.at(step, slice(*part), slice(first, last)) for part in rows}
+        first, last = min(local, default=(0,))[0], max((end for _, end in local), default=None)
+        rows = cache(lambda begin, end: batches.at(step, slice(begin, end), slice(first, last)))
 
         def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
-            array = parts[bounds(index, name, 0)][name]
-            if name not in has_positions:
+            array = rows(*index[0].indices(size)[:2])[name]
+            if axes.CONTEXT not in shardings[name].spec:
                 return array
-            begin, end = bounds(index, name, -1)
+            begin, end = positions(index, name)
             return array[..., begin - first : end - first]
 
         return {

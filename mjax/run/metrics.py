@@ -149,26 +149,6 @@ class End:
     skipped: int = 0
     problem: str = ""
 
-    def needs(self, line: bytes) -> bool:
-        """Return True if a line before those that were added has to be parsed: all would take a millisecond."""
-        return (
-            not self.last
-            or (self.loss is None and b'"loss": null' not in line)
-            or (self.val_loss is None and VALIDATION in line)
-            or (self.steps < LAST and b"true" in line)
-        )
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Add the record before those that were added; empty if it was not needed."""
-        if not self.last:
-            self.last = record
-            if "tokens" not in record:
-                self.problem = self.problem or "the last line of metrics.jsonl has no tokens"
-        self.loss = record.get("loss") if self.loss is None else self.loss
-        self.val_loss = record.get("val_loss") if self.val_loss is None else self.val_loss
-        if self.steps < LAST:
-            self.steps, self.skipped = self.steps + 1, self.skipped + bool(record.get("skipped"))
-
 
 def read_end(file: Path, tail: int) -> End:
     """The end of a metrics.jsonl, from its last `tail` bytes at most.
@@ -176,21 +156,30 @@ def read_end(file: Path, tail: int) -> End:
     Raises:
       UsageError: the file cannot be read.
     """
-    end, torn = End(), True
-    for line in _lines_from_end(file, tail, lambda block: end.steps < LAST or end.loss is None or VALIDATION in block):
-        record = _record(line) if end.needs(line) else {}
-        if record is not None:
-            end.add(record)
-        elif not (torn or end.last):
-            end.problem = "the last line of metrics.jsonl is damaged"
-        torn = False
+    end = End()
+    for number, line in enumerate(_lines_from_end(file, tail)):
         if end.steps == LAST and None not in (end.loss, end.val_loss):
             break
+        if end.steps == LAST and end.loss is not None and VALIDATION not in line:
+            continue  # parsing all would take milliseconds
+        record = _record(line)
+        if record is None:
+            if number and not end.last:  # the last line may be torn
+                end.problem = "the last line of metrics.jsonl is damaged"
+            continue
+        if not end.last:
+            end.last = record
+            if "tokens" not in record:
+                end.problem = end.problem or "the last line of metrics.jsonl has no tokens"
+        end.loss = record.get("loss") if end.loss is None else end.loss
+        end.val_loss = record.get("val_loss") if end.val_loss is None else end.val_loss
+        if end.steps < LAST:
+            end.steps, end.skipped = end.steps + 1, end.skipped + bool(record.get("skipped"))
     return end
 
 
-def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -> Iterator[bytes]:
-    """Lines in the last `tail` bytes of a file, the last one first, without blocks that are not needed."""
+def _lines_from_end(file: Path, tail: int) -> Iterator[bytes]:
+    """Lines in the last `tail` bytes of a file, the last one first."""
     rest = b""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), _opened(file) as stream:
         position = stream.seek(0, os.SEEK_END)
@@ -199,9 +188,8 @@ def _lines_from_end(file: Path, tail: int, is_needed: Callable[[bytes], bool]) -
             begin = max(position - BLOCK, first)
             stream.seek(begin)
             block, position = stream.read(position - begin) + rest, begin
-            rest = block.split(b"\n", 1)[0] if position else b""
-            if is_needed(block):
-                yield from reversed(block.split(b"\n")[bool(position) :])
+            rest, *lines = block.split(b"\n") if position else (b"", *block.split(b"\n"))
+            yield from reversed(lines)
 
 
 @contextlib.contextmanager
@@ -235,28 +223,6 @@ def _is_valid(record: dict[str, Any]) -> bool:
     )
 
 
-class Announced:
-    """Lets code that only records or displays fail without ending the run, and reports the first failure.
-
-    Attributes:
-      failed: what has failed.
-    """
-
-    def __init__(self, say: Callable[[str], None]):
-        self.say = say
-        self.failed: set[str] = set()
-
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Run a block that writes `what`, such as a file, and continue if it fails."""
-        try:
-            yield
-        except Exception as error:  # whatever goes wrong in matplotlib or wandb
-            if what not in self.failed:
-                self.failed.add(what)
-                self.say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
-
-
 class MetricsLog(Callback):
     """Appends to metrics.jsonl, TensorBoard, W&B and Trackio, and draws loss.png, and of a mixture experts.png.
 
@@ -280,7 +246,7 @@ class MetricsLog(Callback):
         metrics: Sequence[Metric] = (),
     ):
         self.folder, self.metrics, self._names = folder, metrics, names_of(metrics)
-        self._announced = Announced(say)
+        self._say, self._failed = say, set[str]()
         self._begin_after(step)
         self._drawing: Future | None = None
         self._painter = ThreadPoolExecutor(1, thread_name_prefix="pictures")  # one picture at a time
@@ -319,7 +285,7 @@ class MetricsLog(Callback):
             self._append(json.dumps(values).encode() + b"\n")
         scalars = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "step"}
         for name, tracker in self._trackers.items():
-            if name not in self._announced.failed:
+            if name not in self._failed:
                 with self._announced(name):
                     tracker.write(scalars, record.step)
 
@@ -347,7 +313,7 @@ class MetricsLog(Callback):
         if file.is_symlink():  # its damaged lines would be copied into the folder
             raise UsageError(f"{file} is a link, through which mjax does not write; remove it")
         if file.is_file() and (size := file.stat().st_size) > MANY_BYTES:
-            self._announced.say(f"reading {file}: {size / 1e6:,.0f} MB")
+            self._say(f"reading {file}: {size / 1e6:,.0f} MB")
         temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
         with contextlib.ExitStack() as undo:
             whole = undo.enter_context(temporary.open("xb"))
@@ -363,7 +329,7 @@ class MetricsLog(Callback):
             shutil.copyfile(file, aside)
             to_disk(aside)
             lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, the first at {damaged[0]},"
-            self._announced.say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
+            self._say(f"{file}: skipped {lines} that cannot be read; kept the file as {aside.name}")
         put(temporary, file)
         self._file, self._torn = open_no_link(file, "ab", buffering=0), False
 
@@ -379,7 +345,7 @@ class MetricsLog(Callback):
         busy = self._drawing is not None and not self._drawing.done()
         if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
             return
-        curves = {name: curve.merged() for name, curve in self.curves.items()}
+        curves = {name: curve.copy() for name, curve in self.curves.items()}
         self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()
@@ -408,6 +374,16 @@ class MetricsLog(Callback):
         for name, tracker in self._trackers.items():
             with self._announced(name):
                 tracker.close()
+
+    @contextlib.contextmanager
+    def _announced(self, what: str) -> Iterator[None]:
+        """Run a block that writes `what`, such as a file, and continue if it fails; the first failure is reported."""
+        try:
+            yield
+        except Exception as error:  # whatever goes wrong in matplotlib or wandb
+            if what not in self._failed:
+                self._failed.add(what)
+                self._say(f"{what} cannot be written ({str(error) or type(error).__name__}): training continues")
 
     def _append(self, line: bytes) -> None:
         if self._torn:  # a full disk truncated a line: the next one starts on its own line

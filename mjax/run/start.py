@@ -23,15 +23,15 @@ from mjax.checkpoint.base import as_trained, own_part, read_frozen, restore_weig
 from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.checkpoint.folders import Base, read_base, save_base
 from mjax.checkpoint.mirror import read_folder
-from mjax.cluster import launch, xla_flags
+from mjax.cluster import launch
 from mjax.config import Config, axes, read_config, save_config
 from mjax.config.model_file import save_model_file
 from mjax.data.sources import TrainingData
 from mjax.data.tokenizers import bos_of, same_files
 from mjax.models.build import count_parameters
 from mjax.parallel.weights import joined, split_trained, trained
+from mjax.run.callbacks import read_starts
 from mjax.run.continuing import Origin, save_digests, save_origin
-from mjax.run.goodput import read_starts
 from mjax.step.layout import TrainState, initial_weights
 from mjax.step.step import TrainProgram
 from mjax.utils import packages
@@ -63,7 +63,7 @@ def first_state(
     if checkpoints.steps():
         return *restore_state(checkpoints, program, None, say), None, None
     if origin is None:
-        options = xla_flags.for_one_call(jax.default_backend())
+        options = launch.options_for_one_call(jax.default_backend())
         initialize = program.initialize.lower().compile(options) if options else program.initialize
         return 0, initialize(), None, None
     run, base = read_folder(origin.run), None

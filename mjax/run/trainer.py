@@ -100,7 +100,7 @@ class Trainer:
         self.options = Options(
             name=str(self.folder),
             origin=origin,
-            data=data and self._caller_data(config, data, validation),
+            data=data and _data_of_caller(config, data, validation),
             loss=loss,
             optimizer=optimizer,
             callbacks=callbacks,
@@ -118,15 +118,11 @@ class Trainer:
         """
         return loop.train(self.config, self.folder, self.options)
 
-    @staticmethod
-    def _caller_data(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
-        whole = BatchSizes.constant(config.train.global_batch)
-        return TrainingData(
-            training=OwnBatches(data, BatchSizes.of(config), config),
-            validation=None if validation is None else OwnBatches(validation, whole, config, evaluation=True),
-            tokenizer=None,
-            summary="batches of the caller",
-        )
+
+def _data_of_caller(config: Config, data: Source, validation: Callable[[int], dict] | None) -> TrainingData:
+    whole = BatchSizes.constant(config.train.global_batch)
+    evaluation = None if validation is None else OwnBatches(validation, whole, config, evaluation=True)
+    return TrainingData(OwnBatches(data, BatchSizes.of(config), config), evaluation, None, "batches of the caller")
 
 
 def _fitting_warmup(config: Config) -> int:

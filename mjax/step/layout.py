@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 
-from mjax.config import Config
-from mjax.config.kernels import position_unit
+from mjax.config import Config, kernels
 from mjax.config.pattern import check_stages
 from mjax.errors import UsageError
-from mjax.models.build import build_model, mixing_class
-from mjax.models.protocol import Model
+from mjax.models.build import mixing_class
+from mjax.models.protocol import Model, build_model
 from mjax.parallel.mesh import sharded_shapes
 from mjax.parallel.weights import metadata_of
 from mjax.parallel.zero import cut_into_chunks, plan_storage
@@ -39,6 +38,23 @@ class Layout:
     plan: Any
     specs: Any
     abstract_model: Model
+
+
+def with_kernel(config: Config, announce: Callable[[str], None] = print) -> Config:
+    """`config` with `model.attention` set to the kernel for this process's devices, in a mixture of experts
+    `model.grouped`, and `train.unroll` (`with_unrolling`).
+
+    Args:
+      announce: receives one sentence for each slower kernel that `auto` has to use on a GPU.
+
+    Raises:
+      UsageError: a requested kernel does not support the run.
+    """
+    platform, capability = jax.default_backend(), kernels.capability_of(jax.local_devices()[0])
+    config, notes = kernels.with_kernels(config, platform, capability)
+    for note in notes:
+        announce(note)
+    return kernels.with_unrolling(config, on_gpu=platform == "gpu")
 
 
 def initial_weights(config: Config) -> Model:
@@ -100,7 +116,7 @@ def at_length(config: Config, batch: Mapping[str, Array | np.ndarray]) -> Config
     mesh, sequences = config.mesh, config.train.micro_batch * model.sequences
     parts = mesh.model if mesh.splits_tokens else 1  # of the tokens of a micro-batch
     even = 2 if model.attention == "cudnn" and (model.biased_scores or "documents" in batch) else 1
-    unit = math.lcm(position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
+    unit = math.lcm(kernels.position_unit(config), mesh.context * (parts // math.gcd(parts, sequences)), even)
     if first % unit:
         raise UsageError(
             f"the batch has sequences of {first}, which the mesh or model.attention {model.attention!r} cannot split; "

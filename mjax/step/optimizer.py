@@ -201,12 +201,9 @@ def backward_order(names: list[str], after_layers: Sequence[str]) -> list[int]:
     def reached(index: int) -> tuple:
         name, _, layer = names[index].partition(" of layer ")
         parts = name.split(".")
-        if layer:
-            return (
-                1,
-                -int(layer),
-                next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward)),
-            )
-        return (0,) if parts[0] in after_layers else (2,)
+        if not layer:
+            return (0,) if parts[0] in after_layers else (2,)
+        position = next((i for i, part in enumerate(Block.backward) if part in parts), len(Block.backward))
+        return 1, -int(layer), position
 
     return sorted(range(len(names)), key=reached)

@@ -42,7 +42,7 @@ from mjax.generation.inference import inference_config, read_run, run_tokenizer
 from mjax.generation.text import written_after
 from mjax.parallel.mesh import make_mesh
 from mjax.run.loop import Run
-from mjax.step.kernels import with_kernel
+from mjax.step.layout import with_kernel
 from mjax.tasks.interface import FOR_TEXT, Window
 from mjax.tasks.scoring import Scorer
 from mjax.utils.files import without_parents

@@ -1,7 +1,9 @@
 """Numbers in words and in tables of text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
+
+from rich.cells import cell_len
 
 GB, MIB, GIB = 1e9, 2**20, 2**30
 
@@ -28,17 +30,19 @@ def named_rows(rows: Mapping[str, Any]) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int | Container[str] = 1) -> list[str]:
     """Lines of a table, with at least two spaces between columns.
 
     Args:
       header: one word per column.
       rows: one cell per column.
-      left: how many of the first columns are left-aligned; numbers are right-aligned.
+      left: how many of the first columns are left-aligned, or the words of those that are; numbers are right-aligned.
     """
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    for column in range(len(header)):
-        width = max(len(row[column]) for row in cells)
+    for column, word in enumerate(header):
+        width = max(cell_len(row[column]) for row in cells)
+        is_left = column < left if isinstance(left, int) else word in left
         for row in cells:
-            row[column] = row[column].ljust(width) if column < left else row[column].rjust(width)
+            spaces = " " * (width - cell_len(row[column]))
+            row[column] = row[column] + spaces if is_left else spaces + row[column]
     return ["  ".join(row).rstrip() for row in cells]

@@ -46,7 +46,7 @@ class RemoteFile(PosixPath):
 
     @property
     def _store(self) -> stores.Store:
-        return stores.Store.of(str(self), stores.to_stderr)
+        return stores.Store(str(self), stores.to_stderr)
 
     def _found(self, names: dict[str, dict[str, Any]]) -> Iterator[RemoteFile]:
         for name, about in sorted(names.items()):
@@ -102,7 +102,12 @@ class RemoteFile(PosixPath):
             raise UsageError(f"{self} is an address that is only read (s3://, gs:// are written); give {local}")
         if len(self.parts) < 3:
             raise UsageError(f"{self} is a bucket; give a name in it, such as {self / 'corpus'}")
-        self._store.check_writable(f"{self}.tmp")
+        try:
+            self._store.write(f"{self}.tmp", b"")
+        except FileNotFoundError:
+            self._store.check_bucket(str(self))
+            raise
+        self._store.remove([f"{self}.tmp"])
 
     def receive(self, finished: Path) -> None:
         """Copy a file, or a folder with all its files, to this address, and remove it there.
@@ -122,11 +127,6 @@ class RemoteFile(PosixPath):
     def clear(self) -> None:
         """Remove the file of this address, and all files below it."""
         self._store.remove([str(self), *map(str, self.rglob("*"))])
-
-    def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """Write a file in UTF-8 as a whole; returns its characters."""
-        self._store.write(str(self), data.encode())
-        return len(data)
 
 
 def located(path: Path) -> Path:
@@ -158,4 +158,7 @@ def remove(path: Path) -> None:
 
 def write_whole(file: Path, text: str) -> None:
     """Write a text file atomically, as `files.write_whole`, also at an address."""
-    file.write_text(text) if isinstance(file, RemoteFile) else files.write_whole(file, text)
+    if isinstance(file, RemoteFile):
+        stores.Store(str(file), stores.to_stderr).write(str(file), text.encode())
+    else:
+        files.write_whole(file, text)

@@ -74,18 +74,9 @@ def mirror_of(address: str | Path, kind: str = WRITTEN) -> Path:
         return Path(address)
     if problem := name_problem(match[2]):
         raise UsageError(f"{match[1]}://{match[2]} {problem}; write the address as {match[1]}://bucket/a/b")
-    return local_copies(kind) / match[1] / match[2]
-
-
-def local_copies(kind: str) -> Path:
-    """The folder of all local copies of one kind.
-
-    Raises:
-      UsageError: there is no home to have it in.
-    """
     if (home := cache_home()) is None:
         raise UsageError("an object store needs a local folder for copies; set XDG_CACHE_HOME to one")
-    return home.absolute() / kind
+    return home.absolute() / kind / match[1] / match[2]
 
 
 def address_of(path: Path) -> str | None:
@@ -128,21 +119,17 @@ class Store:
     """The files of one kind of store; every call is repeated for a while if the store fails, which is reported.
 
     Args:
-      scheme: s3 or gs.
+      address: of a file or folder in it, or its scheme alone: s3 or gs.
       say: takes one sentence about each failure.
 
     Attributes:
       patience: seconds for which a call is repeated.
     """
 
-    def __init__(self, scheme: str, say: Callable[[str], None] = print):
-        self.scheme, self.fs, self.patience = scheme, _file_system(scheme), PATIENCE
+    def __init__(self, address: str, say: Callable[[str], None] = print):
+        self.scheme, self.patience = address.partition(":")[0], PATIENCE
+        self.fs = _file_system(self.scheme)
         self._say, self._said = say, dict[Hashable, float]()
-
-    @classmethod
-    def of(cls, address: str, say: Callable[[str], None] = print) -> Store:
-        """The store of an address."""
-        return cls(address.partition(":")[0], say)
 
     def reconnect(self) -> None:
         """Read the credentials again: a login that has expired may have been renewed meanwhile."""
@@ -205,20 +192,6 @@ class Store:
             bucket = base.partition("/")[0]
             raise UsageError(f"{address}: there is no bucket {bucket}; create it, or give another") from None
 
-    def check_writable(self, address: str) -> None:
-        """Write and remove an empty object.
-
-        Raises:
-          UsageError: there is no such bucket, or it may not be written.
-          RunError: the store does not answer.
-        """
-        try:
-            self.write(address, b"")
-        except FileNotFoundError:
-            self.check_bucket(address)
-            raise
-        self.remove([address])
-
     def read(self, address: str) -> bytes | None:
         """The bytes of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
@@ -256,13 +229,14 @@ class Store:
     def create(self, address: str, content: bytes) -> bool:
         """Write an object that is not there yet, by a conditional write; False if it is there.
 
-        Raises:
-          NotImplementedError: the store has no conditional writes.
+        A store without conditional writes overwrites it, and the answer is True.
         """
         try:
             self.again(f"writing {address}", lambda: self.fs.pipe_file(address, content, mode="create"))
         except FileExistsError:
             return False
+        except NotImplementedError:
+            self.write(address, content)
         return True
 
     def get(self, pairs: Sequence[tuple[str, Path]]) -> None:

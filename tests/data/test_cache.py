@@ -4,7 +4,6 @@ test_killed.py kills a process while it stores them.
 """
 
 import errno
-import fcntl
 import json
 import os
 import threading
@@ -18,8 +17,6 @@ from mjax.data.cache import IndexCache
 from mjax.data.conversations import ConversationDataset
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter
 from mjax.data.samples import BlendedDataset, GPTDataset
-from mjax.utils.files import take_lock
-from tests.data.test_atomic import failing
 
 SOURCE = {"kind": "test", "samples": 7}
 ARRAYS = {"one": np.arange(1000, dtype=np.int32), "two": np.arange(6.0).reshape(3, 2)}
@@ -107,45 +104,24 @@ def test_failing_disk_does_not_stop_a_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_removes_only_abandoned_temporary_files(tmp_path, monkeypatch):
+def test_sweep_removes_only_abandoned_temporary_files(tmp_path):
     """The folder may be the user's: an old file of theirs stays, and so does one that a process still writes."""
     key = "0" * 32
-    names = [
-        "thesis.tmp",
-        f"{key}.json.7-ab.tmp",
-        f"{key}.json.mjax-{'a' * 16}.tmp",
-        f"{key}-one.npy.mjax-{'b' * 16}.tmp",
-    ]
-    *foreign, locked, abandoned = (tmp_path / name for name in names)
-    linked = tmp_path / f"{key}.json.mjax-{'c' * 16}.tmp"
-    for file in (*foreign, locked, abandoned):
+    abandoned, written, *foreign = (
+        tmp_path / name
+        for name in (
+            f"{key}.json.mjax-{'a' * 16}.tmp",
+            f"{key}-one.npy.mjax-{'b' * 16}.tmp",
+            "thesis.tmp",
+            f"{key}.tmp",
+        )
+    )
+    for file in (abandoned, written, *foreign):
         file.write_text("precious")
-        os.utime(file, (0, 0))
-    linked.symlink_to(foreign[0])
-    new = tmp_path / f"{key}.json.mjax-{'d' * 16}.tmp"
-    new.write_text("of a process that has not locked it yet")
-    with locked.open("rb") as stream:
-        assert take_lock(stream, pytest.fail)
-        with monkeypatch.context() as patch:
-            patch.setattr(fcntl, "flock", failing(errno.ENOLCK))
-            cache._sweep(tmp_path)
-            assert abandoned.exists()
-        Kept(tmp_path).arrays()
-    left = {file.name for file in tmp_path.iterdir() if file.suffix == ".tmp"}
-    assert left == {file.name for file in (*foreign, locked, linked, new)}
-
-
-def test_temporary_file_is_locked_while_written(tmp_path, monkeypatch):
-    def save(stream, array, **options):
-        (temporary,) = tmp_path.glob("*.tmp")
-        os.utime(temporary, (0, 0))
-        cache._sweep(tmp_path)
-        assert temporary.exists()
-        write(stream, array, **options)
-
-    write = np.save
-    monkeypatch.setattr(cache.np, "save", save)
+        if file != written:
+            os.utime(file, (0, 0))
     Kept(tmp_path).arrays()
+    assert {file for file in tmp_path.iterdir() if file.suffix == ".tmp"} == {written, *foreign}
 
 
 def test_simultaneous_builds_all_get_their_arrays(tmp_path):

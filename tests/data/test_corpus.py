@@ -9,8 +9,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mjax.data.corpus import TextFiles, blocks, find_files
-from mjax.data.corpus.blocks import SIZE, zstd
+from mjax.data.corpus import TextFiles, find_files
+from mjax.data.corpus.documents import SIZE, zstd
 from mjax.errors import UsageError
 
 TEXTS = ["plain", "naïve “quotes”\u2028and a line separator", "", "tab\tand\r\nreturn", "🙂" * 50, "x" * 700]
@@ -45,8 +45,8 @@ def places(corpus):
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("size", [1, 64, 2**19])
 def test_documents_do_not_depend_on_blocks(tmp_path, monkeypatch, ending, size):
-    monkeypatch.setattr(blocks, "SIZE", size)
-    monkeypatch.setattr(blocks, "ROWS", 2)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", size)
+    monkeypatch.setattr("mjax.data.corpus.documents.ROWS", 2)
     file = tmp_path / f"a{ending}"
     if ending == ".parquet":
         write_parquet(file, TEXTS, row_group_size=4)
@@ -105,7 +105,7 @@ def test_checksum_of_parquet_page_is_checked(tmp_path):
 
 
 def test_malformed_lines_are_counted_by_each_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "SIZE", 10)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 10)
     lines = [b'{"text": "one"}', b"\xff", b'{"text": null}', b"[]", b'{"text": "\\ud800"}', b"[" * 100_000]
     files = [
         write(tmp_path / "a.jsonl", b"\n".join(lines)),

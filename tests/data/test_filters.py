@@ -228,7 +228,7 @@ def test_bytes_do_not_depend_on_workers_or_blocks(mixed, everything, tmp_path, m
     options = {"inputs": mixed} if command is dedup else everything
     run(command, tmp_path, **options)
     alone = outputs(tmp_path)
-    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 2000)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 2000)
     monkeypatch.setattr("mjax.data.corpus.near_duplicates.AT_ONCE", 2)
     monkeypatch.setattr("mjax.commands.dedup.PART", 7)
     run(command, tmp_path, **options, workers=2)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mjax.data.corpus.tasks import INTERRUPTS, WORTH_A_WORKER, Workers, all_cores, useful_workers
+from mjax.commands.clean import CleanArguments, clean
+from mjax.data.corpus.tasks import INTERRUPTS
 from mjax.errors import RunError, UsageError
 from tests.conftest import ROOT
 
@@ -43,7 +44,7 @@ def test_run_killed_anywhere_can_be_repeated(tmp_path, command, flags, points):
 STALLED = """
 import os, sys, time
 from pathlib import Path
-import mjax.data.corpus.blocks, mjax.data.corpus.documents
+import mjax.data.corpus.documents
 from mjax.commands import cli
 
 def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
@@ -53,7 +54,7 @@ def three_blocks(*arguments, read=mjax.data.corpus.documents.read_blocks):
             time.sleep(600)
         yield block
 
-mjax.data.corpus.blocks.SIZE = 200
+mjax.data.corpus.documents.SIZE = 200
 mjax.data.corpus.documents.read_blocks = three_blocks
 if __name__ == "__main__":
     how = ["--tokenizer", "bytes", "--workers", "2", "--tasks", "2"]
@@ -107,31 +108,18 @@ def test_warnings_of_launchers_interrupt(number):
         signal.raise_signal(number)
 
 
-# --- Workers ----------------------------------------------------------------------------------------------------------
-
-
-def double(_, number):
-    time.sleep(0.01 * (number % 3))
-    if number == 50:
-        raise UsageError("fifty is no good")
-    if number == 60:
-        os._exit(9)
-    return 2 * number
-
-
-def test_workers_give_results_in_order():
-    """Items are drawn as they are needed; what a function raises, and a worker's death, are raised here."""
-    with Workers(2) as workers:
-        drawn = []
-        results = workers.map(double, (drawn.append(number) or number for number in range(40)))
-        assert next(results) == 0
-        assert len(drawn) <= 5
-        assert list(results) == list(range(2, 80, 2))
-        with pytest.raises(UsageError, match="fifty is no good"):
-            list(workers.map(double, range(48, 55)))
-        with pytest.raises(RunError, match="one of 2 worker processes was killed"):
-            list(workers.map(double, range(58, 65)))
-
-
-def test_worker_count_follows_the_input():
-    assert (useful_workers(None, 100), useful_workers(None, 1000 * WORTH_A_WORKER)) == (1, all_cores())
+def test_killed_worker_ends_the_command(tmp_path):
+    """Also with the errors of its functions, which come from another process."""
+    (tmp_path / "hooks.py").write_text(
+        "import os\ndef dies(text):\n    os._exit(9)\ndef forgets(text):\n    return None\n"
+    )
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
+    for function, error, words in (
+        ("dies", RunError, "one of 2 worker processes was killed"),
+        ("forgets", UsageError, "returned None for"),
+    ):
+        keep, how = (f"{tmp_path / 'hooks.py'}:{function}",), {"workers": 2, "tasks": 2, "minimum_tokens": 0}
+        with pytest.raises(error, match=words):
+            clean(CleanArguments(inputs=(lines,), output=tmp_path / "out.jsonl", keep=keep, **how))
+        assert not (tmp_path / "out.jsonl").exists()

@@ -175,7 +175,7 @@ def test_lost_write_is_an_error(lines, tmp_path, monkeypatch):
 
 
 def test_bytes_do_not_depend_on_workers(lines, tmp_path, monkeypatch):
-    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 300)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 300)
     (tmp_path / "z.txt").write_text("the end")
     with lines.open("a") as stream:
         stream.write('{"text": ""}\n{oops}\n{"text": "née"}\n')

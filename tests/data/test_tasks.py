@@ -122,7 +122,7 @@ def test_killed_work_continues_or_starts_over(corpus, monkeypatch, capsys):
     def counted(job, stage, rank):
         done.append((stage, rank))
         if done[0] == ("lines", 0) and (stage, rank) == ("clean", 1):
-            raise RunError("a worker process was killed")  # as `Workers` says it
+            raise RunError("a worker process was killed")  # as `_run_stage` says it
         return plain(job, stage, rank)
 
     plain = Job.run_task
@@ -165,7 +165,7 @@ def run_until(stage, rank, monkeypatch, command, corpus, **options):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_progress_counts_the_input_as_it_is_read(corpus, monkeypatch, command):
     """Within a task, and all of it once; stages that read nothing count their tasks."""
-    monkeypatch.setattr("mjax.data.corpus.blocks.SIZE", 500)
+    monkeypatch.setattr("mjax.data.corpus.documents.SIZE", 500)
     size, counts = sum(Path(file).stat().st_size for file in corpus), {}
 
     @contextlib.contextmanager

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mjax.data.tokenizers import SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
-from mjax.data.tokenizers.kinds import ENDS
+from mjax.data.tokenizers import ENDS, SCHEMES, bos_of, load_tokenizer, same_files, tokenizer_from_folder
 from mjax.errors import UsageError
 from tests.data.vocabularies import (
     NAMES,

@@ -35,7 +35,7 @@ def run(monkeypatch):
         monkeypatch.setattr(checks, "ANSWER", "tests.doctor.test_checks:act")
         monkeypatch.setattr(checks, "FOUNDATION", foundation)
         facts = Facts(limit=limit, environment=dict(os.environ))
-        return list(checks.run_in_child(names, facts, begin))
+        return list(checks.examine(facts, begin, names))
 
     return run
 
@@ -100,7 +100,7 @@ def test_check_that_raises_is_red(monkeypatch):
 def test_wrong_flag_is_named(flags, words):
     """The words are those of the installed XLA."""
     facts = Facts(environment={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags})
-    finding, rest = checks.run_in_child(["devices", "matmul"], facts, lambda name: None)
+    finding, rest = checks.examine(facts, lambda name: None, ["devices", "matmul"])
     assert (finding.check, finding.status, rest.check) == ("devices", RED, "not checked")
     assert words in finding.found
     assert finding.advice == "remove the flag from XLA_FLAGS, or correct it"

@@ -83,7 +83,7 @@ ASLEEP = """
 from mjax.commands import doctor as command
 from mjax.doctor import checks
 checks.ANSWER = "tests.doctor.test_command:sleep"
-command.examine = lambda facts, begin: checks.run_in_child([{pipe!r}], facts, begin)
+command.examine = lambda facts, begin: checks.examine(facts, begin, [{pipe!r}])
 command.doctor(command.DoctorArguments(json=True, limit=600))
 """
 

@@ -43,8 +43,8 @@ from mjax.errors import UnhealthyError
 from mjax.finetuning.recipe import FinetuneArguments, continued, request_of
 from mjax.finetuning.tuning import read_epochs
 from mjax.planner.calibration import H100, read_calibration, write_calibration
+from mjax.run.callbacks import read_goodput, summed
 from mjax.run.continuing import Origin, _saved_digests, origin_of
-from mjax.run.goodput import read_goodput, summed
 from mjax.run.health import Health, check_start
 from mjax.run.metrics import read_metrics
 from mjax.tasks.labelled import DEFAULTS, open_task

@@ -17,8 +17,8 @@ from mjax.commands import runs as runs_command
 from mjax.config import to_dict
 from mjax.config.model_file import model_file_of
 from mjax.errors import RunError, UsageError
+from mjax.run.callbacks import Goodput, read_starts
 from mjax.run.continuing import _saved_digests, origin_of
-from mjax.run.goodput import Goodput, read_starts
 from mjax.run.health import Guard, check_start
 from mjax.run.metrics import MetricsLog
 from mjax.utils import files

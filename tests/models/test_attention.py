@@ -17,7 +17,7 @@ from mjax.models.parts.mask import AttentionMask
 from mjax.models.parts.rotary import Rotary
 from mjax.parallel.random import DropoutKey
 from mjax.parallel.tokens import Tokens
-from mjax.step.kernels import with_kernel
+from mjax.step.layout import with_kernel
 from tests.small import small_config
 from tests.traced import equations
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.aot.roofline import ATTENTION, roofline
 from mjax.cluster.hardware import gpu_named
 from mjax.config import MeshConfig, load_config
-from mjax.models.parts.attention_kernels import FLASH_INTERPRETED, attend
+from mjax.config.kernels import FLASH_INTERPRETED
+from mjax.models.parts.attention_kernels import attend
 from mjax.models.parts.mask import AttentionMask
 from mjax.parallel.mesh import make_mesh
 from mjax.parallel.random import DropoutKey

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from mjax.config.axes import MODEL
-from mjax.parallel.cross_entropy import chunked_cross_entropy, rows_of_chunks, vocab_parallel_cross_entropy
+from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy, rows_of_chunks
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.tokens import Tokens
 from tests.parallel.on_ranks import draw, on_ranks

@@ -135,9 +135,9 @@ def test_sheets_describe_their_gpus():
 
 COMPILE_REPEATABLE = """
 import re
-from mjax.cluster import xla_flags
+from mjax.cluster.launch import be_repeatable
 if {deterministic}:
-    xla_flags.be_repeatable()
+    be_repeatable()
 from mjax.planner.compile import compile_step
 from tests.planner.test_compile import config_of
 text = compile_step(config_of({{"data": 1, "model": 1}}, layers=1), "h100").text

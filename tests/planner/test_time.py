@@ -343,6 +343,24 @@ def test_mean_of_run_counts_each_batch_size():
     assert time_section(config, H100).values["run"]["seconds"] == pytest.approx(100 * found.mean)
 
 
+def test_predictor_shares_only_what_is_alike():
+    """Of configs that differ in one field each, one predictor says what a new one does."""
+    changes = (
+        {"mesh": {"pipe": 2}},
+        {"mesh": {"model": 2}},
+        {"mesh": {"model": 2, "sequence_parallel": True}},
+        {"mesh": {"context": 2}},
+        {"mesh": {"zero": 1}},
+        *({"mesh": {"data": 4, "zero": 3, "replica": groups}} for groups in (1, 2)),
+        *({"train": {name: value}} for name, value in (("micro_batch", 2), ("recompute", "full"), ("loss_chunks", 8))),
+        {"train": {"unroll": "off"}},
+        {"precision": {"compute": "fp32"}},
+    )
+    configs = [CONFIG, *(config_with(**change) for change in changes)]
+    shared = TimePredictor(H100)
+    assert [shared.mean(config) for config in configs] == [predict_time(config, H100).mean for config in configs]
+
+
 def test_error_bar_depends_on_what_was_compared():
     config, a100 = load_config("gpt_18b"), gpu_named("a100")
     assert A100.error_of(config, 18 * 10**9, a100) == (A100.error, ())

@@ -13,9 +13,9 @@ from benchmarks.aot.roofline import COLLECTIVES, FILLS, PRODUCTS, roofline
 from benchmarks.aot.schedule import read_overlaps
 from mjax.cluster.hardware import gpu_named
 from mjax.config import axes, load_config
+from mjax.config.kernels import MOST_UNROLLED, with_unrolling
 from mjax.planner.compile import compile_step
 from mjax.planner.memory import predict_memory
-from mjax.step.kernels import MOST_UNROLLED, with_unrolling
 from mjax.utils.figures import GIB
 from tests.planner.configs import changed
 

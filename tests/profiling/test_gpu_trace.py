@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mjax.profiling.breakdown import Breakdown
-from mjax.profiling.trace import TraceError, read_trace
+from mjax.profiling.trace import Breakdown, TraceError, read_trace
 
 PROGRAM = """HloModule jit_train_step, is_scheduled=true, entry_computation_layout={(bf16[8]{0})->bf16[8]{0}}
 

@@ -2,8 +2,11 @@
 
 import sys
 
+import pytest
+
 from mjax.commands import cli
-from mjax.commands.lm_eval import _with_run
+from mjax.commands.flags import parse_known
+from mjax.commands.lm_eval import LmEvalArguments, harness_arguments
 
 
 def test_missing_harness_is_named(monkeypatch, capsys):
@@ -21,14 +24,25 @@ def test_run_without_a_chat_template_is_refused_before_its_weights(tmp_path, cap
     assert f"--apply_chat_template: {tmp_path}/tokenizer has no chat template;" in capsys.readouterr().err
 
 
-def test_config_of_own_model_is_told_from_the_harness_own():
-    passed = ["run", "--model", "mjax", "--model_args"]
-    assert _with_run("r", ["--config", "palm.py", "--tasks", "x"]) == [*passed, "run=r,config=palm.py", "--tasks", "x"]
-    assert _with_run("r", ["--tasks", "x", "--config", "a.yaml"]) == [
-        *passed,
-        "run=r",
-        "--tasks",
-        "x",
-        "--config",
-        "a.yaml",
-    ]
+RUN = "run --model mjax"
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed"),
+    [
+        ("--run r --config palm.py --tasks x", f"{RUN} --tasks x --model_args run=r,config=palm.py"),
+        ("run --tasks x --run=r --config a.yaml", f"{RUN} --tasks x --model_args run=r --config a.yaml"),
+        ("--tasks x --checkpoint r -a seed=1 step=2", f"{RUN} --tasks x --model_args run=r,seed=1,step=2"),
+        (f"{RUN} --model_args run=r --config a.py --limit 5", f"{RUN} --limit 5 --model_args run=r --config a.py"),
+        ("ls tasks", "ls tasks"),
+        ("--simulate 2 run --help", "run --help"),
+    ],
+)
+def test_flags_of_the_harness_are_passed_on(typed, passed):
+    arguments, rest = parse_known(LmEvalArguments, typed.split(), "mjax lm-eval")
+    assert harness_arguments(arguments, rest) == passed.split()
+
+
+def test_flag_of_lm_eval_with_another_type_is_refused(capsys):
+    assert cli.main(["lm-eval", "--simulate", "two", "--tasks", "x"]) == 2
+    assert capsys.readouterr().err == "mjax: error: --simulate two: it takes a whole number\n"

@@ -51,13 +51,16 @@ def test_search_traces_each_layer_once(traces):
     assert max(Counter(each.ranks for each in made).values()) <= 5
 
 
-def test_ledger_of_an_earlier_command_is_read(tmp_path, monkeypatch):
+def test_earlier_ledger_and_weights_are_read(tmp_path, monkeypatch):
     config = small_config(data=2, model=2)
     with layers.earlier_traces(tmp_path / "traces"):
-        first = ledgers.ledger(config)
+        first, weights = ledgers.ledger(config), memory.weights_of(config.model)
     monkeypatch.setattr(ledgers, "build_program", None)  # nothing is traced
+    monkeypatch.setattr(memory, "abstract_weights", None)
+    memory.weights_of.cache_clear()
     with layers.earlier_traces(tmp_path / "traces"):
         assert ledgers.ledger(config) == first
+        assert memory.weights_of(config.model) == weights
     assert first.count > 0
 
 

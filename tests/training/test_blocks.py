@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mjax.checkpoint import arrays
@@ -13,6 +14,7 @@ from mjax.checkpoint.checkpoint import Checkpoints
 from mjax.config import MeshConfig
 from mjax.interop.convert import write_in_blocks
 from mjax.parallel.mesh import make_mesh
+from mjax.parallel.weights import COLUMNS, IN, LAYER, OUT, PART
 
 RANDOM = np.random.default_rng(0)
 NAMES = {
@@ -24,7 +26,8 @@ NAMES = {
 
 
 def tree_of(leaves):
-    layers = {name.removeprefix("blocks."): leaf for name, leaf in leaves.items() if "." in name}
+    dims = {"blocks.up": (LAYER, IN, PART, COLUMNS), "blocks.norm": (LAYER, OUT)}
+    layers = {name.removeprefix("blocks."): nnx.Param(leaves[name], dims=card) for name, card in dims.items()}
     return {"blocks": layers} | {name: leaf for name, leaf in leaves.items() if "." not in name}
 
 

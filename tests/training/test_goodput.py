@@ -13,8 +13,8 @@ from mjax.cluster.launch import STEP
 from mjax.commands import cli
 from mjax.config import CheckpointConfig
 from mjax.parallel.mesh import make_mesh
-from mjax.run import goodput, loop
-from mjax.run.goodput import FILE, Goodput, read_goodput
+from mjax.run import callbacks, loop
+from mjax.run.callbacks import GOODPUT, Goodput, read_goodput
 from mjax.step.step import build_program
 from tests.tiny_config import config as TINY
 
@@ -22,7 +22,7 @@ from tests.tiny_config import config as TINY
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(goodput.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
 
     def wait(seconds):
         now[0] += seconds
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 def test_steps_are_repeated_until_a_new_one(tmp_path, clock):
     """A start that continues before the last step of another, and goes back itself."""
-    (tmp_path / FILE).write_text(json.dumps([{"began": "", "seen": "", "first": 0, "last": 2, "seconds": {}}]))
+    (tmp_path / GOODPUT).write_text(json.dumps([{"began": "", "seen": "", "first": 0, "last": 2, "seconds": {}}]))
     hours = Goodput()
     clock(5)
     hours.begin(tmp_path, 1)

@@ -4,6 +4,8 @@ import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,7 +106,8 @@ def test_evaluation_of_poisoned_weights_is_suspect():
 
 def guard_of(compute="fp32", **health):
     config = small_config(compute=compute)
-    return Guard(replace(config, health=replace(CONFIG, **health)), None, print)
+    checkpoints = SimpleNamespace(folder=Path("checkpoints"), steps=list, good=lambda: None)
+    return Guard(replace(config, health=replace(CONFIG, **health)), checkpoints, print)
 
 
 def test_guard_lets_fp16_look_for_its_scale():

@@ -91,7 +91,7 @@ def wait_until(condition, seconds=20):
 
 def marked(address):
     """The complete checkpoints in the store."""
-    return mirrors._complete_steps(Store.of(address).files(address), address, print)
+    return mirrors._complete_steps(Store(address).files(address), address, print)
 
 
 def sound(address):
@@ -129,7 +129,7 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
         address = f"{ADDRESS}-{write}"
         assert killed_at(write) == -signal.SIGKILL
         complete = marked(address)
-        unmarked += len(mirrors._steps(Store.of(address).files(address))) - len(complete)
+        unmarked += len(mirrors._steps(Store(address).files(address))) - len(complete)
         elsewhere()
         assert sound(address) == complete
         seen |= set(complete)
@@ -137,7 +137,7 @@ def test_uploads_killed_at_any_instant_leave_whole_checkpoints(server, elsewhere
     assert unmarked > 3  # half-written ones were there
     elsewhere()
     upload(address, {}, steps=(40,))  # removes what the last one has left
-    assert set(mirrors._steps(Store.of(address).files(address))) == {40}
+    assert set(mirrors._steps(Store(address).files(address))) == {40}
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_rotation_leaves_what_this_machine_has_never_had(server, run):
         checkpoint(run, 10)
         mirror.saved(10)
         wait_until(lambda: not mirror._due)
-        store = Store.of(ADDRESS)
+        store = Store(ADDRESS)
         for name in store.files(f"{ADDRESS}/checkpoints/10"):
             content = store.read(f"{ADDRESS}/checkpoints/10/{name}")
             store.write(f"{ADDRESS}/checkpoints/5/{name}", content)
@@ -315,7 +315,7 @@ def test_keys_of_a_store_stay_below_its_folder(server, elsewhere, tmp_path, caps
     """Absolute paths, .., folder markers, keys below a file, and a mark without its manifest: none is written, and none
     makes the run unusable."""
     upload("s3://bucket/runs/one", {}, steps=(10,))
-    victim, store = tmp_path / "victim", Store.of(ADDRESS)
+    victim, store = tmp_path / "victim", Store(ADDRESS)
     victim.write_text("mine")
     ups = "/".join([".."] * 20)
     keys = [
@@ -378,7 +378,7 @@ def test_run_continues_on_another_machine(server, elsewhere, tmp_path, capsys):
     assert (checkpoints / "good.json").read_bytes() == (tmp_path / "run" / "checkpoints" / "good.json").read_bytes()
     assert cli.main(["runs", "remove", "run", "--runs", runs, "--yes"]) == 0
     assert "removed s3://bucket/runs/run" in capsys.readouterr().out
-    assert Store.of(runs).files(runs) == {}
+    assert Store(runs).files(runs) == {}
 
 
 @pytest.mark.all
@@ -430,19 +430,19 @@ def test_lock_that_moves_is_refused(server, run, monkeypatch, ahead):
 
 @pytest.mark.parametrize("held", [beat(3), b"", b"not JSON", b'["a list"]', b'{"process": 7}'])
 def test_lock_that_stands_still_is_taken_over(server, run, held):
-    Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
+    Store(ADDRESS).write(f"{ADDRESS}/.lock", held)
     said, begun = [], time.monotonic()
     with Mirror(run, ADDRESS, said.append):
         assert time.monotonic() - begun >= store_lock.ALIVE
     assert re.search(r"was trained by (process 7 on \w+|an unknown process): looking for 1 s", said[0])
-    assert not [name for name in Store.of(ADDRESS).files(ADDRESS) if name.startswith(".lock")]
+    assert not [name for name in Store(ADDRESS).files(ADDRESS) if name.startswith(".lock")]
 
 
 @pytest.mark.parametrize("held", [None, beat(3)])
 def test_one_of_many_that_start_together_trains(server, quick, tmp_path, held):
     """Eight machines, also if all of them wait for the same lock."""
     if held:
-        Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
+        Store(ADDRESS).write(f"{ADDRESS}/.lock", held)
 
     def claim(number):
         folder = tmp_path / str(number)

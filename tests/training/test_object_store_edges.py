@@ -32,7 +32,7 @@ pytest.importorskip("s3fs")
 
 
 def names(part=""):
-    return sorted(name for name in Store.of(ADDRESS).files(ADDRESS) if part in name)
+    return sorted(name for name in Store(ADDRESS).files(ADDRESS) if part in name)
 
 
 def copy(mirror, *steps):
@@ -48,7 +48,7 @@ def copied(folder, *steps):
 
 
 def manifest(step):
-    return Store.of(ADDRESS).read(f"{ADDRESS}/checkpoints/{step}/manifest.json")
+    return Store(ADDRESS).read(f"{ADDRESS}/checkpoints/{step}/manifest.json")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_files_lost_here_stay_in_the_store(server, run, lost):
 def test_files_of_an_emptied_store_are_copied_again(server, run):
     (run / "base.json").write_text("{}")
     copied(run, 10)
-    store = Store.of(ADDRESS)
+    store = Store(ADDRESS)
     store.remove([f"{ADDRESS}/{name}" for name in store.files(ADDRESS)])
     assert run_to_train(ADDRESS) == run
     with Mirror(run, ADDRESS, print):
@@ -100,7 +100,7 @@ def test_files_of_an_emptied_store_are_copied_again(server, run):
 def test_run_of_another_with_the_same_name_is_set_apart(server, run, elsewhere, tmp_path, monkeypatch):
     """The bucket was emptied, and another machine has begun: what was in the store once is the last copy."""
     copied(run, 10, 20)
-    store = Store.of(ADDRESS)
+    store = Store(ADDRESS)
     store.remove([f"{ADDRESS}/{name}" for name in store.files(ADDRESS)])
     elsewhere()
     upload(ADDRESS, {}, steps=(5,))
@@ -130,12 +130,12 @@ def test_woken_process_stops_after_its_successor_has_ended(server, pair):
     paused, successor = pair
     copy(successor, 20)
     successor.finish()
-    before = manifest(20), Store.of(ADDRESS).read(f"{ADDRESS}/metrics.jsonl")
+    before = manifest(20), Store(ADDRESS).read(f"{ADDRESS}/metrics.jsonl")
     checkpoint(paused.folder, 20)
     paused.saved(20)
     with pytest.raises(RunError, match="has stopped"):
         paused.finish()
-    assert before == (manifest(20), Store.of(ADDRESS).read(f"{ADDRESS}/metrics.jsonl"))
+    assert before == (manifest(20), Store(ADDRESS).read(f"{ADDRESS}/metrics.jsonl"))
 
 
 def test_successor_survives_a_late_beat(server, run, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_lost_process_sends_no_more(server, run):
     server.delay = 0.2
     mirror.saved(10)
     wait_until(lambda: names("model/f"))
-    wait_until(lambda: mirror.lost or Store.of(ADDRESS).write(f"{ADDRESS}/.lock", beat(9)))
+    wait_until(lambda: mirror.lost or Store(ADDRESS).write(f"{ADDRESS}/.lock", beat(9)))
     sent = len(names("model/f"))
     with pytest.raises(RunError, match="has stopped"):
         mirror.finish()
@@ -178,7 +178,7 @@ def test_lost_process_sends_no_more(server, run):
     "held", [b"[" * 100_000, json.dumps({"process": "\x1b[2Jx\nmjax: error: type rm -rf ~"}).encode()]
 )
 def test_lock_of_a_stranger_is_printable(server, run, held):
-    Store.of(ADDRESS).write(f"{ADDRESS}/.lock", held)
+    Store(ADDRESS).write(f"{ADDRESS}/.lock", held)
     said = []
     with Mirror(run, ADDRESS, said.append):
         pass
@@ -289,7 +289,7 @@ def test_removal_of_a_run_is_continued(server, quick, elsewhere, capsys):
     assert cli.main(command) == 2
     server.rule = None
     assert cli.main(command) == 0
-    assert Store.of("s3://x").files("s3://bucket/runs/two") == {}
+    assert Store("s3://x").files("s3://bucket/runs/two") == {}
 
 
 def test_bucket_may_be_listed_below_a_folder_only(server, quick):
@@ -309,7 +309,7 @@ def test_longest_run_name_is_stored(server, quick):
 def test_short_answer_for_a_range_is_asked_again(server, quick, monkeypatch):
     import s3fs
 
-    store, fetch_range, short = Store.of("s3://x"), s3fs.core.S3File._fetch_range, iter([10])
+    store, fetch_range, short = Store("s3://x"), s3fs.core.S3File._fetch_range, iter([10])
     store.write("s3://bucket/a.bin", b"x" * 1000)
     monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", lambda *span: fetch_range(*span)[: next(short, None)])
     wanted = version(store.about("s3://bucket/a.bin"))

@@ -14,7 +14,8 @@ import pytest
 from mjax.generation.generate import Generator
 from mjax.models.bert import model as bert
 from mjax.models.gemma3 import model as gemma3
-from mjax.models.parts import experts, mlp, norms
+from mjax.models.llama import model as llama
+from mjax.models.parts import experts, mlp
 from mjax.parallel.mesh import abstract_mesh
 from tests.small import BLOOM, small_config
 from tests.traced import carried, equations, subjaxprs, traced_step, writer
@@ -32,10 +33,9 @@ IN_16_BITS = {
     "wide matmul": """_attend_block attend_cached chunked_cross_entropy grouped_product
         product_in_loops.of_group.of_tile""",
     # The residual stream, and biases.
-    "add": """Block.__call__ Block.decode ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
-        MixtureBlock.__call__ MixtureBlock.decode OutputNormBlock.__call__ OutputNormBlock.decode PostNormBlock.__call__
-        SandwichBlock.__call__ SandwichBlock.decode _scores_forward add_bias add_bias.add columns
-        RowParallelLinear.__call__""",
+    "add": """Block.__call__ ColumnAdapter.__call__ Encoder.embed Experts.__call__ GPT.embed
+        OutputNormBlock.__call__ PostNormBlock.__call__ SandwichBlock.__call__ _scores_forward add_bias add_bias.add
+        columns RowParallelLinear.__call__""",
     # Gradients of a value that is used twice.
     "add_any": """ColumnAdapter.__call__ Encoder.pooled Router.__call__ _by_group.body _norm _one_dim _sum_of_squares
         _unit_rms_norm columns enter gated gather_tokens linear lookup""",
@@ -48,7 +48,7 @@ IN_16_BITS = {
     # Results of what is computed in float32, weights, and gradients of what was widened.
     "round": """BERT.loss CausalModel.loss Experts.__call__ Output.cross_entropy Router.__call__
         VocabParallelEmbedding.logits _attend_block _attend_in_blocks _dropout _dropout.masked _gather_layer _norm
-        _one_dim _one_dim.forward _rotate _rotate_by _scaled _sum_of_rows _sum_of_squares _unit_rms_norm _weighted _wide
+        _one_dim _one_dim.forward _rotate _rotate_by scaled _sum_of_rows _sum_of_squares _unit_rms_norm _weighted _wide
         activate add_bias as_used attend_cached chunked_cross_entropy columns combined ColumnAdapter.__call__ dispatched
         _repeat_heads grouped_product lookup positions_of product_in_loops.of_group.of_tile tile_rows""",
     "round integers": "Encoder.embed VocabParallelEmbedding.__call__",  # 0 and 1
@@ -153,7 +153,7 @@ ci = partial(pytest.param, marks=pytest.mark.ci)
     ids=str,
 )
 def test_only_the_designed_operations_have_16_bits(changes, monkeypatch):
-    for module in (bert, experts, gemma3, mlp, norms):  # it would stand between operations and their writers
+    for module in (bert, experts, gemma3, llama, mlp):  # it would stand between operations and their writers
         monkeypatch.setattr(module, "recomputed", lambda function: function)
     config = small_config(**{"compute": "bf16", **changes})
     program, step = traced_step(config)

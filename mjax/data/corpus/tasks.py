@@ -20,7 +20,6 @@ tasks do nothing else.
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -32,27 +31,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, TextIO, TypeVar
+from typing import Any, BinaryIO, ClassVar, Literal, TextIO
 
 import numpy as np
 
 from mjax import __version__
 from mjax.data.corpus import Corpus, MalformedLines
-from mjax.data.corpus.blocks import Block
+from mjax.data.corpus.documents import Block
 from mjax.errors import CONTINUES, RunError, UsageError, without_secrets
 from mjax.utils.files import make_private, take_lock, to_disk, write_whole
 from mjax.utils.progress import Pace, watched
 from mjax.utils.remote import beside, put, remove
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
-WAITING = 2  # batches per worker: one in work, one ready
 WORTH_A_WORKER = 2**22  # bytes of input; less is done before another process has started
 MANY = 256  # tasks by default, for less than LARGE bytes each
 LARGE = 2**30
@@ -65,11 +61,6 @@ SBATCH = {"time": "24:00:00", "mem-per-cpu": "4G"}
 def all_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def useful_workers(asked: int | None, size: int) -> int:
-    """`asked` workers, or by default all cores, but fewer for little input (`size` bytes)."""
-    return max(1, min(all_cores(), size // WORTH_A_WORKER)) if asked is None else asked
 
 
 class Job:
@@ -221,8 +212,9 @@ class Job:
     @property
     def processes(self) -> int:
         """Worker processes; 0: little text is done by this one, which answers Ctrl-C when a call of a library ends."""
-        workers = min(useful_workers(self.arguments.workers, self.corpus.size), self.tasks)
-        return workers if workers > 1 or self.corpus.size >= WORTH_A_WORKER else 0
+        worth = self.corpus.size // WORTH_A_WORKER
+        workers = min(self.arguments.workers or max(1, min(all_cores(), worth)), self.tasks)
+        return workers if workers > 1 or worth else 0
 
     def tasks_of(self, stage: str) -> int:
         """Number of tasks of a stage."""
@@ -295,13 +287,10 @@ def run(job: Job) -> Any:
         if job.arguments.sbatch:
             _submit(job)
             return None
-        with Workers(job.processes, job) as workers:
+        with _workers(job) as pool:
             for stage in job.stages:
-                ranks, task = job.left(stage), functools.partial(_task, stage)
-                results = workers.map(task, ranks) if stage != job.stages[-1] else (task(job, rank) for rank in ranks)
-                with _watched(job, stage), contextlib.closing(results):
-                    for _ in results:
-                        pass
+                with _watched(job, stage):
+                    _run_stage(job, stage, pool)
         result = job.result()
         job.close()
     job.show(result)
@@ -314,10 +303,6 @@ def _watched(job: Job, stage: str) -> contextlib.AbstractContextManager[None]:
     if stage in job.readers:
         return watched(verb, job.corpus.size, lambda: job.counted(stage), job.pace)
     return watched(verb, job.tasks_of(stage), lambda: job.counted(stage), job.pace, "tasks")
-
-
-def _task(stage: str, job: Job, rank: int) -> None:
-    job.run_task(stage, rank)
 
 
 @contextmanager
@@ -411,70 +396,55 @@ def _answer(*command: str, script: str = "") -> str:
 # --- Processes and signals --------------------------------------------------------------------------------------------
 
 
-class Workers:
-    """A pool of `count` processes that have `state`; of 0, this process does the work.
+@contextmanager
+def _workers(job: Job) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that have `job`; None: this one does the work.
 
-    Workers are fresh processes, not copies of this one, which may already have threads and a GPU. Use it as a context
-    manager: an exception kills the processes, whatever they do, as the end of this process does.
+    They are fresh processes, not copies of this one, which may already have threads and a GPU. An exception kills them,
+    whatever they do, as the end of this process does.
     """
+    if not job.processes:
+        yield None
+        return
+    others, context = multiprocessing.active_children(), multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(job.processes, context, initializer=_start, initargs=(job,))
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-    def __init__(self, count: int, state: Any = None):
-        self.count, self.state = count, state
-        self._pool: ProcessPoolExecutor | None = None
-        self._others: list[multiprocessing.Process] = []
 
-    def __enter__(self) -> "Workers":
-        self._others = multiprocessing.active_children()
-        if self.count:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.count, context, initializer=_start, initargs=(self.state,))
-        return self
+def _run_stage(job: Job, stage: str, pool: ProcessPoolExecutor | None) -> None:
+    """Do what is left of a stage, the last one in this process.
 
-    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if self._pool:
-            for process in multiprocessing.active_children() if kind else ():
-                if process not in self._others:
-                    process.kill()
-            self._pool.shutdown(cancel_futures=True)
-
-    def map(self, function: Callable[[Any, Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function(state, item)` of each item, in order. Items are drawn as workers become free: few wait in memory.
-
-        Raises:
-          RunError: a worker was killed. Exceptions of the function are raised here too.
-        """
-        if self._pool is None:
-            yield from (function(self.state, item) for item in items)
-            return
-        running = deque()
+    Raises:
+      RunError: a worker was killed. Exceptions of tasks are raised here too.
+    """
+    if pool is None or stage == job.stages[-1]:
+        for rank in job.left(stage):
+            job.run_task(stage, rank)
+        return
+    with INTERRUPTS.delay():  # processes start here, with Ctrl-C blocked: it is answered by this process alone
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            for item in items:
-                running.append(self._submit(function, item))
-                if len(running) >= WAITING * self.count:
-                    yield _wait_for(running.popleft())
-            while running:
-                yield _wait_for(running.popleft())
-        except BrokenProcessPool:
-            which, fix = "the worker process", "more --tasks"
-            if self.count > 1:
-                which, fix = f"one of {self.count} worker processes", "fewer --workers"
-            raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
-
-    def _submit(self, function: Callable[[Any, Item], Result], item: Item) -> "Future[Result]":
-        """Submit a call. Processes start here, with Ctrl-C blocked: it is answered by this process alone."""
-        with INTERRUPTS.delay():
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                return self._pool.submit(_call, function, item)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _wait_for(future: "Future[Result]") -> Result:
-    """`future.result()`, which a signal always interrupts: another thread may get it, and this one sleep on."""
-    while not wait([future], timeout=0.5).done:
-        pass
-    return future.result()
+            futures = [pool.submit(_call, stage, rank) for rank in job.left(stage)]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        for future in futures:
+            while not wait([future], timeout=0.5).done:  # a signal to another thread would let `result` sleep on
+                pass
+            future.result()
+    except BrokenProcessPool:
+        which, fix = "the worker process", "more --tasks"
+        if job.processes > 1:
+            which, fix = f"one of {job.processes} worker processes", "fewer --workers"
+        raise RunError(f"{which} was killed, most likely for lack of memory; use {fix}") from None
 
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -524,17 +494,17 @@ class Interrupts:
 INTERRUPTS = Interrupts()
 
 
-_state: Any = None  # of a worker process
+_job: Any = None  # of a worker process
 
 
-def _start(state: Any) -> None:
-    global _state
+def _start(job: Job) -> None:
+    global _job
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _state = state
+    _job = job
 
 
-def _call(function: Callable[[Any, Item], Result], item: Item) -> Result:
-    return function(_state, item)
+def _call(stage: str, rank: int) -> None:
+    _job.run_task(stage, rank)
 
 
 def _leave_with_parent() -> None:

@@ -14,9 +14,10 @@ embedding is multiplied by √h in the compute type (√640 = 25.298 is 25.25 in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,18 +46,13 @@ class SandwichBlock(Block):
         super().__init__(**parts)
         self.attention_out_norm, self.mlp_out_norm = attention_out_norm, mlp_out_norm
 
-    def __call__(self, x: Array, context: Context) -> Array:
-        y = self.attention(self.attention_norm(x), context)
+    def __call__(self, x: Array, context: Context, attention: Callable | None = None) -> Array:
+        y = (attention or self.attention)(self.attention_norm(x), context)
         y = self.attention_out_norm(checkpoint_name(y, "residual"))
         x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
         y = self.mlp(self.mlp_norm(x), context)
         y = self.mlp_out_norm(checkpoint_name(y, "residual"))
         return x + context.dropout(y, self.dropout, random.MLP_OUTPUT)
-
-    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]:
-        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
-        x = x + self.attention_out_norm(y)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)), new
 
 
 class UnitRMSNorm(nnx.Module):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mjax.config.axes import MODEL
 from mjax.models.block import Block, OutputNormBlock
 from mjax.models.causal import CausalModel
 from mjax.models.context import Context
@@ -28,21 +29,22 @@ from mjax.models.llama.config import DecoderConfig, LlamaConfig
 from mjax.models.parts.attention import Attention
 from mjax.models.parts.config import RotaryConfig
 from mjax.models.parts.mlp import GatedMLP
-from mjax.models.parts.norms import AllHeadsRMSNorm, RMSNorm
+from mjax.models.parts.norms import RMSNorm, scaled
 from mjax.models.parts.output import Output
 from mjax.models.parts.rotary import Rotary
 from mjax.models.stack import stack
-from mjax.parallel import random
-from mjax.parallel.layers import VocabParallelEmbedding
+from mjax.parallel import mappings, random
+from mjax.parallel.layers import VocabParallelEmbedding, local_columns
+from mjax.parallel.overlap import recomputed
+from mjax.parallel.sums import wide_type
+from mjax.parallel.weights import parameter
 
 
-def llama_layer(
-    key: Array, config: LlamaConfig, dtype, block: type[Block] | None = None, mlp: type[nnx.Module] = GatedMLP
-) -> Block:
-    """One layer, with an MLP of this kind, in a block of this kind or that of `config.norms`."""
+def llama_layer(key: Array, config: LlamaConfig, dtype, mlp: type[nnx.Module] = GatedMLP) -> Block:
+    """One layer, with an MLP of this kind."""
     attention, other = jax.random.split(key)
     norm = partial(RMSNorm, epsilon=config.norm_epsilon, dtype=dtype)
-    block = block or (Block if config.norms == "pre" else OutputNormBlock)
+    block = Block if config.norms == "pre" else OutputNormBlock
     return block(
         attention_norm=norm(config.hidden),
         attention=Attention(
@@ -72,6 +74,29 @@ def _qk_norm(heads: int, config: LlamaConfig, dtype) -> nnx.Module | None:
     if config.qk_norm == "heads":
         return AllHeadsRMSNorm(heads, config.head_size, config.norm_epsilon, dtype)
     return None
+
+
+class AllHeadsRMSNorm(nnx.Module):
+    """Normalise all heads of a position together: a sum of squares for each position crosses `model`.
+
+    The weight [n, d] is split by heads; x are those of this rank. With fewer heads than ranks each rank has one, the
+    same as its neighbours.
+    """
+
+    def __init__(self, heads: int, size: int, epsilon: float, dtype):
+        self.epsilon, self.heads, self.size = epsilon, heads, size
+        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
+
+    def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
+        squares = recomputed(_sum_of_squares)(x)
+        summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
+        mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
+        scale = local_columns(self.scale[...], self.heads, 0)
+        return recomputed(scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
+
+
+def _sum_of_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
+    return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
 
 
 class Llama(CausalModel):

@@ -11,39 +11,18 @@ every `expert_interval`-th.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from mjax.config.pattern import stacks_of
-from mjax.models.block import Block
-from mjax.models.context import Context
 from mjax.models.llama.model import Llama, llama_layer
 from mjax.models.mixture.config import MixtureConfig
 from mjax.models.parts.config import EXPERTS
 from mjax.models.parts.experts import Experts
 from mjax.models.parts.router import towards_balance
-from mjax.models.stack import Sums
-from mjax.parallel import mappings, random
-
-
-class MixtureBlock(Block):
-    """A layer with experts: its MLP returns sums beside its result."""
-
-    def __call__(self, x: Float[Array, "t h"], context: Context) -> tuple[Float[Array, "t h"], Sums]:
-        y = self.attention(self.attention_norm(x), context)
-        x = checkpoint_name(x + context.dropout(y, self.dropout, random.ATTENTION_OUTPUT), "residual")
-        y, sums = self.mlp(self.mlp_norm(x), context)
-        return x + context.dropout(y, self.dropout, random.MLP_OUTPUT), sums
-
-    def decode(
-        self, x: Float[Array, "t h"], context: Context, cached: Any, lengths: Int[Array, " b"]
-    ) -> tuple[Float[Array, "t h"], Any]:
-        y, new = self.attention.decode(self.attention_norm(x), context, cached, lengths)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x), context)[0], new
+from mjax.parallel import mappings
 
 
 class Mixture(Llama):
@@ -53,7 +32,7 @@ class Mixture(Llama):
     so they count times the number of these layers.
     """
 
-    layers: ClassVar = {"": llama_layer, EXPERTS: partial(llama_layer, block=MixtureBlock, mlp=Experts)}
+    layers: ClassVar = {"": llama_layer, EXPERTS: partial(llama_layer, mlp=Experts)}
 
     def __init__(self, key: Array, config: MixtureConfig, dtype=jnp.float32):
         super().__init__(key, config, dtype)

@@ -1,12 +1,10 @@
-"""Attention, causal or bidirectional: the module, and a new position with a cache. Its kernels are in
-`attention_kernels.py`."""
+"""Attention, causal or bidirectional. Its kernels are in `attention_kernels.py`, and its cache for generation in
+`decoding.py`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +12,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from mjax.config.axes import CONTEXT, MODEL
+from mjax.config.axes import MODEL
 from mjax.config.model import ModelConfig
 from mjax.models.context import Context
+from mjax.models.decoding import KeyValues, attend_cached
 from mjax.models.parts.attention_kernels import attend_across
-from mjax.models.parts.mask import MASKED, AttentionMask
-from mjax.models.parts.positions import NO_POSITIONS, Positions, distance_penalty
+from mjax.models.parts.mask import AttentionMask
+from mjax.models.parts.positions import NO_POSITIONS, Positions
 from mjax.parallel import mappings, random
 from mjax.parallel.layers import ColumnParallelLinear, RowParallelLinear, columns
 
@@ -113,73 +112,3 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = self.positions.turn(q, k, context)
         return q, k, v
-
-
-# --- One new position with a cache -----------------------------------------------------------------------------------
-
-
-class KeyValues(NamedTuple):
-    """The cache of a layer's keys and values, of which attention reads all at each position. The slots of a head are
-    contiguous, as a product reads them; the slot of a position is its number."""
-
-    keys: Float[Array, "b k S d"]
-    values: Float[Array, "b k S e"]
-
-    def of_prompts(self, *new: Float[Array, "b s k _"]) -> KeyValues:
-        """The cache with the keys and values of whole prompts in its first slots.
-
-        Prompts of different lengths are padded on the right: causal attention never sees later positions, and
-        decoding overwrites the padding before it could.
-        """
-        parts = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, self.keys.shape[2] - x.shape[1]), (0, 0)]) for x in new)
-        return KeyValues(*parts)
-
-
-def attend_cached(
-    q: Float[Array, "b 1 n d"],
-    k: Float[Array, "b 1 k d"],
-    v: Float[Array, "b 1 k e"],
-    cached: KeyValues,
-    lengths: Int[Array, " b"],
-    slots: Int[Array, " S"],
-    mask: AttentionMask,
-) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
-    """Write one new position of each sequence to the cache, and attend to it and those before it.
-
-    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
-    are written one by one, since XLA makes of a scatter of a single row a slice that it copies. Where the slots are
-    split over `context`, every rank attends to its own, and two sums and a maximum of one number per head and sequence
-    join the parts (flash-decoding).
-
-    Args:
-      q, k, v: of the new positions.
-      cached: of this layer.
-      lengths: positions of each sequence before the new one.
-      slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
-        ranks of `context`, or split over it.
-      mask: window, scale and slopes; a sequence is one document.
-
-    Returns:
-      What each position attends to, the same on all ranks of `context`, and the cache with the new ones.
-    """
-    wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
-    here = slots == lengths[:, None]  # [b, S]
-    at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
-
-    def written(slots: Array, one: Array) -> Array:
-        one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
-        sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
-        return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
-
-    cached = KeyValues(*map(written, cached, (k, v)))
-    groups = (mask.scaled(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
-    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
-    if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
-        penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
-        scores = scores + penalty.reshape(scores.shape)
-    visible = mask.visible(lengths[:, None], slots)
-    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
-    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
-    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
-    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
-    return attended.reshape(*q.shape[:-1], v.shape[-1]), cached

@@ -24,12 +24,10 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from mjax.config.axes import CONTEXT, MODEL
-from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
-from mjax.errors import UsageError
-from mjax.models.parts.flash import FLASH_STAND_IN, Aux, flash_attention, flash_stand_in
+from mjax.models.parts.flash import attend_fused
 from mjax.models.parts.mask import MASKED, AttentionMask
 from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings, scopes
@@ -52,19 +50,16 @@ def attend(
       kernel: `cudnn`, `flash`, `xla` or `xla_blocks`.
 
     Raises:
-      UsageError: the kernel has no such attention.
+      UsageError: a fused kernel has no such attention.
     """
     assert mask.slopes is None or mask.causal, "ALiBi says nothing about positions after a query's own"
     assert mask.window is None or mask.causal, "a window ends at a query's own position"
-    _check(kernel, q, v, mask)
     axes = mappings.varying_axes(q)
     q, mask = mask.scaled(q), jax.tree.map(lambda x: mappings.vary(x, axes), mask)
     if mask.window is not None and mask.window >= k.shape[1]:
         mask = replace(mask, window=None)  # no effect
-    if kernel in ("cudnn", FLASH_STAND_IN):
-        return _attend_cudnn(q, k, v, kernel, mask)
-    if kernel in ("flash", FLASH_INTERPRETED):
-        return _attend_flash(q, k, v, kernel, mask)
+    if not kernel.startswith("xla"):
+        return attend_fused(q, k, v, mask, kernel)
     k, v = for_every_query(q, k, v)
     if mask.slopes is not None:
         # Tied to this layer: otherwise JAX computes the penalty [n, s, s] before the loop over layers, and every layer
@@ -74,16 +69,6 @@ def attend(
     if kernel == "xla" or mask.position_ids is not None:
         return _attend_block(q, k, v, 0, mask)
     return _attend_in_blocks(q, k, v, mask)
-
-
-def _check(kernel: str, q: Array, v: Array, mask: AttentionMask) -> None:
-    """Refuse what a fused kernel cannot do; by the config `config/kernels.py` chooses one that can."""
-    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
-    if kernel == "cudnn":
-        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
-    for feature, needed in lacks.items():
-        if needed and kernel in FUSED:
-            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
 
 
 def for_every_query(
@@ -101,37 +86,6 @@ def _repeat_heads(x: Float[Array, "b s k d"], count: int) -> Float[Array, "b s n
         return groups.sum(3, dtype=wide_type(gradient.dtype)).astype(gradient.dtype)
 
     return linear_map(lambda x, _: jnp.repeat(x, count, axis=2), sum_copies, x)
-
-
-def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
-    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
-    # 2 b s² bytes each, once for all heads and layers.
-    same = None if mask.documents is None else _same_document(mask.documents, mask.documents)[:, None]  # [b, 1, s, s]
-    # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
-    # with documents 2 b n s².
-    bias = None
-    if mask.slopes is not None:
-        query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
-        bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
-    if kernel == FLASH_STAND_IN:
-        return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
-    local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
-    return jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
-    )
-
-
-def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
-    (positions, heads), rows = q.shape[1:3], mask.position_ids
-    run = positions if rows is None else positions // 2
-    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
-    words = None, None
-    if mask.key is not None:
-        words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
-    starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
-    aux = Aux(*words, mask.documents, mask.slopes, starts)
-    static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
-    return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
 
 def _attend_in_blocks(q: Array, k: Array, v: Array, mask: AttentionMask) -> Array:
@@ -181,7 +135,7 @@ def _attend_block(
     if documents is not None:
         end, read = first + scores.shape[2], first_key + scores.shape[3]
         of_queries = documents[:, first:end] if rows is None else documents[:, rows]
-        same = _same_document(of_queries, documents[:, first_key:read])
+        same = of_queries[:, :, None] == documents[:, None, first_key:read]
         visible = (visible & same)[:, None]  # [b, 1, q, k]
     # Added rather than selected: the backward pass of a sum keeps no mask.
     scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)
@@ -191,11 +145,6 @@ def _attend_block(
         rows = first + jnp.arange(scores.shape[2]) if rows is None else rows
         probabilities = dropout(probabilities, mask.rate, mask.key, heads, rows, first_column=first_key)
     return jnp.einsum(f"bnqk,{keys}->{queries}", probabilities, v)
-
-
-def _same_document(queries: Int[Array, "b q"], keys: Int[Array, "b k"]) -> Bool[Array, "b q k"]:
-    """Mask of query and key pairs within a document."""
-    return queries[:, :, None] == keys[:, None, :]
 
 
 # --- Sequences over context -------------------------------------------------------------------------------------------

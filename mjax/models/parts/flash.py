@@ -1,4 +1,4 @@
-"""Flash attention with dropout, in Pallas for GPUs (arXiv 2307.08691): the kernel `flash`.
+"""The fused kernels of attention: cuDNN's, and `flash`, with dropout, in Pallas for GPUs (arXiv 2307.08691).
 
 cuDNN's attention has no dropout in JAX's public interface, and XLA's writes scores and probabilities [b, n, s, s] to
 memory. Here the mask of a tile is hashed where its probabilities are, from the words of `DropoutKey.rows`: the same
@@ -27,8 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, UInt32
 
-from mjax.config.kernels import BLOCK
+from mjax.config.kernels import BLOCK, FLASH_INTERPRETED, FUSED
+from mjax.errors import UsageError
 from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.models.parts.positions import distance_penalty
 from mjax.parallel import mappings
 from mjax.parallel.random import keeps
 
@@ -54,6 +56,56 @@ class Aux(NamedTuple):
     documents: Int[Array, "b S"] | None = None
     slopes: Float[Array, " n"] | None = None
     starts: Int[Array, 2] | None = None
+
+
+def attend_fused(
+    q: Float[Array, "b s n d"], k: Float[Array, "b S k d"], v: Float[Array, "b S k e"], mask: AttentionMask, kernel: str
+) -> Float[Array, "b s n e"]:
+    """`attention_kernels.attend` with a kernel that writes no scores: cuDNN's, `flash`, or what stands in for one.
+
+    Raises:
+      UsageError: the kernel cannot do what is asked; by the config `config/kernels.py` chooses one that can.
+    """
+    lacks = {"values of another width": v.shape[-1] != q.shape[-1]}
+    if kernel == "cudnn":
+        lacks |= {"dropout": mask.key is not None, "queries of some positions": mask.position_ids is not None}
+    for feature, needed in lacks.items():
+        if needed and kernel in FUSED:
+            raise UsageError(f"--model.attention {kernel} has no {feature}; use --model.attention xla")
+    attend = _attend_cudnn if kernel in ("cudnn", FLASH_STAND_IN) else _attend_flash
+    return attend(q, k, v, kernel, mask)
+
+
+def _attend_cudnn(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
+    # JAX passes a mask to cuDNN as a bias, which is written out, and cuDNN writes out its gradient, which is not used:
+    # 2 b s² bytes each, once for all heads and layers.
+    documents = mask.documents
+    same = None if documents is None else documents[:, None, :, None] == documents[:, None, None]  # [b, 1, s, s]
+    # The same for ALiBi, whose penalty differs between heads: 2 n s² bytes each for it and its gradient, and together
+    # with documents 2 b n s².
+    bias = None
+    if mask.slopes is not None:
+        query, other = (jax.lax.broadcasted_iota(jnp.int32, (q.shape[1], q.shape[1]), dim) for dim in (0, 1))
+        bias = distance_penalty(mask.slopes, other - query, q.dtype)[None]
+    if kernel == FLASH_STAND_IN:
+        return flash_stand_in(q, k, v, *(x.astype(q.dtype) for x in (bias, same) if x is not None))
+    local = None if mask.window is None else (mask.window - 1, 0)  # JAX counts positions without the query's own
+    return jax.nn.dot_product_attention(
+        q, k, v, bias=bias, mask=same, is_causal=mask.causal, local_window_size=local, implementation="cudnn"
+    )
+
+
+def _attend_flash(q: Array, k: Array, v: Array, kernel: str, mask: AttentionMask) -> Array:
+    (positions, heads), rows = q.shape[1:3], mask.position_ids
+    run = positions if rows is None else positions // 2
+    assert run % BLOCK == k.shape[1] % BLOCK == 0, "flash takes whole blocks of queries and keys (position_unit)"
+    words = None, None
+    if mask.key is not None:
+        words = mask.key.rows(mask.heads(heads), jnp.arange(positions) if rows is None else rows)
+    starts = None if rows is None else jnp.stack([rows[0], rows[positions // 2]]) // BLOCK
+    aux = Aux(*words, mask.documents, mask.slopes, starts)
+    static = AttentionMask(mask.causal, mask.window, rate=mask.rate)
+    return flash_attention(q, k, v, aux, static, kernel == FLASH_INTERPRETED)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

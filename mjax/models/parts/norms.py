@@ -3,8 +3,7 @@
     LayerNorm   y = (x − mean(x)) / √(var(x) + ε) · w + b
     RMSNorm     y = w · cast(x / √(mean(x²) + ε))              cast to the dtype of x before the product, as in Llama
 
-RMSNorm also normalises queries or keys, in two forms: `RMSNorm` of each head by itself, with one weight [d] for all
-(Qwen 3); and `AllHeadsRMSNorm` of all heads together with a weight for each [n, d] (OLMo 2).
+RMSNorm also normalises queries or keys, each head by itself, with one weight [d] for all (Qwen 3).
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mjax.config.axes import MODEL
 from mjax.parallel import mappings
-from mjax.parallel.layers import local_columns
-from mjax.parallel.overlap import in_two_stages, recomputed, tie, with_backward
+from mjax.parallel.overlap import in_two_stages, tie, with_backward
 from mjax.parallel.sums import wide_type
 from mjax.parallel.weights import parameter
 
@@ -51,30 +48,7 @@ class RMSNorm(nnx.Module):
         return _norm(x, self.scale[...], None, self.epsilon)
 
 
-class AllHeadsRMSNorm(nnx.Module):
-    """Normalise all heads of a position together: a sum of squares for each position crosses `model`.
-
-    The weight [n, d] is split by heads; x are those of this rank. With fewer heads than ranks each rank has one, the
-    same as its neighbours.
-    """
-
-    def __init__(self, heads: int, size: int, epsilon: float, dtype):
-        self.epsilon, self.heads, self.size = epsilon, heads, size
-        self.scale = parameter(None, jax.nn.initializers.ones, (heads, size), ("columns", "out"), dtype)
-
-    def __call__(self, x: Float[Array, "b s n d"]) -> Float[Array, "b s n d"]:
-        squares = recomputed(_sum_of_squares)(x)
-        summed = x.shape[-2] * mappings.size(MODEL)  # heads, those of several ranks as often
-        mean = mappings.sum_over(squares, frozenset({MODEL})) / (summed * self.size)
-        scale = local_columns(self.scale[...], self.heads, 0)
-        return recomputed(_scaled)(x, jax.lax.rsqrt(mean + self.epsilon), scale)
-
-
-def _sum_of_squares(x: Float[Array, "b s n d"]) -> Float[Array, "b s 1 1"]:
-    return jnp.square(x.astype(wide_type(x.dtype))).sum((-2, -1), keepdims=True)
-
-
-def _scaled(x: Array, inverse: Array, scale: Array) -> Array:
+def scaled(x: Array, inverse: Array, scale: Array) -> Array:
     """cast(x · inverse) · scale. The product is exact in float32 and rounded once; so is the gradient of the scale."""
     wide = wide_type(x.dtype)
     rows = (x.astype(wide) * inverse).astype(x.dtype)
@@ -102,7 +76,7 @@ def _one_dim(x: Array, scale: Array, bias: Array | None, epsilon: float) -> Arra
         x, scale, bias = saved
         statistics = _statistics(x, epsilon, bias is not None)
         if bias is None:
-            return _scaled(x, *statistics, scale)
+            return scaled(x, *statistics, scale)
         return (_normed(x, statistics) * scale + bias).astype(x.dtype)
 
     return with_backward(forward, partial(_one_dim_backward, epsilon), (), (x, scale, bias))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from jaxtyping import Array, Float, Int
 
 from mjax.models.context import Context
-from mjax.parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
+from mjax.parallel.chunked_cross_entropy import chunked_cross_entropy
+from mjax.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mjax.parallel.layers import VocabParallelEmbedding
 from mjax.parallel.tokens import Tokens
 

@@ -17,7 +17,7 @@ from mjax.config.bounds import Count, CountOrZero, NotNegative
 from mjax.config.model import register
 from mjax.models.block import Block
 from mjax.models.llama.model import rotary_of
-from mjax.models.mixture.model import Mixture, MixtureBlock
+from mjax.models.mixture.model import Mixture
 from mjax.models.parts.attention_kernels import attend_across
 from mjax.models.parts.config import EXPERTS, ExpertsConfig, RotaryConfig
 from mjax.models.parts.experts import Experts
@@ -127,8 +127,8 @@ class LatentAttention(nnx.Module):
 def layer(key, config, dtype, experts=False):
     attention, mlp = jax.random.split(key)
     norm = partial(RMSNorm, config.hidden, config.norm_epsilon, dtype)
-    block, kind = (MixtureBlock, Experts) if experts else (Block, GatedMLP)
-    return block(norm(), LatentAttention(attention, config, dtype), norm(), kind(mlp, config, dtype))
+    kind = Experts if experts else GatedMLP
+    return Block(norm(), LatentAttention(attention, config, dtype), norm(), kind(mlp, config, dtype))
 
 
 class DeepSeek(Mixture):

@@ -1,0 +1,212 @@
+"""Generation with a cache: reading whole prompts, and one more token of each sequence.
+
+    all_logits   whole texts                 → logits after every position
+    prefill      prompts, in one forward     → logits after each prompt, and the cache
+    decode       one token of each sequence  → logits after it, and the cache with one more slot
+
+The layers keep what they have read: those with attention its keys and values (`attend_cached`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mjax.config.axes import CONTEXT, MODEL
+from mjax.models.context import Context
+from mjax.models.parts.mask import MASKED, AttentionMask
+from mjax.models.parts.positions import distance_penalty
+from mjax.parallel import mappings
+from mjax.parallel.tokens import Across, Tokens
+
+if TYPE_CHECKING:
+    from mjax.models.causal import CausalModel
+
+
+@runtime_checkable
+class Layers(Protocol):
+    """All layers of a model, as `Block` has them for one: `generation/generate.py`, also over stages of a pipeline."""
+
+    def empty_cache(self, sequences: int, slots: int, dtype) -> Any: ...
+
+    def decode(self, x: Array, context: Context, cached: Any, lengths: Array) -> tuple[Array, Any]: ...
+
+
+class Cache(NamedTuple):
+    """What a model has read of some sequences.
+
+    Attributes:
+      layers: of the layers.
+      slots: which positions this rank's slots hold: all, in order, or its part of them, which then varies
+        over `context`.
+    """
+
+    layers: Any
+    slots: Int[Array, " S"]
+
+
+def all_logits(
+    model: CausalModel, ids: Int[Array, "b s"], layers: Layers, across: Across | None = None
+) -> Float[Array, "b s v"]:
+    """Logits of the next token after every position of whole texts, as `prefill` reads them; replicated over
+    `model` and `context`."""
+    x, tokens, _ = _read(model, ids, jnp.full(len(ids), ids.shape[1]), ids.shape[1], layers, across)
+    logits = tokens.by_sequence(mappings.gather_whole(model.logits(x, tokens), MODEL, -1))
+    if across:  # each rank has some of the positions
+        whole = jnp.zeros((*ids.shape, logits.shape[-1]), logits.dtype)
+        whole = mappings.vary(whole, mappings.varying_axes(logits)).at[:, tokens.position_ids()].set(logits)
+        logits = mappings.sum_over(whole, frozenset({CONTEXT}))
+    return logits
+
+
+def prefill(
+    model: CausalModel,
+    prompts: Int[Array, "b s"],
+    lengths: Int[Array, " b"],
+    slots: int,
+    layers: Layers,
+    across: Across | None = None,
+) -> tuple[Float[Array, "b v"], Cache]:
+    """Read whole prompts at once into a cache.
+
+    The slot in the cache is the position. With `across` every rank of `context` reads a part of the positions, as
+    in training, and keeps it; of the slots behind the prompts each has an equal part, too.
+
+    Args:
+      prompts: padded on the right with any valid id.
+      lengths: tokens of each prompt, at least 1.
+      slots: size of the cache over all ranks of `context`, at least s; both are multiples of
+        `Config.sequence_chunks` and of that axis.
+      layers: of this model.
+      across: how attention sees the positions of other ranks of `context`; None: every rank reads all of them.
+
+    Returns:
+      Logits of the token after each prompt, replicated over `model` and `context`, and the cache.
+    """
+    x, tokens, cached = _read(model, prompts, lengths, slots, layers, across)
+    position_ids, more = tokens.position_ids(), (slots - prompts.shape[1]) * tokens.positions // prompts.shape[1]
+    first = prompts.shape[1] + (more * mappings.rank(CONTEXT) if across else 0)
+    is_last = position_ids == (lengths - 1)[:, None]
+    last = tokens.by_sequence(x).sum(1, where=is_last[..., None])  # of one, so exact
+    if across:
+        last = mappings.sum_over(last, frozenset({CONTEXT}))
+    every = jnp.concatenate([position_ids, first + jnp.arange(more, dtype=jnp.int32)])
+    return _row(model, last), Cache(cached, every)
+
+
+def _read(
+    model: CausalModel,
+    ids: Int[Array, "b s"],
+    lengths: Int[Array, " b"],
+    slots: int,
+    layers: Layers,
+    across: Across | None,
+) -> tuple[Float[Array, "t h"], Tokens, Any]:
+    """This rank's positions of whole texts after the layers, which positions they are, and the cache with them."""
+    ranks = mappings.size(CONTEXT) if across else 1
+    context = Context(Tokens(ids.shape[0], ids.shape[1] // ranks, across=across))
+    x = model.embed({"tokens": ids[:, context.tokens.position_ids()]}, context)
+    x, cached = layers.decode(x, context, layers.empty_cache(len(ids), slots // ranks, x.dtype), lengths)
+    return x, context.tokens, cached
+
+
+def decode(
+    model: CausalModel,
+    tokens: Int[Array, " b"],
+    cached: Cache,
+    lengths: Int[Array, " b"],
+    layers: Layers,
+) -> tuple[Float[Array, "b v"], Cache]:
+    """Read one token of each sequence, whose `lengths` previous tokens are in the cache.
+
+    Args:
+      tokens: the tokens at positions `lengths`.
+      cached: by `prefill` and `decode`.
+      lengths: below the number of all slots.
+      layers: of this model.
+
+    Returns:
+      Logits of the next token, replicated over `model` and `context`, and the cache including it.
+    """
+    context = Context(Tokens(tokens.shape[0], 1), positions=lengths[:, None], slots=cached.slots)
+    x = model.embed({"tokens": tokens[:, None]}, context)
+    x, new = layers.decode(x, context, cached.layers, lengths)
+    return _row(model, x), Cache(new, cached.slots)
+
+
+def _row(model: CausalModel, x: Float[Array, "b h"]) -> Float[Array, "b v"]:
+    """Logits of one position of each sequence, replicated over `model`."""
+    return mappings.gather_whole(model.logits(x, Tokens(x.shape[0], 1)), MODEL, -1)
+
+
+# --- The keys and values of attention ---
+
+
+class KeyValues(NamedTuple):
+    """The cache of a layer's keys and values, of which attention reads all at each position. The slots of a head are
+    contiguous, as a product reads them; the slot of a position is its number."""
+
+    keys: Float[Array, "b k S d"]
+    values: Float[Array, "b k S e"]
+
+    def of_prompts(self, *new: Float[Array, "b s k _"]) -> KeyValues:
+        """The cache with the keys and values of whole prompts in its first slots.
+
+        Prompts of different lengths are padded on the right: causal attention never sees later positions, and
+        decoding overwrites the padding before it could.
+        """
+        parts = (jnp.pad(x.swapaxes(1, 2), [(0, 0), (0, 0), (0, self.keys.shape[2] - x.shape[1]), (0, 0)]) for x in new)
+        return KeyValues(*parts)
+
+
+def attend_cached(
+    q: Float[Array, "b 1 n d"],
+    k: Float[Array, "b 1 k d"],
+    v: Float[Array, "b 1 k e"],
+    cached: KeyValues,
+    lengths: Int[Array, " b"],
+    slots: Int[Array, " S"],
+    mask: AttentionMask,
+) -> tuple[Float[Array, "b 1 n e"], KeyValues]:
+    """Write one new position of each sequence to the cache, and attend to it and those before it.
+
+    Written first and then read, the cache is written in place: XLA copies what it cannot prove to be read before. Heads
+    are written one by one, since XLA makes of a scatter of a single row a slice that it copies. Where the slots are
+    split over `context`, every rank attends to its own, and two sums and a maximum of one number per head and sequence
+    join the parts (flash-decoding).
+
+    Args:
+      q, k, v: of the new positions.
+      cached: of this layer.
+      lengths: positions of each sequence before the new one.
+      slots: which positions this rank's slots hold; those from `lengths` on hold nothing yet. The same on all
+        ranks of `context`, or split over it.
+      mask: window, scale and slopes; a sequence is one document.
+
+    Returns:
+      What each position attends to, the same on all ranks of `context`, and the cache with the new ones.
+    """
+    wide, over = jnp.promote_types(q.dtype, jnp.float32), frozenset({CONTEXT}) & mappings.varying_axes(slots)
+    here = slots == lengths[:, None]  # [b, S]
+    at = jnp.where(here.any(-1), here.argmax(-1), slots.size)  # beyond the last: on another rank
+
+    def written(slots: Array, one: Array) -> Array:
+        one = mappings.vary(one[:, 0], mappings.varying_axes(slots))
+        sequences, heads = jnp.arange(one.shape[0])[:, None], jnp.arange(one.shape[1])
+        return slots.at[sequences, heads, at[:, None]].set(one, mode="drop")
+
+    cached = KeyValues(*map(written, cached, (k, v)))
+    groups = (mask.scaled(q) / math.sqrt(q.shape[-1])).reshape(len(k), k.shape[2], -1, k.shape[3])
+    scores = jnp.einsum("bkgd,bksd->bkgs", groups, cached.keys, preferred_element_type=wide)
+    if mask.slopes is not None:  # the new position, at `lengths`, has distance 0 to itself
+        penalty = distance_penalty(mask.slopes, (slots - lengths[:, None])[:, None], wide)
+        scores = scores + penalty.reshape(scores.shape)
+    visible = mask.visible(lengths[:, None], slots)
+    scores = scores + jnp.where(visible, 0.0, MASKED).astype(wide)[:, None, None]
+    scores = jnp.exp(scores - mappings.maximum(scores.max(-1, keepdims=True), tuple(over)))
+    scores = (scores / mappings.sum_over(scores.sum(-1, keepdims=True), over)).astype(q.dtype)
+    attended = mappings.sum_over(jnp.einsum("bkgs,bksd->bkgd", scores, cached.values), over)
+    return attended.reshape(*q.shape[:-1], v.shape[-1]), cached
