@@ -18,8 +18,8 @@ from mjax.data.tokenizers import load_tokenizer
 from mjax.errors import UsageError
 from mjax.interop.convert import find_family, import_config
 from mjax.interop.megatron.arguments import model_config as megatron_config
-from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.tensors import family_of, flat, renamed
+from mjax.interop.megatron.checkpoint import flat, open_checkpoint
+from mjax.interop.megatron.tensors import family_of, renamed
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors, open_tensors
 from mjax.interop.tokenizer_files import find_tokenizer

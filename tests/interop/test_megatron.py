@@ -10,7 +10,8 @@ from mjax.config import GPTConfig, read_config
 from mjax.config.model import as_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, model_config
-from mjax.interop.megatron.tensors import RankTensors, family_of, flat, renamed
+from mjax.interop.megatron.checkpoint import flat
+from mjax.interop.megatron.tensors import RankTensors, family_of, renamed
 from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 

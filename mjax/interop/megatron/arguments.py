@@ -80,12 +80,9 @@ class Arguments:
             self.reject(f"{name} is {value!r}, not a whole number from {least} on", "copy the files again")
         return value
 
-    def number(self, name: str) -> float:
-        """Any number; 0 without the argument and a default."""
-        return self.checked_number(name, 0.0 if self[name] is None else self[name])
-
-    def checked_number(self, name: str, value: Any) -> float:
-        """`value`, of this argument or a part of it, as a number."""
+    def number(self, name: str, *of_several: Any) -> float:
+        """The argument, or one of its several values, as a number; 0 without the argument and a default."""
+        (value,) = of_several or (0.0 if self[name] is None else self[name],)
         if type(value) not in (int, float) or not 0 <= value < 1e30:
             self.reject(f"{name} is {value!r}, not a number from 0 on", "copy the checkpoint again")
         return float(value)
@@ -219,7 +216,7 @@ def model_config(
         problem = f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size"
         said.reject(problem, "give the model's own --heads, or convert another model")
     if arguments is not None and activation is not None:
-        raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
+        said.reject("its arguments say which GELU the model has", "leave out --activation")
     layernorm = "post" if said["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
         said.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
@@ -236,26 +233,21 @@ def model_config(
 
 
 def _heads(said: Arguments, heads: int | None) -> int:
-    theirs, source = said["num_attention_heads"], said.source
+    theirs = said["num_attention_heads"]
     if theirs is None and heads is None:
-        raise UsageError(f"{source} has no number of attention heads; add --heads, 16 for the published 345M")
+        said.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
-        raise UsageError(f"{source}: the model has {theirs} attention heads and --heads is {heads}; leave it out")
-    count = heads if theirs is None else theirs
-    if type(count) is not int or count < 1:
-        raise UsageError(f"{count!r} attention heads is not a whole number above 0; give the model's own with --heads")
-    return count
+        said.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
+    return heads if theirs is None else said.count("num_attention_heads", least=1)
 
 
 def _activations(kind: str, said: Arguments) -> dict[str, Activation]:
     """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) does not replace."""
-    if said["openai_gelu"]:
-        return {"activation": "gelu_tanh"}
-    if said["bias_gelu_fusion"] and said["onnx_safe"]:
+    fused = said["bias_gelu_fusion"] and not said["openai_gelu"]
+    if fused and said["onnx_safe"]:
         said.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
-    if not said["bias_gelu_fusion"]:
-        return {"activation": "gelu_erf"}
-    return {"activation": "gelu_tanh", **({"mlm_activation": "gelu_erf"} if kind == "bert" else {})}
+    mlm: dict[str, Activation] = {"mlm_activation": "gelu_erf"} if fused and kind == "bert" else {}
+    return {"activation": "gelu_tanh" if fused or said["openai_gelu"] else "gelu_erf", **mlm}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
@@ -400,10 +392,9 @@ def _balance(said: Arguments) -> tuple[dict[str, Any], str]:
     kinds, name = _listed(said["moe_router_load_balancing_type"] or "aux_loss"), "moe_aux_loss_coeff"
     if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in LOSSES]:
         said.reject(f"moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}")
-    numbers = [said.checked_number(name, each) for each in _listed(said[name])]
+    numbers = [said.number(name, each) for each in _listed(said[name])]
     if len(numbers) != len(kinds):
-        problem = f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses"
-        said.reject(problem, "copy the checkpoint again")
+        said.reject(f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses")
     losses = {kind: number for kind, number in zip(kinds, numbers, strict=True) if number and kind != "none"}
     if not losses:
         return {}, ""

@@ -42,8 +42,6 @@ from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
 from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
 from mjax.models.huggingface.family import Family
 
-DEEPEST = 30  # dots in a name
-
 
 def incomplete(problem: str) -> UsageError:
     """Return the error about a checkpoint that was not copied completely."""
@@ -131,18 +129,6 @@ _OLD = (
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
     (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
 )
-_NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*")
-"""State of TransformerEngine's kernels, and moments."""
-
-
-def kind_of(names: list[str]) -> str:
-    """`bert` if tensors of these names include BERT's heads, else `gpt`."""
-    return "bert" if any(re.match(r"lm_head\.|binary_head\.|.*tokentype_embeddings", name) for name in names) else "gpt"
-
-
-def is_weight(name: str) -> bool:
-    """Whether a tensor belongs to the model."""
-    return not _NO_WEIGHT.fullmatch(name)
 
 
 def today(name: str, kind: str) -> str:
@@ -165,17 +151,6 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
             raise UsageError(f"{source} has both {found[known][0]} and {name}; remove the one that is not the model's")
         found[known] = (name, tensor)
     return {known: tensor for known, (_, tensor) in found.items()}
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """{'a': {'b': x}} → {'a.b': x}: the nested dicts of 2020 with today's flat names."""
-    found = {}
-    for name, value in tree.items():
-        nested = isinstance(value, Mapping)
-        if above.count(".") > DEEPEST:  # a pickle can hold itself
-            raise UsageError(f"{above}{name} is nested too deeply for a checkpoint of Megatron; convert another")
-        found |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
-    return found
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
