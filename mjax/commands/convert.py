@@ -295,7 +295,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
         base, of_base = _base(run, config)
-        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.OwnWeights(saved, config.model))
+        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model))
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
@@ -376,13 +376,13 @@ def _base(run: Path, config: Config) -> tuple[Base, Path]:
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
-    modules, own = lora.modules_of(family, config.model), lora.OwnWeights(saved, config.model)
-    base = read_base(run)
+    modules, base = lora.modules_of(family, config.model), read_base(run)
+    tensors = list(lora.peft_tensors(modules, lora.read_adapters(saved, config.model)))
     with model_folder.new_folder(output) as folder:
         values = lora.adapter_config(config.model, modules, arguments.base_name or base.run)
         model_folder.write_object(folder / lora.CONFIG, values)
-        shapes = {name: part.shape for name, _, part in lora.peft_tensors(modules, own)}
-        (file,) = write_tensors(folder, shapes, lora.peft_tensors(modules, own), dtype, sys.maxsize)
+        shapes = {name: part.shape for name, _, part in tensors}
+        (file,) = write_tensors(folder, shapes, tensors, dtype, sys.maxsize)
         rename(folder / file, folder / lora.WEIGHTS)
         if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
             shutil.copy(template, folder)

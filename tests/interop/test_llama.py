@@ -202,7 +202,7 @@ def test_rope_flag_lengthens_sequences(given, factor, original):
         (GPTConfig(positions="alibi"), "yarn:8", "--rope yarn:8 is for rotary positions and DIR is a GPT without"),
         (LLAMA3_8B, "yarn:nan", "--rope yarn:nan is not"),
         (LLAMA3_8B, "yarn:1.00001", r"makes 8,192.08192 positions; .* use a factor such as yarn:2"),
-        (LLAMA3_8B, "linear:1e7", r"must be a whole number below 2\^31: use a factor such as linear:64"),
+        (LLAMA3_8B, "linear:10000000", r"must be a whole number below 2\^31: use a factor such as linear:64"),
     ],
 )
 def test_impossible_rope_flag_is_refused(model, given, words):

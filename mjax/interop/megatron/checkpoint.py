@@ -28,8 +28,8 @@ RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; the second from versions that saved moments in a separate file."""
 Architecture = Literal["gpt", "bert", "decoder"]
 DEEPEST = 30  # dots in a name
-NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*")
-"""State of TransformerEngine's kernels, and moments."""
+NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
+"""State of TransformerEngine's kernels, moments and arguments."""
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,7 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 def _open_distributed(folder: Path) -> Checkpoint:
     entries = read_metadata(folder / ".metadata")
-    stored = {
-        name: tensor for name, tensor in entries.items() if not NO_WEIGHT.fullmatch(name) and name != COMMON_STATE
-    }
+    stored = {name: tensor for name, tensor in entries.items() if not NO_WEIGHT.fullmatch(name)}
     if (folder / "common.pt").is_file():  # megatron-core until 0.18
         common = load(folder / "common.pt")
     elif COMMON_STATE in entries:

@@ -28,9 +28,10 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -144,31 +145,29 @@ def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any
     Raises:
       UsageError: two of the names are of the same tensor.
     """
-    found: dict[str, tuple[str, Any]] = {}
-    for name, tensor in tensors.items():
-        known = today(name, kind)
-        if known in found:
-            raise UsageError(f"{source} has both {found[known][0]} and {name}; remove the one that is not the model's")
-        found[known] = (name, tensor)
-    return {known: tensor for known, (_, tensor) in found.items()}
+    known: dict[str, str] = {}
+    for name in tensors:
+        if (other := known.setdefault(today(name, kind), name)) != name:
+            raise UsageError(f"{source} has both {other} and {name}; remove the one that is not the model's")
+    return {current: tensors[name] for current, name in known.items()}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
 
 QKV = "self_attention.linear_qkv"
 _OF_GPT = family_of("gpt", 3)
-_LAYER = "decoder.layers.{0}"
+LAYER = "decoder.layers.{0}"
 DECODER = replace(
     _OF_GPT,
     model="Megatron's decoder",
     names={
         **_OF_GPT.names,
-        "blocks.attention.qkv": tuple(f"{_LAYER}.{QKV}.{part}" for part in "qkv"),
-        "blocks.attention.query": f"{_LAYER}.{QKV}.q",
-        "blocks.attention.key_value": (f"{_LAYER}.{QKV}.k", f"{_LAYER}.{QKV}.v"),
-        "blocks.attention.query_norm": f"{_LAYER}.self_attention.q_layernorm",
-        "blocks.attention.key_norm": f"{_LAYER}.self_attention.k_layernorm",
-        "blocks.mlp.up": (f"{_LAYER}.mlp.linear_fc1.gate", f"{_LAYER}.mlp.linear_fc1.up"),
+        "blocks.attention.qkv": tuple(f"{LAYER}.{QKV}.{part}" for part in "qkv"),
+        "blocks.attention.query": f"{LAYER}.{QKV}.q",
+        "blocks.attention.key_value": (f"{LAYER}.{QKV}.k", f"{LAYER}.{QKV}.v"),
+        "blocks.attention.query_norm": f"{LAYER}.self_attention.q_layernorm",
+        "blocks.attention.key_norm": f"{LAYER}.self_attention.k_layernorm",
+        "blocks.mlp.up": (f"{LAYER}.mlp.linear_fc1.gate", f"{LAYER}.mlp.linear_fc1.up"),
         "head": "output_layer",
     },
     spelled=lambda name: re.sub(r"(?<=linear_qkv|linear_fc1)\.\w+(?=\.)", "", name),
@@ -179,11 +178,11 @@ MIXTURE = replace(
     model="Megatron's mixture of experts",
     names={
         **DECODER.names,
-        "blocks.mlp.router": f"{_LAYER}.mlp.router",
-        "blocks.mlp.up": tuple(f"{_LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
-        "blocks.mlp.down": f"{_LAYER}.mlp.experts.{{2}}.linear_fc2",
-        "blocks.mlp.shared.up": tuple(f"{_LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
-        "blocks.mlp.shared.down": f"{_LAYER}.mlp.shared_experts.linear_fc2",
+        "blocks.mlp.router": f"{LAYER}.mlp.router",
+        "blocks.mlp.up": tuple(f"{LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
+        "blocks.mlp.down": f"{LAYER}.mlp.experts.{{2}}.linear_fc2",
+        "blocks.mlp.shared.up": tuple(f"{LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
+        "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.linear_fc2",
     },
 )
 
@@ -212,7 +211,7 @@ def split_dim(name: str) -> int | None:
 
 Share = dict[str, np.ndarray]
 """The tensors of one rank for one piece of the model, by current names."""
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 
 
@@ -242,9 +241,9 @@ class RankTensors:
             for rank, share in enumerate(piece):
                 if odd := share.keys() ^ piece[0].keys():
                     raise incomplete(f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}")
-            numbers = [int(found[0]) for name in piece[0] if (found := _LAYER.search(name))]
+            numbers = [int(found[0]) for name in piece[0] if (found := _NUMBER.search(name))]
             for name in piece[0]:
-                whole = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
+                whole = _NUMBER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
                 if whole in self.kinds:
                     raise incomplete(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
                 self._shares[whole] = [share[name] for share in piece]
@@ -255,13 +254,11 @@ class RankTensors:
         shares, dim = self._shares[name], split_dim(name)
         first = shares[0]
         for rank, share in enumerate(shares):
-            same = [extent for i, extent in enumerate(share.shape) if i != dim]
-            if same != [extent for i, extent in enumerate(first.shape) if i != dim] or share.dtype != first.dtype:
+            sizes = zip_longest(share.shape, first.shape)
+            if share.dtype != first.dtype or any(a != b for i, (a, b) in enumerate(sizes) if i != dim):
                 kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} on {rank}"
                 raise incomplete(f"{source}: {name} is {kinds}")
-        shape = list(first.shape)
-        if dim is not None and shape:
-            shape[dim] = sum(share.shape[dim] for share in shares)
+        shape = [sum(share.shape[dim] for share in shares) if i == dim else n for i, n in enumerate(first.shape)]
         return Kind(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -276,11 +273,9 @@ class RankTensors:
         if dim == 1:
             return np.concatenate([share[rows] for share in shares], axis=1)
         first, end, _ = rows.indices(self.kinds[name].shape[0])
-        parts, start = [], 0
-        for share in shares:
-            parts.append(share[max(0, first - start) : max(0, end - start)])
-            start += len(share)
-        return np.concatenate(parts)
+        starts = accumulate(map(len, shares), initial=0)
+        parts = zip(shares, starts, strict=False)
+        return np.concatenate([share[max(0, first - start) : max(0, end - start)] for share, start in parts])
 
 
 def gathered(shares: Sequence[Share], source: str) -> Share:
@@ -293,8 +288,8 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
     Raises:
       UsageError: the ranks do not fit together, or a tensor does not fit the number of experts.
     """
-    found = {name: array for name, array in shares[0].items() if EXPERTS not in name}
-    others = set(found)
+    joined = {name: array for name, array in shares[0].items() if EXPERTS not in name}
+    others = set(joined)
     for rank, share in enumerate(shares):
         if odd := others ^ {name for name in share if EXPERTS not in name}:
             raise incomplete(f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}")
@@ -309,10 +304,9 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
             own = len(router) // len(shares)
             for number, rest, tensor in _of_rank(part, array, own, router.shape[1]):
                 whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
-                if whole in found:
+                if joined.setdefault(whole, tensor) is not tensor:
                     raise incomplete(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
-                found[whole] = tensor
-    return found
+    return joined
 
 
 def _of_rank(part: str, array: np.ndarray, own: int, hidden: int) -> Iterator[tuple[int, str, np.ndarray]]:
@@ -368,11 +362,11 @@ class DistributedTensors:
             if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
             dtype = WORDS.get(tensor.dtype, tensor.dtype)
-            chunks = None
-            for part, index in _numbered(name, tensor.shape):
-                chunks = _by_index(tensor.chunks, len(index)) if chunks is None else chunks
+            parts = dict(_numbered(name, tensor.shape))
+            chunks = _by_index(tensor.chunks, len(next(iter(parts.values()))))
+            for part, index in parts.items():
                 self.kinds[part] = Kind(dtype, tensor.shape[len(index) :])
-                self._places[part] = (index, chunks.get(index, []))
+                self._places[part] = (index, chunks[index])
         self._last: tuple[Chunk, np.ndarray] | None = None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -397,11 +391,10 @@ class DistributedTensors:
             self._last = None
             file = self._folder / chunk.file
             try:
-                array = as_arrays(file, {"a part": load_tensors(read_chunk(file, chunk))})["a part"]
-            except UsageError:
-                raise
+                tensor = load_tensors(read_chunk(file, chunk))
             except Exception as error:  # of many kinds, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
+            array = as_arrays(file, {"a part": tensor})["a part"]
             if array.shape != chunk.sizes:
                 raise incomplete(f"{file} holds another part than .metadata says")
             self._last = (chunk, array)
@@ -421,12 +414,12 @@ def _numbered(name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()) ->
 
 def _by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
     """The parts that hold something of each index along so many first dims."""
-    found: dict[tuple[int, ...], list[Chunk]] = {}
+    by_index = defaultdict(list)
     for chunk in chunks:
         extents = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
         for index in product(*(range(offset, offset + size) for offset, size in extents)):
-            found.setdefault(index, []).append(chunk)
-    return found
+            by_index[index].append(chunk)
+    return by_index
 
 
 def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
