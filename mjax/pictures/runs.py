@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.pictures.figures import PALETTE, add_heading, add_perplexity, save
 
 if TYPE_CHECKING:  # matplotlib takes a second to import

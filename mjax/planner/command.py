@@ -30,7 +30,6 @@ from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
 from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
-from mjax.config.source import WIDTH
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, good_to, layers_in_words, search
@@ -83,7 +82,7 @@ def about(section: Section, name: str, config: Config) -> str:
         f"{values['tokens']:,} tokens in {best['days']:.3g} days. Model, batch and learning rate are its own."
     )
     title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
-    return f"{title}\n{textwrap.fill(text, WIDTH)}"
+    return f"{title}\n{textwrap.fill(text, 120)}"
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

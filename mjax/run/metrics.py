@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of

@@ -16,7 +16,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mjax.config import BERTConfig, Config, load_config, save_config
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.config.run import LogConfig
 from mjax.pictures import runs
 from mjax.pictures.figures import add_perplexity
