@@ -451,8 +451,7 @@ def weights_of_device(
 ) -> DeviceWeights:
     """Elements of `model` that one device of `mesh` holds, or of those that are `trained`; with `kind`
     (`trace.kinds_of`) of the layers of that kind alone."""
-    frozen = not all(weight.trained for weight in weights_of(model))
-    return _elements(model, STORED_BY(mesh), kind, trained and frozen)
+    return _elements(model, STORED_BY(mesh), kind, trained and _has_frozen(model))
 
 
 def matrices_of(model: ModelConfig, mesh: MeshConfig) -> tuple[Matrices, ...]:
@@ -496,6 +495,11 @@ def weights_of(model: ModelConfig) -> tuple[Weight, ...]:
         )
 
     return traced_once(("weights", model), model, trace, lambda *weights: tuple(Weight(*each) for each in weights))
+
+
+@lru_cache(maxsize=64)
+def _has_frozen(model: ModelConfig) -> bool:
+    return not all(weight.trained for weight in weights_of(model))
 
 
 def parameters_of(model: ModelConfig) -> int:
