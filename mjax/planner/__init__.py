@@ -32,8 +32,3 @@ class Section:
 def good_to(error: float | None) -> str:
     """An error bar in words: '±30%'."""
     return "no error bar" if error is None else f"±{error:.0%}"
-
-
-def layers_in_words(unrolled: bool) -> str:
-    """The row of a plan that says how the layers are compiled."""
-    return "one after the other, without a loop" if unrolled else "in a loop"

@@ -32,7 +32,7 @@ from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
-from mjax.planner import Section, good_to, layers_in_words, search
+from mjax.planner import Section, good_to, search
 from mjax.planner.layer import kinds_of, layer_forward
 from mjax.planner.memory import HEADROOM, Memory, predict_memory, usable_memory
 from mjax.planner.search import Budget, Candidate, MemoryOf, SearchResult, Trial, describe
@@ -496,7 +496,7 @@ def memory_section(config: Config, gpu: Gpu | None = None, figure: Path | None =
         rows["host memory"] = f"{memory.host / GIB:8.2f} GiB for each device: the inputs of all layers"
     rows["attention"], lines = f"by {values['attention']}", []
     if gpu is not None:
-        rows["layers"] = layers_in_words(values["unrolled"])
+        rows["layers"] = "one after the other, without a loop" if values["unrolled"] else "in a loop"
         free, in_host = memory.free(gpu.usable_bytes), memory.fits_host(gpu.host_bytes)
         changes = [] if free >= HEADROOM else search.changes_that_fit(config, gpu.usable_bytes, host=gpu.host_bytes)
         values |= {"gpu": gpu.name, "usable": gpu.usable_bytes, "fits": free >= 0 and in_host, "free": free}
