@@ -121,9 +121,7 @@ def _check(argv: Sequence[str], fields: dict[str, Flag], prog: str) -> None:
                 raise UsageError(f"--{name} {words[0]}: it takes no value; type {switches}")
             continue
         if name in lists:
-            raise UsageError(
-                f"--{name} is given twice, and only the last would count; give all after one: --{name} A B"
-            )
+            raise UsageError(f"--{name} is given twice; give all values after one: --{name} A B")
         if "." in name and any(... in get_args(option) for option in _options(flag.kind)):  # others may add up
             lists.add(name)
         _check_value(name, words, flag.kind)
