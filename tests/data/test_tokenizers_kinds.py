@@ -60,28 +60,10 @@ def test_gpt2_files_of_windows_give_same_ids(tmp_path):
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "cafe", "[", "]", "mask", ".", "漢"]
 SMALL = [*PIECES, *"abcw", "##w"]
-CAPITAL = [*PIECES, "Un", "Cafe", "café", "MASK", *"ABC"]
 
 
 def small_bert(kind, pieces, end="\n"):
     return parse_tokenizer(kind, [(end.join(pieces) + end).encode()], ["vocab.txt"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "expected"),
-    [
-        ("bert-uncased", "UNAFFABLE Café.", ["un", "##aff", "##able", "cafe", "."]),
-        ("bert-uncased", "unaffably", ["[UNK]"]),
-        ("bert-uncased", "a漢b\tc \n c\x00\ufffd", ["a", "漢", "b", "c", "c"]),
-        ("bert-uncased", "[MASK]", ["[", "mask", "]"]),
-        ("bert-uncased", "w" * 100, ["w", *["##w"] * 99]),
-        ("bert-uncased", "w" * 101, ["[UNK]"]),
-        ("bert-cased", "Unaffable Cafe café Café", ["Un", "##aff", "##able", "Cafe", "café", "[UNK]"]),
-    ],
-)
-def test_bert_spells_words_by_longest_pieces(kind, text, expected):
-    pieces = SMALL if kind == "bert-uncased" else CAPITAL
-    assert [pieces[token] for token in small_bert(kind, pieces).encode(text)] == expected
 
 
 def test_bert_joins_pieces_and_shows_specials():
