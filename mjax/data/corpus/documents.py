@@ -285,7 +285,7 @@ def _raw_blocks(
     file: Path, raw: BinaryIO, stream: BinaryIO, lines: bool, most: int, number: int, end: int | None
 ) -> Iterator[Block]:
     if not lines:
-        content = _at_most(stream, most + 1)
+        content = stream.read(most + 1)
         yield Block(str(file), 0, file.stat().st_size, None if len(content) > most else content, most=most)
         return
     position = raw.tell()
@@ -315,15 +315,6 @@ def _pass_line(stream: BinaryIO) -> int:
         if passed.endswith(b"\n"):
             break
     return size
-
-
-def _at_most(stream: BinaryIO, size: int) -> bytes:
-    """Up to `size` more bytes; `read(size)` of some streams allocates all of `size`, however little is left."""
-    pieces, left = [], size
-    while left and (piece := stream.read(min(left, SIZE))):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)
 
 
 def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: int | None) -> Iterator[Block]:
