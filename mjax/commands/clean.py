@@ -86,10 +86,8 @@ def clean(arguments: CleanArguments) -> dict[str, Any] | None:
     texts = TextFiles(evaluation, arguments.decontaminate_key, all_fields=False, most=most)
     grams = evaluation_grams(document.text for document in texts) if evaluation else None
     if grams == {}:
-        raise UsageError(
-            f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; "
-            "give evaluation sets as text, or name their field with --decontaminate-key"
-        )
+        fix = "give evaluation sets as text, or name their field with --decontaminate-key"
+        raise UsageError(f"--decontaminate {evaluation[0]} has no text of {SHORTEST_GRAM} words or more; {fix}")
     Cleaner(arguments, grams)  # what cannot be loaded is refused before anything is read
     return tasks.run(CleanJob(arguments, corpus, texts.names, grams))
 

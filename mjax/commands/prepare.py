@@ -210,10 +210,8 @@ class PrepareJob(tasks.Job):
             counts.update(share["counts"])
         malformed = self.malformed([share["malformed"] for share in shares])
         if not counts["tokens"] and counts["dropped"]:
-            raise UsageError(
-                f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}; raise it, or add "
-                "--too-long cut"
-            )
+            longer = f"all {counts['dropped']:,} conversations are longer than --longest {how.longest:,}"
+            raise UsageError(f"{longer}; raise it, or add --too-long cut")
         if not counts["tokens"]:
             raise UsageError(f"there is no text in {', '.join(self.corpus.names)}; give files with text")
         metadata = DatasetMetadata(
@@ -511,9 +509,8 @@ class ConversationEncoder:
     def _check_ids(self, ids) -> None:
         if ids and max(ids) >= self.tokenizer.vocabulary:
             token = self.chat.decode([max(ids)], special=True)
-            raise Unfit(
-                f"the chat template writes {token}, id {max(ids)}, and the model has {self.tokenizer.vocabulary:,} ids"
-            )
+            size = f"{self.tokenizer.vocabulary:,} ids"
+            raise Unfit(f"the chat template writes {token}, id {max(ids)}, and the model has {size}")
 
 
 # --- Sentences: `mjax prepare --split-sentences`, which BERT is trained on --------------------------------------------
@@ -538,10 +535,8 @@ def load_splitter(language: str) -> Any:
     try:
         return PunktTokenizer(language)
     except (LookupError, ValueError):
-        raise UsageError(
-            f"the sentence rules of {language!r} are missing; type `python -m nltk.downloader punkt_tab`, or set "
-            f"NLTK_DATA to a folder that holds tokenizers/punkt_tab/{language}"
-        ) from None
+        fix = "type `python -m nltk.downloader punkt_tab`, or set NLTK_DATA to a folder that holds tokenizers/punkt_tab"
+        raise UsageError(f"the sentence rules of {language!r} are missing; {fix}/{language}") from None
 
 
 def split_sentences(text: str, splitter: Any) -> list[str]:

@@ -146,15 +146,14 @@ class _Files:
         self._opened = {prefix: IndexedDataset(prefix) for prefix in prefixes}
         metadata, self.tokenizer = _common_tokenizer(prefixes)
         if metadata is not None and metadata.vocabulary > model.vocabulary:
-            raise UsageError(
-                f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}; use "
-                f"--model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
-            )
+            fix = f"use --model.vocabulary {metadata.vocabulary}, or to continue a run prepare with --tokenizer run:RUN"
+            ids = f"{prefixes[0]} has {metadata.vocabulary:,} ids and --model.vocabulary is {model.vocabulary:,}"
+            raise UsageError(f"{ids}; {fix}")
         self._pieces = _word_pieces(prefixes, self.tokenizer) if model.samples == "pairs" else None
         self.eod = data.eod if data.eod is not None or metadata is None else metadata.eod
         if self.eod is None and (data.reset_positions or data.reset_attention or data.mask_eod_loss):
             raise UsageError(
-                f"the end-of-document id of {prefixes[0]} is unknown, as it has no .json; give it with --data.eod"
+                f"the end-of-document id of {prefixes[0]} is unknown, without .json; give it with --data.eod"
             )
 
     def draw(self, part: str, samples: int) -> GPTDataset | BertDataset | BlendedDataset:

@@ -77,10 +77,8 @@ def try_tokenizer(content: bytes, name: str, library: str) -> None:
         finally:
             child.close()
     if problem := _problems.get(checksum):
-        raise UsageError(
-            f"{name} fails a trial in a process of its own: {problem}; get the file again from its publisher, or use "
-            "another tokenizer"
-        )
+        fix = "get the file again from its publisher, or use another tokenizer"
+        raise UsageError(f"{name} fails a trial in a process of its own: {problem}; {fix}")
 
 
 def check_expansion(text: str, tokens: int, kind: str) -> None:

@@ -163,10 +163,8 @@ class TextFiles:
             if not file.is_file():
                 raise UsageError(f"there is no file {file}; give .txt, .jsonl or .parquet files, a folder or a pattern")
             if not ending_of(file):
-                raise UsageError(
-                    f'{file} is neither .txt (one document) nor .jsonl (one document a line, {{"{key}": "…"}}), plain, '
-                    f".gz or .zst, nor .parquet, nor other text ({', '.join(OTHER_TEXT)}); convert or rename it"
-                )
+                known = f"{', '.join(ENDINGS)} nor other text ({', '.join(OTHER_TEXT)})"
+                raise UsageError(f"{file} is neither {known}; convert or rename it")
         if split is not None and files and all(ending_of(file).startswith((".jsonl", ".parquet")) for file in files):
             raise UsageError(f"--split-documents is for text files, and {files[0]} has its own documents; leave it out")
         self.files, self.key, self.all_fields, self.split, self.most = files, key, all_fields, split, most
@@ -322,9 +320,7 @@ def _rows(file: Path, key: str, all_fields: bool, most: int, begin: int, end: in
         import pyarrow
         from pyarrow import parquet
     except ModuleNotFoundError:
-        raise UsageError(
-            f"{file} needs the package pyarrow (55 MB), which is not installed; type: python -m pip install pyarrow"
-        ) from None
+        raise UsageError(f"{file} needs the package pyarrow; type: python -m pip install pyarrow") from None
     size = file.stat().st_size
     try:
         source = file.open("rb") if isinstance(file, RemoteFile) else file
@@ -367,9 +363,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in given.rglob("*") if file.is_file() and ending_of(file))
             inside = [file for file in inside if ending_of(file) in ENDINGS] or inside
             if not inside:
-                raise UsageError(
-                    f"the folder {given} has no {either(ENDINGS)} nor other text such as .md; name another"
-                )
+                raise UsageError(f"the folder {given} has no {either(ENDINGS)} nor such as .md; name another")
             files += inside
         elif not given.exists() and glob.has_magic(str(given)):
             if isinstance(given, RemoteFile):
@@ -490,10 +484,8 @@ def check_rule(rule: str) -> None:
       UsageError: it is neither.
     """
     if rule != BLANK_LINE and not (re.fullmatch(r"[0-9]+", rule) and int(rule) > 0):
-        raise UsageError(
-            f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; use {BLANK_LINE} for a document "
-            "per paragraph, or a number such as 100 for one per 100 lines"
-        )
+        fix = f"use {BLANK_LINE} for a document per paragraph, or a number such as 100"
+        raise UsageError(f"--split-documents {rule} is neither {BLANK_LINE} nor a number of lines; {fix}")
 
 
 def split_documents(text: str, rule: str) -> list[tuple[int, str]]:
