@@ -130,11 +130,7 @@ def find_words(tokens: np.ndarray, pieces: WordPieces) -> tuple[np.ndarray, np.n
 
 
 def create_masked_lm_predictions(
-    tokens: np.ndarray,
-    wanted: int,
-    pieces: WordPieces,
-    random: np.random.RandomState,
-    probability: float = 0.15,
+    tokens: np.ndarray, wanted: int, pieces: WordPieces, random: np.random.RandomState, probability: float = 0.15
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hide some tokens of a sample.
 
@@ -182,12 +178,7 @@ PIECE = 2**16  # documents, or draws, in memory as Python numbers at a time
 
 
 def build_pair_index(
-    lengths: np.ndarray,
-    boundaries: np.ndarray,
-    samples: int | None,
-    most: int,
-    short_probability: float,
-    seed: int,
+    lengths: np.ndarray, boundaries: np.ndarray, samples: int | None, most: int, short_probability: float, seed: int
 ) -> np.ndarray:
     """Sentences of each sample and its target, (first sentence, one after the last, tokens), [rows, 3].
 

@@ -275,12 +275,7 @@ class HuggingFaceTokenizer(Tokenizer):
     encoder = "tokenizers"
 
     def __init__(
-        self,
-        library: Library,
-        scheme: str,
-        contents: Sequence[bytes],
-        name: str,
-        eod: str | int | None = None,
+        self, library: Library, scheme: str, contents: Sequence[bytes], name: str, eod: str | int | None = None
     ):
         self.library, self.scheme, self.contents, self.name = library, scheme, tuple(contents), name
         library.no_truncation()

@@ -51,11 +51,7 @@ def digest(samples):
 
 @pytest.mark.parametrize(
     ("sequence", "short", "golden"),
-    [
-        (128, 0.5, "bccffe1f33a89d32"),
-        (16, 0, "327b6895a305fc09"),
-        (64, 0.1, "65afc10871319a95"),
-    ],
+    [(128, 0.5, "bccffe1f33a89d32"), (16, 0, "327b6895a305fc09"), (64, 0.1, "65afc10871319a95")],
 )
 def test_samples_are_megatrons(indexed, sequence, short, golden):
     """megatron-core 0.16.1 gives the same figures: tests/parity/test_megatron_bert.py."""

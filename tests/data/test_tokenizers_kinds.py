@@ -120,10 +120,7 @@ def test_hf_takes_one_token_before_texts(tmp_path, template):
 
 @pytest.mark.parametrize(
     ("special", "eod"),
-    [
-        (["<s>", "</s>", "[SEP]"], "</s>"),
-        (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"], "<|end_of_text|>"),
-    ],
+    [(["<s>", "</s>", "[SEP]"], "</s>"), (["<|begin_of_text|>", "<|eot_id|>", "<|end_of_text|>"], "<|end_of_text|>")],
 )
 def test_hf_end_of_document_has_usual_names(tmp_path, special, eod):
     library = hf_byte_pairs(special)
@@ -190,8 +187,7 @@ FOXES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "text"),
-    [("bert-uncased", 120, "the fox , emile !"), ("bert-cased", 190, "The fox , Émile !")],
+    ("kind", "size", "text"), [("bert-uncased", 120, "the fox , emile !"), ("bert-cased", 190, "The fox , Émile !")]
 )
 def test_trained_wordpiece_knows_letters_and_words(kind, size, text):
     trained = train_wordpiece(FOXES, size, kind)
