@@ -21,7 +21,7 @@ from mjax.config.batch_size import BatchSizes, training_samples
 from mjax.config.datasets import Blend, DatasetMetadata, parse_blend, read_metadata, split_sequences
 from mjax.config.model import KIND_FLAG, kind_of
 from mjax.data.batches import Batches
-from mjax.data.bert import BertDataset, WordPieces
+from mjax.data.bert import PROBABILITY, BertDataset, WordPieces
 from mjax.data.cache import IndexCache, cache_folders
 from mjax.data.conversations import ConversationDataset, PaddedDataset
 from mjax.data.indexed import IndexedDataset, digest_of_folder, tokenizer_folder
@@ -287,11 +287,10 @@ class MockPairs:
       vocabulary: ids, at least 3.
       sequence: s, at least 3.
       seed: determines everything.
-      masked: share of masked tokens; at least one per sample.
     """
 
-    def __init__(self, vocabulary: int, sequence: int, seed: int, masked: float = 0.15):
-        self.vocabulary, self.sequence, self.seed, self.masked = vocabulary, sequence, seed, masked
+    def __init__(self, vocabulary: int, sequence: int, seed: int):
+        self.vocabulary, self.sequence, self.seed = vocabulary, sequence, seed
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Sample `index`: the arrays of `Config.batch_arrays`."""
@@ -305,7 +304,7 @@ class MockPairs:
         position = np.arange(self.sequence)
         labels = np.full(self.sequence, FIRST)
         labels[1 : text + 1] = counted
-        masked = (random.random(self.sequence) < self.masked) & (position > 0) & (position <= text)
+        masked = (random.random(self.sequence) < PROBABILITY) & (position > 0) & (position <= text)
         masked[random.integers(1, text + 1)] = True
         sample = {
             "tokens": np.where(masked, MASK, labels),
