@@ -77,7 +77,7 @@ import numpy as np
 
 from mjax.data.cache import NO_CACHE, IndexCache
 from mjax.data.indexed import IndexedDataset
-from mjax.data.samples import advice, check_ids
+from mjax.data.samples import check_ids
 from mjax.data.tokenizers import BertTokenizer
 from mjax.errors import UsageError
 
@@ -352,9 +352,6 @@ class BertDataset:
             index = build_pair_index(lengths, boundaries, samples, sequence - SPECIAL, seed)
             return {"pair_index": index}
 
-        if not documents:
-            there = f"none of its {indexed.documents:,} documents; change --data.split"
-            raise UsageError(f"the {name} of {indexed.prefix} has {there}, or {advice(indexed.tokens, sequence)}")
         drawn = hashlib.sha256(boundaries).hexdigest()
         source = {"kind": "sentence pairs", "lengths": indexed.fingerprint, "documents": drawn, "samples": samples}
         source |= {"sequence": sequence, "seed": seed, "short": 1 / SHORT}
