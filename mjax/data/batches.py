@@ -43,10 +43,7 @@ class Batches:
     """
 
     def __init__(
-        self,
-        dataset: Samples,
-        sizes: BatchSizes,
-        label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled,
+        self, dataset: Samples, sizes: BatchSizes, label: Callable[[np.ndarray], dict[str, np.ndarray]] = labelled
     ):
         self.dataset, self.sizes, self.label = dataset, sizes, label
 
