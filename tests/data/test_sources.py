@@ -90,20 +90,6 @@ def test_samples_have_the_arrays_asked_for(data):
     assert (batch["loss_mask"] == (plain["tokens"] != EOD)).all()
 
 
-RESETS = "reset_positions", "reset_attention", "mask_eod_loss"
-
-
-@pytest.mark.parametrize("options", [(), ("reset_positions",), ("reset_attention",), ("mask_eod_loss",), RESETS])
-def test_process_with_some_positions_has_those_of_all(data, options):
-    """Documents begin before them."""
-    described("a")
-    batches = open_data(config_of(path="a", **dict.fromkeys(options, True))).training
-    for step in range(3):
-        whole, parts = batches.at(step), [batches.at(step, positions=part) for part in (slice(0, 8), slice(8, 16))]
-        for name, array in whole.items():
-            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts], axis=1), array, name)
-
-
 def test_partial_validation_sample_is_kept(data):
     # Two epochs of 10 documents are 400 tokens: 24 samples and a tail of 15 labels, which this seed draws among the 13.
     config = config_of(path="a", split="75,25,0", validation_tail=True)
