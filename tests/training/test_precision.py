@@ -17,8 +17,9 @@ from mjax.models.gemma3 import model as gemma3
 from mjax.models.llama import model as llama
 from mjax.models.parts import experts, mlp
 from mjax.parallel.mesh import abstract_mesh
+from mjax.planner.program import inner_jaxprs
 from tests.small import BLOOM, small_config
-from tests.traced import carried, equations, subjaxprs, traced_step, writer
+from tests.traced import carried, equations, traced_step, writer
 
 CALLS = "checkpoint closed_call cond custom_jvp_call custom_vjp_call jit pjit remat2 scan shard_map while"
 MOVES = """all_gather all_gather_invariant all_to_all bitcast_convert_type broadcast_in_dim concatenate copy copy_p
@@ -63,7 +64,7 @@ def operations(jaxpr, function=None):
             yield name, equation, function or writer(equation)
             continue
         caller = function or (writer(equation) if name in ("jit", "pjit") else None)
-        for body in subjaxprs(equation):
+        for body in inner_jaxprs(equation):
             yield from operations(body, caller)
 
 
