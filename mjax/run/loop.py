@@ -380,7 +380,7 @@ class Run:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
-    def to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
+    def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
         rows = cache(lambda begin, end: batches.at(step, slice(begin, end)))
@@ -390,7 +390,7 @@ class Run:
 
         return {
             name: jax.make_array_from_callback((size, *shape), shardings[name], partial(on_device, name=name))
-            for name, (shape, _) in self.config.batch_arrays(evaluation).items()
+            for name, (shape, _) in self.config.batch_arrays().items()
         }
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:
@@ -449,7 +449,7 @@ class Evaluate(Callback):
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
         model = run.state.model
-        sums = [run.program.eval_step(model, run.to_devices(self.validation, i, evaluation=True)) for i in batches]
+        sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
         loss, metrics = mean_of(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:

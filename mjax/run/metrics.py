@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import importlib
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mjax.config.model import Metric
+from mjax.config.marks import Metric
 from mjax.config.plain_values import WHOLE
 from mjax.errors import UsageError, without_secrets
 from mjax.pictures.runs import Curve, draw_experts, draw_loss, names_of
@@ -338,7 +339,7 @@ class MetricsLog(Callback):
         busy = self._drawing is not None and not self._drawing.done()
         if not last and (busy or time.monotonic() - self._drawn <= REDRAW):
             return
-        curves = {name: curve.copy() for name, curve in self.curves.items()}
+        curves = copy.deepcopy(self.curves)
         self._drawing, self._drawn = self._painter.submit(self._draw, curves, self._shares), time.monotonic()
         if last:
             self._drawing.result()

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from mjax.config import Config
 from mjax.errors import UsageError
 from mjax.models.block import Sums
-from mjax.models.context import Context
-from mjax.models.protocol import Model
+from mjax.models.protocol import Context, Model
 from mjax.models.stack import map_stacks, run_blocks
 from mjax.parallel import scopes
 from mjax.parallel.pipeline import StageProgram, pipeline_gradients, pipeline_sums, vary_over_pipe
