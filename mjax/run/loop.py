@@ -382,15 +382,15 @@ class Run:
 
     def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices."""
-        size, shardings = batches.sizes.size(step), self.program.batch_shardings
+        size = batches.sizes.size(step)
         rows = cache(lambda begin, end: batches.at(step, slice(begin, end)))
 
         def on_device(index: tuple[slice, ...], name: str) -> np.ndarray:
             return rows(*index[0].indices(size)[:2])[name][:, *index[1:]]
 
         return {
-            name: jax.make_array_from_callback((size, *shape), shardings[name], partial(on_device, name=name))
-            for name, (shape, _) in self.config.batch_arrays().items()
+            name: jax.make_array_from_callback((size, *leaf.shape[1:]), leaf.sharding, partial(on_device, name=name))
+            for name, leaf in self.program.abstract_batch.items()
         }
 
     def _record(self, step: int, metrics: StepMetrics) -> Record:

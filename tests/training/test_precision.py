@@ -89,14 +89,6 @@ def computed_in_16_bits(jaxpr):
     return found
 
 
-def traced_evaluation(config, program):
-    batch = {
-        name: jax.ShapeDtypeStruct((config.train.global_batch, *shape), kind, sharding=program.batch_shardings[name])
-        for name, (shape, kind) in config.batch_arrays().items()
-    }
-    return program.eval_step.trace(program.abstract_state.model, batch).jaxpr.jaxpr
-
-
 def traced_generation(config):
     """The loop that reads and draws tokens."""
     generator = Generator(config, abstract_mesh(config.mesh))
@@ -160,7 +152,8 @@ def test_only_the_designed_operations_have_16_bits(changes, monkeypatch):
     program, step = traced_step(config)
     assert not Counter(carried_in_16_bits(program, step))
     scores = {"_attend_block"} if config.model.attention == "xla" else set()  # `xla_blocks` computes in float32
-    traced = [step, traced_evaluation(config, program)]
+    evaluation = program.eval_step.trace(program.abstract_state.model, program.abstract_batch)
+    traced = [step, evaluation.jaxpr.jaxpr]
     if config.model.causal and config.mesh.pipe == 1:
         scores.add("attend_cached")
         traced.append(traced_generation(config))
