@@ -372,11 +372,7 @@ READERS = [
     Reader("Megatron's ranks of 2020", lambda folder: write_megatron(folder, legacy=True), read_megatron),
     Reader("Megatron's torch_dist", write_distributed, read_megatron, checked=("*.pt", "*.distcp")),
     *map(_task_reader, ("mnli", "qqp", "race", "squad1.1", "squad2.0")),
-    Reader(
-        "LAMBADA",
-        _write("a.jsonl", b'{"text": "we saw the old red house"}\n' * 4),
-        _windows(Lambada, "a.jsonl"),
-    ),
+    Reader("LAMBADA", _write("a.jsonl", b'{"text": "we saw the old red house"}\n' * 4), _windows(Lambada, "a.jsonl")),
     Reader(
         "WikiText103",
         _write("a.tokens", b" = Title = \n \n we saw 1 @,@ 000 old houses . \n" * 3),
