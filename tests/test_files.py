@@ -153,6 +153,6 @@ def test_metrics_log_writes_through_no_link(name, diary, tmp_path):
 
 
 def test_dataset_writer_writes_through_no_link(diary, tmp_path):
-    (tmp_path / "run" / "corpus.bin.tmp").symlink_to(diary)
-    with pytest.raises(UsageError, match=r"corpus\.bin\.tmp is a link"):
+    (tmp_path / "run" / "corpus.tmp").symlink_to(diary)
+    with pytest.raises(UsageError, match=r"corpus\.tmp is a link"):
         IndexedDatasetWriter(tmp_path / "run" / "corpus", 100).__enter__()

@@ -41,11 +41,8 @@ def weight_dims(config: ModelConfig) -> dict[str, Dims]:
 @lru_cache(maxsize=64)
 def frozen_weights(config: ModelConfig) -> frozenset[str]:
     """The names of the weights that are not trained."""
-    return frozenset(
-        name
-        for name, frozen in zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
-        if frozen
-    )
+    marks = zip(abstract_weights(config), metadata_of(_traced(config), "frozen"), strict=True)
+    return frozenset(name for name, frozen in marks if frozen)
 
 
 @lru_cache(maxsize=64)
