@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -182,9 +183,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal):
-    """Whatever the store answers: one line a minute at most reports it, and the next attempt continues."""
+def test_checkpoint_is_due_until_the_store_has_it(server, run, refusal, monkeypatch):
+    """Whatever the store answers: one line a minute at most reports it, and the next attempt continues, also without
+    a new connection."""
     said = []
+    if refusal == "reset":
+        monkeypatch.setattr(Store, "reconnect", Mock(side_effect=OSError("no metadata server")))
     with Mirror(run, ADDRESS, said.append) as mirror:
         server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT" and REFUSALS[refusal]
         begun = time.monotonic()
@@ -623,18 +627,7 @@ def test_lost_process_sends_no_more(server, run):
 # --- Rotation and renames ---------------------------------------------------------------------------------------------
 
 
-def test_abandoned_checkpoint_survives_the_next_machine(server, run, elsewhere):
-    with Mirror(run, ADDRESS, print) as mirror:
-        copy(mirror, 10, 20)
-        (run / "checkpoints" / "20").rename(run / "checkpoints" / "20.abandoned")
-    before = names("20.abandoned")
-    assert before
-    elsewhere()
-    upload(ADDRESS, {}, steps=(30,))
-    assert names("20.abandoned") == before
-
-
-def test_rotation_leaves_an_older_abandoned_one(server, run):
+def test_abandoned_checkpoint_survives_rotation_and_machines(server, run, elsewhere):
     """Checkpoint 20 was abandoned, saved again, and rotated away."""
     with Mirror(run, ADDRESS, print) as mirror:
         copy(mirror, 10, 20)
@@ -645,7 +638,10 @@ def test_rotation_leaves_an_older_abandoned_one(server, run):
         copy(mirror, 30)
         shutil.rmtree(run / "checkpoints" / "20")
     assert names("/20/") == []
-    assert manifest("20.abandoned") == old
+    before = names("20.abandoned")
+    elsewhere()
+    upload(ADDRESS, {}, steps=(40,))
+    assert (names("20.abandoned"), manifest("20.abandoned")) == (before, old)
 
 
 def test_checkpoint_that_is_being_removed_is_not_copied(server, run):
@@ -670,20 +666,6 @@ def test_one_refusal_late_in_the_last_upload_is_tried_again(server, run, monkeyp
     mirror.finish()
     server.delay = 0.0
     assert marked(ADDRESS) == [10]
-
-
-def test_copies_continue_without_a_new_connection(server, run, monkeypatch):
-    def refuse(store):
-        raise OSError("no metadata server")
-
-    monkeypatch.setattr(Store, "reconnect", refuse)
-    with Mirror(run, ADDRESS, print) as mirror:
-        server.rule = lambda environ: environ["REQUEST_METHOD"] == "PUT"
-        save(mirror, 10)
-        wait_until(lambda: mirror._failed)
-        server.rule = None
-        copy(mirror, 20)
-    assert marked(ADDRESS) == [10, 20]
 
 
 def test_file_that_the_store_refuses_delays_no_checkpoint(server, run):
