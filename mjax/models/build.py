@@ -13,8 +13,7 @@ from mjax.config.axes import EXPERT
 from mjax.config.model import ModelConfig
 from mjax.models.parts.positions import Positions
 from mjax.models.protocol import Model, build_model
-from mjax.parallel.weights import Dims, dims_of, metadata_of, muon_matrices
-from mjax.utils.names import leaf_name
+from mjax.parallel.weights import Dims, dims_of, leaf_name, metadata_of, muon_matrices
 
 
 @lru_cache(maxsize=64)

@@ -47,12 +47,6 @@ class Curve:
         self.steps.append(step)
         self.values.append(value)
 
-    def copy(self) -> Curve:
-        """A curve that does not grow with this one."""
-        copied = Curve()
-        copied.steps, copied.values = self.steps[:], self.values[:]
-        return copied
-
     @property
     def width(self) -> int:
         """Steps of a bin: the least power of two that gives at most `MAX_POINTS`."""

@@ -20,7 +20,7 @@ from mjax.errors import UsageError
 from mjax.models.block import Block
 from mjax.models.build import count_parameters, mixing_class
 from mjax.models.stack import stack
-from mjax.planner.compile import compile_step
+from mjax.planner.command import compile_step
 from mjax.planner.layer import model_flops
 from mjax.planner.ledger import ledger
 from mjax.planner.memory import predict_memory

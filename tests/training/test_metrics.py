@@ -243,44 +243,6 @@ def test_curve_of_long_run_has_bounded_bins(monkeypatch, first):
         assert reduced == pytest.approx(expected)
 
 
-def lines_executed(call):
-    """Lines of Python that a call executes in this thread."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(None)
-    return count
-
-
-def test_steps_of_a_long_run_cost_the_same(tmp_path, monkeypatch):
-    """Counted in lines of Python, of the loop and of the pictures; bins are doubled in neither of the two parts."""
-    monkeypatch.setattr(runs, "MAX_POINTS", 256)
-    points = []
-    monkeypatch.setattr(metrics, "draw_loss", lambda curves, *_: points.append(len(curves["loss"].bins().steps)))
-
-    def steps(first):
-        for step in range(first, first + 100):
-            log.write(record(step))
-            log.draw(last=False)
-        log.draw()
-
-    with log_of(tmp_path) as log:
-        early = lines_executed(lambda: steps(1))
-        for step in range(101, 20_001):
-            log._add(record(step).as_dict())
-        late = lines_executed(lambda: steps(20_001))
-    assert late < 1.5 * early
-    assert max(points) <= 256
-
-
 def test_start_of_a_long_run_takes_little_memory(tmp_path):
     lines = (json.dumps(record(step, val_loss=9.0).as_dict()) + "\n" for step in range(1, 20_001))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))

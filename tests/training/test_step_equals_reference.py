@@ -10,10 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from mjax.config.checks import validate
 from mjax.errors import UsageError
