@@ -83,7 +83,7 @@ def config_of(row: dict) -> Config:
     """The config of a row: a published one with some fields changed, and the batch of its last steps."""
     values = to_dict(load_config(row["config"]))
     values["data"]["mock"] = True
-    values["train"] |= {"batch_rampup": None, "batch_schedule": None, "unroll": "off"}
+    values["train"] |= {"batch_rampup": None, "unroll": "off"}
     for flag, value in row["flags"].items():
         section, knob = flag.split(".")
         values[section][knob] = value

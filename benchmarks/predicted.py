@@ -86,7 +86,6 @@ def cases(arguments: Arguments, gpu: Gpu | None = None) -> list[tuple[str, Confi
                 micro_batch=micro_batch,
                 recompute=recompute,
                 batch_rampup=None,
-                batch_schedule=None,
             ),
         )
         found.append((name, config))

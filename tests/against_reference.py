@@ -77,8 +77,7 @@ def adapters_of(weights, model):
 
 
 def scale_of(model):
-    alpha = model.lora_alpha or 2 * model.lora_rank
-    return alpha / (np.sqrt(model.lora_rank) if model.lora_rslora else model.lora_rank)
+    return (model.lora_alpha or 2 * model.lora_rank) / model.lora_rank
 
 
 def merged(weights, model):

@@ -93,14 +93,11 @@ TRAIN_FLAGS = {
     "--train.batch-rampup 504 5 100": "in whole increments; use a START below it and an INCREMENT that divides",
     "--train.batch-rampup 4 4 100": "not a multiple of 8 (data 1 × micro-batch 8); use multiples, there and for",
     "--train.batch-rampup 256 16 100000 --mesh.pipe 4 --mesh.chunks 2": "a batch of 272 from step 26 on, which is not",
-    "--train.batch-rampup 8 8 9 --train.batch-schedule 0:8": "leave one of them out",
-    "--train.batch-schedule '0:8 1K:16'": "use --train.global-batch 16",
     # --- settings that do nothing, or that contradict
     "--optimizer.warmup-steps 300000": "must be below the 300000 steps of the schedule",
     "--optimizer.min-learning-rate 1": "is above --optimizer.learning-rate",
     "--optimizer.schedule wsd --optimizer.wsd-decay-steps 299999": "use 297000 or fewer",
     "--optimizer.wsd-decay minus_sqrt": "is for --optimizer.schedule wsd",
-    "--health.spike skip --health.spike-deviations 0": "needs --health.spike-deviations above 0",
     "--data.samples 7": "is below the 153600000 samples",
     "--data.no-pack": "is for samples of conversations, and this run has text; leave it out",
 }

@@ -30,8 +30,7 @@ from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import choose_config
 from mjax.config import Config
 from mjax.config.bounds import Count
-from mjax.config.checks import validate
-from mjax.config.resolve import resolve
+from mjax.config.checks import resolve, validate
 from mjax.planner.command import check_compile, compile_step, compiler_versions
 from mjax.utils.figures import human_bytes, table
 

@@ -22,11 +22,10 @@ from mjax.commands.flags import flag_names, parse
 from mjax.commands.train import TrainArguments, choose_config, name_of
 from mjax.config import Config, axes, load_config
 from mjax.config.bounds import Count, Positive
-from mjax.config.checks import validate
+from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.kernels import attention_on_gpu
 from mjax.config.marks import RUN_ELSEWHERE, UNPLANNED
-from mjax.config.resolve import resolve, resolve_steps
-from mjax.config.source import check_new, write_config
+from mjax.config.run import check_new, write_config
 from mjax.errors import UsageError, check_picture, in_python
 from mjax.planner import Section
 from mjax.utils.figures import human_bytes, named_rows, table

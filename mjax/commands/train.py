@@ -14,10 +14,9 @@ from mjax.cluster import launch
 from mjax.cluster.launch import Distributed, be_repeatable
 from mjax.commands.flags import first_values, flag_names, parse
 from mjax.config import Config, has_own_model, load_config, load_own_model, read_config
-from mjax.config.checks import validate
+from mjax.config.checks import resolve, resolve_steps, validate
 from mjax.config.marks import RUN_ELSEWHERE, Elsewhere
 from mjax.config.model import KIND_FLAG, as_kind, kind_of
-from mjax.config.resolve import resolve, resolve_steps
 from mjax.errors import RunError, UsageError, either, exit_code, explain, lines_of
 from mjax.profiling import profiled_steps
 from mjax.run.callbacks import Callback

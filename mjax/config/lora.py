@@ -24,12 +24,10 @@ class LoRAConfig:
     lora_rank: Annotated[CountOrZero, lora_flag("rank")] = 0
     """Rank r of LoRA's adapters (arXiv 2106.09685), which are trained while the weights are frozen; 0: none."""
     lora_alpha: Annotated[Positive | None, lora_flag("alpha"), UNPLANNED] = None
-    """Adapters are multiplied by alpha / r, with lora.rslora by alpha / √r; by default alpha is 2 r."""
+    """Adapters are multiplied by alpha / r; by default alpha is 2 r. rsLoRA (arXiv 2312.03732) is another alpha."""
     lora_targets: Annotated[tuple[str, ...], lora_flag("targets")] = ("all",)
     """Linear layers that get an adapter: all, or some of q, k, v, out, gate, up, down; in a model of your own the names
     of its layers."""
-    lora_rslora: Annotated[bool, lora_flag("rslora"), UNPLANNED] = False
-    """Scale by alpha / √r (rsLoRA, arXiv 2312.03732)."""
     lora_dropout: Annotated[Share, TUNING, lora_flag("dropout"), UNPLANNED] = 0.0
     """Dropout rate on the input of adapters."""
 
@@ -40,8 +38,8 @@ class LoRAConfig:
 
     @property
     def lora_scale(self) -> float:
-        """The factor of the adapters: alpha / r or alpha / √r."""
-        return self.adapter_alpha / (self.lora_rank**0.5 if self.lora_rslora else self.lora_rank)
+        """The factor of the adapters: alpha / r."""
+        return self.adapter_alpha / self.lora_rank
 
     def without_lora(self) -> Self:
         """The same model without adapters: the base of them."""

@@ -90,7 +90,7 @@ def marks_of(config: Any, name: str) -> frozenset[Mark | Only]:
     return frozenset(mark for mark in marks if isinstance(mark, Mark | Only))
 
 
-def names_with(mark: Mark, cls: type) -> tuple[str, ...]:
+def names_with(mark: Any, cls: type) -> tuple[str, ...]:
     """Names of the fields of a dataclass with this mark."""
     return tuple(name for name, marks in _marks(cls).items() if mark in marks)
 

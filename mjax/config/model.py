@@ -81,7 +81,9 @@ class ModelConfig(LoRAConfig):
     say; as many as sequence when not given."""
     vocabulary: Annotated[Count, NEW_RUN, Elsewhere("vocab-size padded-vocab-size")] = 50257
     """Token ids the tokenizer can produce."""
-    vocabulary_multiple: Annotated[Count, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = 1024
+    vocabulary_multiple: Annotated[Count, FILE_ONLY, NEW_RUN, ANY_FAMILY, Elsewhere("make-vocab-size-divisible-by")] = (
+        1024
+    )
     """The embedding has vocabulary rounded up to this multiple (50,257 → 51,200), whatever the mesh."""
     init_std: Annotated[Tuned, FILE_ONLY, Elsewhere("init-method-std initializer-range")] = 0.02
     """Standard deviation of initial weights; projections into the residual stream use init_std / √(2 × layers)."""
@@ -127,9 +129,9 @@ class ModelConfig(LoRAConfig):
         """The model with weights initialised from `key`, a key of `jax.random`, in `dtype`."""
         return imported(self.module)(key, self, dtype)
 
-    def batch(self, data, evaluation: bool = False) -> Arrays:
+    def batch(self, data) -> Arrays:
         """The arrays of a batch with this `DataConfig`; here for a model that predicts the next token."""
-        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types(evaluation).items()}
+        return {name: ((self.sequence,), dtype) for name, dtype in data.batch_types().items()}
 
     def limits(self) -> dict[str, int]:
         """Exclusive upper bound of the values of each integer array in a batch, by name; the lower bound is 0."""

@@ -31,7 +31,6 @@ from mjax.config.axes import PIPE, in_words
 from mjax.config.batch_size import in_units
 from mjax.config.checks import can_run_layers, validate
 from mjax.config.kernels import HOPPER, capability_of, is_unrolled, resolved_on_gpu, with_unrolling
-from mjax.config.source import WIDTH
 from mjax.errors import RunError, UsageError, suggestion
 from mjax.parallel.mesh import make_mesh
 from mjax.planner import Section, good_to, layers_in_words
@@ -109,7 +108,7 @@ def about(section: Section, name: str, config: Config) -> str:
     )
     warning = [line for line in section.lines if line.startswith("warning")]
     title = f"{name} for {values['devices']:,} × {values['gpu']}, found by the planner.\n"
-    return "\n".join([title, *(textwrap.fill(line, WIDTH) for line in (text, *warning))])
+    return "\n".join([title, *(textwrap.fill(line, 120) for line in (text, *warning))])
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------

@@ -747,7 +747,7 @@ def mean_over_run(config: Config, seconds_of: Callable[[int], dict[str, float]],
       total: of a step with the global batch.
     """
     train = config.train
-    if (train.batch_rampup is None and train.batch_schedule is None) or train.steps < 1:
+    if train.batch_rampup is None or train.steps < 1:
         return total
     seconds, sequences = 0.0, config.mesh.data * train.micro_batch
     for count, size in BatchSizes.of(config).stretches(train.steps):

@@ -380,10 +380,10 @@ class Run:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return (jax.make_array_from_callback((), everywhere, lambda _: np.float32(limit)),)
 
-    def to_devices(self, batches: Batches, step: int, evaluation: bool = False) -> dict[str, jax.Array]:
+    def to_devices(self, batches: Batches, step: int) -> dict[str, jax.Array]:
         """The batch of `step`; a process reads only the rows of its own devices, and keeps only their positions."""
         size, shardings = batches.sizes.size(step), self.program.batch_shardings
-        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays(evaluation).items()}
+        shapes = {name: (size, *shape) for name, (shape, _) in self.config.batch_arrays().items()}
 
         def positions(index: tuple[slice, ...], name: str) -> tuple[int, int]:
             return index[-1].indices(shapes[name][-1])[:2]
@@ -465,7 +465,7 @@ class Evaluate(Callback):
         """Return the mean loss over all labels, nats per label, and the other metrics of the model."""
         batches = range(run.config.train.eval_batches)
         model = run.state.model
-        sums = [run.program.eval_step(model, run.to_devices(self.validation, i, evaluation=True)) for i in batches]
+        sums = [run.program.eval_step(model, run.to_devices(self.validation, i)) for i in batches]
         loss, metrics = mean_of(jax.device_get(sums), run.program.abstract_state.model.loss_weights)
         if guesses := [metric.guess for metric in run.config.model.metrics if isinstance(metric.guess, str)]:
             if self._entropy is None:

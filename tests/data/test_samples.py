@@ -8,7 +8,7 @@ import pytest
 
 from mjax.config.datasets import split_sequences
 from mjax.data.indexed import IndexedDataset, IndexedDatasetWriter, index_file, token_file
-from mjax.data.samples import PAD, GPTDataset, MockDataset, build_sample_index, labelled
+from mjax.data.samples import GPTDataset, MockDataset, build_sample_index, labelled
 from mjax.errors import UsageError
 
 
@@ -73,17 +73,6 @@ def test_part_without_sample_names_a_remedy(tmp_path):
         GPTDataset(data, range(2), 1, 21, 0)
 
 
-def test_tail_is_kept_and_padded(tmp_path):
-    """23 tokens are 4 samples of 5 and 2 labels; of 21 tokens nothing is left."""
-    data = dataset_of(tmp_path, [10, 13, 0, 0])
-    dropping, keeping = (GPTDataset(data, range(4), 4, 5, 0, keep_tail=keep) for keep in (False, True))
-    assert (len(dropping), len(keeping)) == (4, 5)
-    tail = keeping[keeping.shuffle_index.tolist().index(4)]
-    order = np.concatenate([data.get(int(i)) for i in keeping.document_index])
-    assert tail.tolist() == [*order[20:].tolist(), PAD, PAD, PAD]
-    assert len(GPTDataset(dataset_of(tmp_path, [10, 11]), range(2), 4, 5, 0, keep_tail=True)) == 4
-
-
 def test_id_outside_vocabulary_is_rejected(tmp_path):
     data = GPTDataset(dataset_of(tmp_path, [61]), range(1), 1, 60, 0, vocabulary=60)
     with pytest.raises(UsageError, match="holds the id 60 and the model's vocabulary is 60"):
@@ -129,9 +118,3 @@ def test_labels_restart_after_each_document():
     assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
     assert sample["loss_mask"].tolist() == [True, True, False, True, False, False, True, True]
     assert list(labelled(tokens)) == ["tokens", "labels"]
-
-
-def test_padding_has_no_label_that_counts():
-    sample = labelled(np.array([5, EOD, 6, PAD, PAD]), EVERYTHING, EOD)
-    assert sample["loss_mask"].tolist() == [True, True, False, False]
-    assert sample["documents"].tolist() == [0, 0, 1, 1]

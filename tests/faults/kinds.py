@@ -176,13 +176,12 @@ def poisonings(place: Place, random: Random, number: int) -> Iterator[Outcome]:
     everywhere, always = random.random() < 0.5, random.random() < 0.3
     outcome = Outcome(f"{value} in a {'weight' if part == 'weight' else 'moment'}")
     poison = [str(Path(__file__).resolve()), str(step), part, value, "all" if everywhere else "one", str(number)]
-    limits = ["--health.skipped-in-a-row", "6"]
-    ended = place.start(name, *limits, program=poison).wait()
+    ended = place.start(name, program=poison).wait()
     said = ended.output
     for _ in range(RESTARTS):
         if ended.code in (0, 2, 3):
             break
-        ended = place.start(name, *limits, program=poison if always else None).wait()
+        ended = place.start(name, program=poison if always else None).wait()
         said += ended.output
     if not ended.judge(outcome, 0, 3):
         outcome.words += f"after {RESTARTS} restarts; "
@@ -220,9 +219,9 @@ def poison_main(argv: list[str]) -> int:
     import numpy as np
 
     from mjax.commands import cli
-    from mjax.run import loop
+    from mjax.run import health, loop
 
-    build = loop.build_program
+    health.MOST_SKIPPED, build = 6, loop.build_program
 
     def poisoned(state):
         """The state with a bad value in one array, or one element of it."""

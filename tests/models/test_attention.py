@@ -136,7 +136,7 @@ GPT_1B = {"hidden": 1536, "heads": 16, "sequence": 1024, "attention": "flash"}
     [
         ({}, "bf16", "cpu", False, "it needs an NVIDIA GPU"),
         ({"sequence": 15}, "bf16", "gpu", True, "with --data.reset-attention it needs an even number of positions"),
-        ({"sequence": 15, **ALIBI}, "bf16", "gpu", False, "with --model.positions alibi it needs an even number"),
+        ({"sequence": 15, **ALIBI}, "bf16", "gpu", False, "with ALiBi it needs an even number"),
         (GPT_1B, "bf16", "cpu", False, "it needs an NVIDIA GPU and this process runs on cpu"),
         (GPT_1B, "fp32", "gpu", False, "it computes in bf16 or fp16 and --precision.compute is fp32"),
         (GPT_1B | {"sequence": 1000}, "bf16", "gpu", False, "it needs a multiple of 64 positions"),

@@ -125,9 +125,7 @@ def test_pallas_is_chosen_where_it_can_run(platform, capability, changes, chosen
         asked = replace(config, model=replace(config.model, grouped="pallas"))
         with pytest.raises(UsageError) as error:
             choose_grouped(asked, platform, capability)
-        assert str(error.value) == (
-            f"--model.grouped pallas cannot be used: {why}; change that, or use --model.grouped xla"
-        )
+        assert str(error.value) == (f"--model.grouped pallas cannot be used: {why}; change that, or set it to auto")
 
 
 @pytest.mark.parametrize(

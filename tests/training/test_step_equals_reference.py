@@ -110,7 +110,7 @@ CHOICES = Case(
 LORA = {
     "-": {},
     "all": {"lora_rank": 3},
-    "some": {"lora_rank": 2, "lora_alpha": 7.0, "lora_targets": ("q", "v", "down"), "lora_rslora": True},
+    "some": {"lora_rank": 2, "lora_alpha": 7.0, "lora_targets": ("q", "v", "down")},
 }
 PACKED = {"reset_positions": True, "reset_attention": True, "mask_eod_loss": True}
 BATCH = 16

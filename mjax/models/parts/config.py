@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from mjax.config.bounds import Bounds, Count, CountOrZero, Positive
-from mjax.config.marks import NEW_RUN, TUNING, UNPLANNED, By, Elsewhere
+from mjax.config.marks import FILE_ONLY, NEW_RUN, TUNING, By, Elsewhere
 from mjax.config.model import AttentionDropout, FeedForward, Gelu, ModelConfig, Tuned
 from mjax.config.pattern import LayerKind, Pattern
 from mjax.errors import UsageError
@@ -111,7 +111,7 @@ class MLPConfig(ModelConfig):
 
     feed_forward: FeedForward = None
     """Width of the MLP, f; by default 4 × hidden."""
-    activation: Annotated[Gelu, TUNING, UNPLANNED, Elsewhere("activation-function")] = "gelu_tanh"
+    activation: Annotated[Gelu, FILE_ONLY, TUNING, Elsewhere("activation-function")] = "gelu_tanh"
     """GELU of the MLP: the tanh form of GPT-2 and Megatron's fused kernel, or the exact one."""
 
     @property
