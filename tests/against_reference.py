@@ -10,16 +10,7 @@ import numpy as np
 
 from mjax.config import MeshConfig, OptimizerConfig
 from tests import reference
-from tests.small import (
-    MEANS,
-    as_vector,
-    batch_of,
-    compiled_step,
-    gradient_program,
-    named,
-    state_of,
-    weights_of,
-)
+from tests.small import MEANS, as_vector, batch_of, compiled_step, gradient_program, named, state_of, weights_of
 
 STEP = 3  # numbers the dropout masks
 

@@ -13,7 +13,6 @@ import time
 import pytest
 
 from mjax.checkpoint.folders import checkpoint_steps
-from mjax.commands import cli
 from tests.ports import free_port
 from tests.test_train_command import IMPATIENT, command, environment, losses, run_here
 
@@ -215,11 +214,6 @@ def test_disagreeing_processes_end_before_the_first_step(tmp_path):
     for output in outputs:
         assert re.search(rf"^mjax: error: the processes of this run do not agree: {differences}", output, re.MULTILINE)
     assert not (tmp_path / "run").exists()
-
-
-def test_distributed_flags_are_required_together(tmp_path, capsys):
-    assert cli.main(["train", *command(tmp_path)[2:], "--distributed.processes", "2"]) == 2
-    assert "go together" in capsys.readouterr().err
 
 
 FAILING = """

@@ -230,12 +230,11 @@ def place_on_host() -> tuple[int, int]:
     Raises:
       UsageError: a variable of the launcher is wrong.
     """
-    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:  # of torchrun
-        count = _number("LOCAL_WORLD_SIZE", 1)
-        return _number("LOCAL_RANK", 0, count - 1), count
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        count = _number("OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-        return _number("OMPI_COMM_WORLD_LOCAL_RANK", 0, count - 1), count
+    of_open_mpi = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    for index, number in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), of_open_mpi):  # torchrun's first
+        if index in os.environ and number in os.environ:
+            count = _number(number, 1)
+            return _number(index, 0, count - 1), count
     if "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_LOCALID" in os.environ:
         counts: list[int] = []  # of each node, from strings like "8(x63),4"
         for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"]):

@@ -220,7 +220,10 @@ def _train_arguments(
     check_run_folder(folder)
     run_to_train(folder)
     if arguments.step is not None and arguments.init is None:
-        _check_step(arguments, folder, checkpoint_steps(folder))
+        if arguments.resume is None:
+            raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
+        if arguments.step not in (steps := checkpoint_steps(folder)):
+            raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
     from mjax.run.continuing import after_steps_taken, changes_since, choose_origin, with_positions
 
     step = arguments.step if arguments.resume is not None else None
@@ -251,14 +254,6 @@ def _train_arguments(
 
     check_trackers(settings.log)
     return replace(arguments, resume=folder, settings=settings), label, origin, [*taken, *changes]
-
-
-def _check_step(arguments: TrainArguments, folder: Path, steps: Sequence[int]) -> None:
-    """Refuse `--step` without a run, or without a checkpoint in it."""
-    if arguments.resume is None:
-        raise UsageError(f"--step {arguments.step} goes with --resume or --init; add --resume {folder}")
-    if arguments.step not in steps:
-        raise UsageError(f"--step {arguments.step}: {folder} has no such checkpoint; use {either(steps)}")
 
 
 def _report_to_processes(argv: Sequence[str], error: UsageError | RunError) -> None:

@@ -50,10 +50,9 @@ from mjax.config.pattern import stage_unit
 from mjax.config.run import Recompute
 from mjax.errors import UsageError
 from mjax.models.build import mixing_class, scores_in_chunks
-from mjax.planner.calibration import Calibration
 from mjax.planner.layer import model_flops
 from mjax.planner.memory import HEADROOM, Memory, fits_host, free_share, parameters_of, predict_memory
-from mjax.planner.time import StepTime, TimePredictor
+from mjax.planner.time import Calibration, StepTime, TimePredictor
 from mjax.utils.figures import GIB
 from mjax.utils.progress import progress
 

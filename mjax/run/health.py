@@ -54,13 +54,13 @@ from mjax.config.plain_values import check, read
 from mjax.errors import UnhealthyError, and_more, shortened
 from mjax.parallel import mappings
 from mjax.parallel.random import words_of
+from mjax.parallel.weights import leaf_name
 from mjax.run.callbacks import Callback
 from mjax.run.metrics import Record, finite_or_none
 from mjax.run.start import own_state
 from mjax.step.losses import StepMetrics
 from mjax.step.precision import SMALLEST_LOSS_SCALE
 from mjax.utils.files import write_whole
-from mjax.utils.names import leaf_name
 
 if TYPE_CHECKING:
     from mjax.run.loop import Run
@@ -238,11 +238,7 @@ class Guard(Callback):
     """
 
     def __init__(
-        self,
-        config: Config,
-        checkpoints: Checkpoints,
-        say: Callable[[str], None],
-        continued_from: int | None = None,
+        self, config: Config, checkpoints: Checkpoints, say: Callable[[str], None], continued_from: int | None = None
     ):
         """Nothing is read before `begin`."""
         self.config, self.checkpoints, self.say = config, checkpoints, say
@@ -292,9 +288,10 @@ class Guard(Callback):
 
     def _check(self, run: Run, step: int) -> None:
         self._replicas.check(step, run.state.model)
-        counts = jax.device_get(run.program.broken(run.state))
-        if problem := broken_state(counts, run.program.gradient_names):
-            self.give_up(f"after step {step} {problem}")
+        names, broken = run.program.gradient_names, np.flatnonzero(jax.device_get(run.program.broken(run.state)))
+        if broken.size:
+            first = f"{names[broken[0]]} first, {broken.size} of {len(names)}"
+            self.give_up(f"after step {step} weights or moments are not finite, or above 1e20 ({first})")
 
     def begin(self, start: int) -> None:
         """Load the health stored in checkpoint `start`; without one, start from scratch."""
@@ -499,20 +496,6 @@ def not_finite(metrics: StepMetrics, names: list[str]) -> str | None:
     if not math.isfinite(float(metrics.grad_norm)):
         return f"gradients are not finite (the norm of all together{where})"
     return None if finite_loss else "the loss is not finite"
-
-
-def broken_state(counts: np.ndarray, names: list[str]) -> str | None:
-    """Name the weights and moments that are not finite or too large; None if there are none.
-
-    Args:
-      counts: result of `TrainProgram.broken`.
-      names: `TrainProgram.gradient_names`.
-    """
-    broken = np.flatnonzero(counts)
-    if not broken.size:
-        return None
-    first = f"{names[broken[0]]} first, {broken.size} of {len(names)}"
-    return f"weights or moments are not finite, or above 1e20 ({first})"
 
 
 def check_start(folder: Path, step: int | None) -> None:

@@ -230,7 +230,7 @@ class Run:
     def arrange(self, *first: Callback | None) -> None:
         """Set the callbacks: a step is evaluated by one of `first`, judged, shown, logged, and its state saved."""
         others = Judge(self.guard), self.display, *self.options.callbacks, self.log, self.guard
-        self.callbacks = [each for each in (Heartbeats(self.watchdog), *first, *others) if each is not None]
+        self.callbacks = [each for each in (*first, *others) if each is not None]
 
     # --- For callbacks ------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,8 @@ class Run:
         self.saves = True
 
     def at(self, step: int, activity: str = STEP) -> None:
-        """Tell all callbacks that the run begins an activity, such as 'evaluating'."""
+        """Tell the watchdog and all callbacks that the run begins an activity, such as 'evaluating'."""
+        self.watchdog.at(step, activity)
         for callback in self.callbacks:
             callback.on_activity(self, step, activity)
 
@@ -438,18 +439,7 @@ class Run:
         )
 
 
-# --- Callbacks of every run, besides `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------------------
-
-
-class Heartbeats(Callback):
-    """Tells the watchdog where this process is."""
-
-    def __init__(self, watchdog: Watchdog):
-        self.watchdog = watchdog
-
-    def on_activity(self, run: Run, step: int, activity: str) -> None:
-        """Send it with the next heartbeat."""
-        self.watchdog.at(step, activity)
+# --- The callback that evaluates; the others are `Guard`, `Display`, `MetricsLog` and `Goodput` -----------------------
 
 
 class Evaluate(Callback):

@@ -27,9 +27,8 @@ from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.matrices import Matrices
 from mjax.parallel.overlap import tie
 from mjax.parallel.sums import wide_type
-from mjax.parallel.weights import muon_matrices
+from mjax.parallel.weights import leaf_name, muon_matrices
 from mjax.step.layout import Layout
-from mjax.utils.names import leaf_name
 
 MOMENTUM = 0.95  # as Keller Jordan and arXiv 2502.16982
 RMS_OF_ADAMW = 0.2

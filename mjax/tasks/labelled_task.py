@@ -207,17 +207,6 @@ def finite(outputs: Outputs) -> Outputs:
     return outputs
 
 
-def is_fine_tuned(model: ModelConfig) -> bool:
-    """Return True if a model has the head of a task."""
-    return isinstance(model, BERTTaskConfig)
-
-
-def what_is_told(model: BERTTaskConfig) -> str:
-    """Describe the head's output for an error message: '3 classes'."""
-    kinds = {"classification": f"{model.answers} classes", "multiple_choice": f"{model.answers} choices"}
-    return kinds.get(model.head, "where an answer is")
-
-
 # --- Texts as rows of a BERT: [CLS] a [SEP] b [SEP] and padding -------------------------------------------------------
 # A row that is too long is truncated at its end, so b loses tokens first, as in Megatron-LM v1.0 (tasks/data_utils.py);
 # Google's BERT truncates the longer of the two. Token types are 0 for padding whatever its id; v1.0 uses the padding

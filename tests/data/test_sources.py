@@ -182,29 +182,6 @@ def test_indices_are_kept_where_config_says(data, monkeypatch):
     assert rows(first.training, 10) == rows(chosen.training, 10)
 
 
-@pytest.mark.parametrize("conversations", [False, True])
-def test_flags_decide_which_indices_are_read(conversations, data, monkeypatch):
-    """What a start with a shared cache reads is what it would read alone, and each flag changes it."""
-    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
-    with IndexedDatasetWriter("d", 257) as writer:
-        for length in np.random.default_rng(0).integers(2, 16, 40):
-            writer.add_documents(np.arange(length), np.array([length]), np.array([1]), np.ones(length, bool))
-    changes = [{}, {"split": "50,50,0"}, {"steps": 12}, {"batch": 8}, {"path": ("0.5", "d", "0.5", "d")}]
-    changes += [{"pack": False}] if conversations else []
-    plain = {"path": "d", "split": "75,25,0", "conversations": conversations}
-    configs = [config_of(**plain | change) for change in changes]
-    configs.append(replace(configs[0], model=replace(configs[0].model, sequence=20)))
-    configs.append(replace(configs[0], train=replace(configs[0].train, seed=7)))
-
-    def read(config, folder):
-        opened = open_data(replace(config, data=replace(config.data, cache=folder)))
-        return rows(opened.training, config.train.steps), rows(opened.validation, 1)
-
-    alone = [read(config, str(number)) for number, config in enumerate(configs)]
-    assert [read(config, "shared") for config in configs] == alone
-    assert len({str(each) for each in alone}) == len(configs)
-
-
 # --- Tokenizers -------------------------------------------------------------------------------------------------------
 
 

@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mjax
 from mjax.config import MeshConfig, OptimizerConfig
 from mjax.parallel.mesh import make_mesh
 from mjax.step.layout import lay_out
 from mjax.step.muon import newton_schulz
 from mjax.step.optimizer import optimizer_of
 from tests.against_reference import in_layer_order
-from tests.callbacks import StopAt
 from tests.products import one_in
 from tests.small import QUICKLY, small_config, weights_of
-from tests.training.test_trainer import CONFIG, batch, losses
 
 LLAMA = small_config(kind="llama", dropout=0.0, kv_heads=4, feed_forward=24).model
 
@@ -154,21 +151,3 @@ def test_fp16_step_iterates_in_float32():
         gradients = jax.tree.map(lambda weight: weight * np.float32(1e-5), weights)
         found.append(_directions(config, lay_out(config, make_mesh(config.mesh)), weights, [gradients]))
     jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-# --- A run ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_run_continues_on_another_mesh(tmp_path, fewer_devices):
-    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, name="muon"), mesh=MeshConfig(data=2, model=2, zero=1))
-    config = replace(config, train=replace(config.train, micro_batch=4))
-    other = replace(config, mesh=MeshConfig(pipe=2, data=2, model=1), train=replace(config.train, micro_batch=2))
-
-    def trained(config, name, **options):
-        return mjax.Trainer(config, tmp_path / name, data=batch, show=False, **options).train().step
-
-    assert trained(config, "whole") == 6
-    assert trained(config, "moved", callbacks=[StopAt(2)]) < 6
-    assert trained(other, "moved") == 6
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

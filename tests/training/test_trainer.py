@@ -221,13 +221,6 @@ def test_trainer_refuses_what_train_py_refuses(tmp_path):
         mjax.Trainer(CONFIG, tmp_path, data=batch, loss=lambda *_: {"los": 0.0}).train()
 
 
-def test_trainer_prints_what_changes_in_a_run(whole, capsys):
-    config = replace(CONFIG, data=DataConfig(mock=True), train=replace(CONFIG.train, steps=8))
-    mjax.Trainer(config, whole)
-    mjax.Trainer(config, whole, show=False)
-    assert capsys.readouterr().out.count("changed train.steps: 6 → 8") == 1
-
-
 def test_run_is_opened_and_planned(whole):
     run = mjax.open_run(whole, mesh=MeshConfig(model=2))
     assert (run.step, run.config.model) == (6, CONFIG.model)

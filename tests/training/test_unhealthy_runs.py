@@ -131,10 +131,7 @@ def test_skipped_steps_name_the_gradient_and_end_the_run(launcher, capfd):
 
 @pytest.mark.parametrize(
     ("value", "step", "found"),
-    [
-        pytest.param(jnp.nan, 5, 7, id="nan-by the next step"),
-        pytest.param(1e30, 8, 8, id="1e30-before it is saved"),
-    ],
+    [pytest.param(jnp.nan, 5, 7, id="nan-by the next step"), pytest.param(1e30, 8, 8, id="1e30-before it is saved")],
 )
 def test_broken_moment_ends_the_run_and_is_not_saved(launcher, capfd, value, step, found):
     launcher.poisons = {step: lambda state: poisoned(state, "mu.blocks.mlp.up.kernel", value)}

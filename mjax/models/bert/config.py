@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from mjax.config.bounds import Count
-from mjax.config.marks import ANY_FAMILY, TUNING, By
-from mjax.config.model import Arrays, Gelu, Metric, register
+from mjax.config.marks import ANY_FAMILY, TUNING, By, Metric
+from mjax.config.model import Arrays, Gelu, register
 from mjax.errors import UsageError
 from mjax.models.gpt.config import TransformerConfig
 
