@@ -17,7 +17,7 @@ from mjax.config.model import REGISTRY
 from mjax.config.model_file import file_of
 from mjax.config.run import write_config
 from mjax.doctor import RED, Facts
-from mjax.doctor.checks import run_in_child
+from mjax.doctor.checks import examine
 from mjax.errors import UsageError
 from mjax.models.build import count_parameters
 from mjax.run.metrics import read_metrics
@@ -229,5 +229,5 @@ def test_written_config_imports_own_class(place, monkeypatch):
 @pytest.mark.ci
 def test_doctor_knows_own_model_in_its_child(place):
     facts = Facts(name=FILE, environment=os.environ | {"PYTHONPATH": str(ROOT)})
-    (found, *_) = run_in_child(("storage",), facts, lambda name: None)
+    (found, *_) = examine(facts, lambda name: None, ("storage",))
     assert found.status != RED, found.found

@@ -64,7 +64,7 @@ class FromMegatronArguments(_ImportArguments):
     vocabulary: int | None = None
     """Number of embedding rows that are tokens; the others are padding. By default the size of the tokenizer, or all
     rows without one."""
-    heads: int | None = None
+    heads: Count | None = None
     """Attention heads; required if the checkpoint does not say."""
     activation: Literal["gelu_tanh", "gelu_erf"] | None = None
     """GELU, if the checkpoint does not say; by default gelu_tanh for a GPT and gelu_erf for a BERT."""

@@ -37,9 +37,8 @@ from mjax.interop import convert as models
 from mjax.interop import lora, model_folder, tokenizer_files, weights
 from mjax.interop.convert import check_vocabulary, write_in_blocks, write_run
 from mjax.interop.megatron import arguments as megatron
-from mjax.interop.megatron import names
 from mjax.interop.megatron.checkpoint import Checkpoint, open_checkpoint
-from mjax.interop.megatron.tensors import DecoderTensors
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, family_of
 from mjax.interop.tensor_files import Tensors, open_tensors, parse_size, write_tensors
 from mjax.interop.tokenizer_files import fast_tokenizer
 from mjax.models.build import count_parameters
@@ -177,7 +176,7 @@ def from_megatron(arguments: FromMegatronArguments) -> int:
     if checkpoint.version_missing:
         origin = "from before megatron-core" if checkpoint.old_names else "of megatron-core"
         print(f"no checkpoint_version in it: assumed {checkpoint.version:g}, because its names are {origin}")
-    if family is names.MIXTURE and (left_out := megatron.balance_left_out(checkpoint.arguments, folder)):
+    if family is MIXTURE and (left_out := megatron.balance_left_out(checkpoint.arguments, folder)):
         print(left_out)
     _print_next_steps(arguments, rope, config, tokenizer)
     return 0
@@ -193,11 +192,11 @@ def _model(checkpoint: Checkpoint, arguments: FromMegatronArguments) -> tuple[Mo
         if layernorm == "post" and not checkpoint.old_names:
             problem = "apply_residual_connection_post_layernorm is set, which megatron-core ignores"
             raise UsageError(f"{folder}: {problem}; convert a BERT of the years before it")
-        return model, names.family_of(kind, version, layernorm, model.layers), tensors
+        return model, family_of(kind, version, layernorm, model.layers), tensors
     if flags := [name for name in ("heads", "activation") if getattr(arguments, name) is not None]:
         raise UsageError(f"{folder} says everything of its model itself; leave out --{flags[0]}")
     model = megatron.decoder_config(settings, tensors, folder, version)
-    family = names.MIXTURE if model.experts else names.DECODER
+    family = MIXTURE if model.experts else DECODER
     return model, family, DecoderTensors(tensors, model, folder)
 
 
@@ -296,7 +295,7 @@ def to_hf(arguments: ToHfArguments) -> int:
     blocks, into = partial(read_in_blocks, saved), ""
     if arguments.merged:
         base, of_base = _base(run, config)
-        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.OwnWeights(saved, config.model))
+        blocks = lora.merged(partial(read_in_blocks, of_base), config.model, lora.read_adapters(saved, config.model))
         into = f", merged into checkpoint {base.step} of {base.run}"
     shapes = {name: place.shape for name, place in weights.places(family, model).items()}
     generation = _generation_config(arguments, tokenizer, carried)
@@ -377,13 +376,13 @@ def _base(run: Path, config: Config) -> tuple[Base, Path]:
 def _to_peft(arguments: ToHfArguments, config: Config, family: Family, saved: Path, dtype: np.dtype) -> int:
     """Write the adapters of a checkpoint as a peft folder."""
     run, output = arguments.run, arguments.output
-    modules, own = lora.modules_of(family, config.model), lora.OwnWeights(saved, config.model)
-    base = read_base(run)
+    modules, base = lora.modules_of(family, config.model), read_base(run)
+    tensors = list(lora.peft_tensors(modules, lora.read_adapters(saved, config.model)))
     with model_folder.new_folder(output) as folder:
         values = lora.adapter_config(config.model, modules, arguments.base_name or base.run)
         model_folder.write_object(folder / lora.CONFIG, values)
-        shapes = {name: part.shape for name, _, part in lora.peft_tensors(modules, own)}
-        (file,) = write_tensors(folder, shapes, lora.peft_tensors(modules, own), dtype, sys.maxsize)
+        shapes = {name: part.shape for name, _, part in tensors}
+        (file,) = write_tensors(folder, shapes, tensors, dtype, sys.maxsize)
         rename(folder / file, folder / lora.WEIGHTS)
         if (template := run / "tokenizer" / tokenizer_files.TEMPLATE).is_file():
             shutil.copy(template, folder)

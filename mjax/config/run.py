@@ -44,7 +44,7 @@ from mjax.config.model import (
     stand_in,
 )
 from mjax.config.model_file import change_of_file, file_of, model_file_of, refuse_unknown
-from mjax.config.plain_values import build
+from mjax.config.plain_values import build, fits
 from mjax.errors import UsageError, check_folder, suggestion
 from mjax.utils.files import read_json, write_whole
 
@@ -506,13 +506,15 @@ def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
       UsageError: such a field has another value.
     """
     values = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
-    mesh, model, health = (values.get(name) or {} for name in ("mesh", "model", "health"))
+    mesh, model, health = (
+        section if isinstance(section := values.get(name), dict) else {} for name in ("mesh", "model", "health")
+    )
     if mesh.get("schedule") == "zb-h1":
         mesh["schedule"] = "1f1b"
     if health.get("spike_deviations") == 0.0:
         health |= {"spike": "ignore", "spike_deviations": 6.0}
-    if model.get("lora_rslora") is True:
-        alpha, rank = model.get("lora_alpha"), model.get("lora_rank")
+    rank, alpha = model.get("lora_rank"), model.get("lora_alpha")
+    if model.get("lora_rslora") is True and fits(rank, int) and fits(alpha, float | None):
         model |= {"lora_alpha": (2 * rank if alpha is None else alpha) * rank**0.5, "lora_rslora": False}
     for name, only in REMOVED.items():
         section, _, knob = name.partition(".")

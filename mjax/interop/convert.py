@@ -7,7 +7,7 @@ with new ones.
 from __future__ import annotations
 
 import dataclasses
-import math
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -143,22 +143,16 @@ def family_of(model: ModelConfig) -> Family:
         raise UsageError("transformers has one activation for MLP and MLM head, and this BERT two; convert another")
     if is_own(type(model)):
         raise UsageError(f"mjax convert has no names for {model.title}; `mjax.open_run(RUN).weights` has its weights")
-    differences = {}
+    different = {}
     for family in families():
-        difference = unlike(family, model)
-        if not difference:
+        if not (difference := unlike(family, model)):
             return family
         if family.fixed["kind"] == kind_of(model):
-            differences[family.model] = difference
-    names = dict.fromkeys(name for fields in differences.values() for name in fields)
-    raise UsageError(
-        f"transformers has no class for {model.title} with "
-        + " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in names)
-        + "".join(
-            f"; {other} has {', '.join(f'{name} {value}' for name, value in fields.items())}"
-            for other, fields in differences.items()
-        )
-    )
+            different[family.model] = difference
+    nearest, fields = min(different.items(), key=lambda each: len(each[1]))
+    flags = " ".join(f"--model.{name.replace('_', '-')} {getattr(model, name)}" for name in fields)
+    values = ", ".join(f"{name} {value}" for name, value in fields.items())
+    raise UsageError(f"transformers has no class for {model.title} with {flags}; {nearest} has {values}")
 
 
 def class_settings(model: ModelConfig) -> dict:
@@ -219,7 +213,10 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     if model.rope_scaling != "none":
         scaled = f"{model.rope_scaling}:{model.rope_factor:g}, {positions:,} of them"
         raise UsageError(f"--rope {given}: {source} already has rotary positions with {scaled}; leave --rope out")
-    kind, factor = _parsed(given)
+    match = re.fullmatch(rf"({'|'.join(SCALINGS)}):(\d{{1,9}}(?:\.\d+)?)", given)
+    kind, factor = (match[1], float(match[2])) if match else ("", 0.0)
+    if factor <= 1:
+        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; use one of {either(SCALINGS)} with :8")
     longer = positions * factor
     if longer >= LONGEST or longer != int(longer):
         use = f"use a factor such as {kind}:{max(2, round(min(factor, 64)))}"
@@ -227,19 +224,6 @@ def extended(model: ModelConfig, given: str | None, source: str) -> ModelConfig:
     original = None if kind == "linear" else positions
     scaling: dict[str, Any] = {"rope_scaling": kind, "rope_factor": factor, "rope_original": original}
     return dataclasses.replace(model, sequence=int(longer), max_position_embeddings=int(longer), **scaling)
-
-
-def _parsed(given: str) -> tuple[str, float]:
-    """The kind and the factor in `yarn:8`."""
-    kind, _, number = given.partition(":")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = math.nan
-    if kind not in SCALINGS or not 1 < factor < math.inf:
-        use = f"use one of {either(SCALINGS)}, such as {kind if kind in SCALINGS else 'yarn'}:8"
-        raise UsageError(f"--rope {given} is not a scaling and a factor above 1; {use}")
-    return kind, factor
 
 
 def rope_line(model: ModelConfig, given: str | None) -> str:

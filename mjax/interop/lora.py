@@ -32,6 +32,8 @@ from mjax.models.huggingface.family import Family
 from mjax.parallel.layers import ColumnParallelLinear
 
 Blocks = Callable[[str, int], Iterable[tuple[int, np.ndarray]]]
+Weights = dict[str, np.ndarray]
+"""By our names."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 READ = {"r", "lora_alpha", "use_rslora", "lora_dropout"}
@@ -111,18 +113,13 @@ def modules_of(family: Family, model: ModelConfig) -> dict[str, Module]:
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
-class OwnWeights:
-    """The adapters in a checkpoint: a few of the model's bytes, each read once."""
-
-    def __init__(self, checkpoint: Path, model: ModelConfig):
-        self.checkpoint, self.shapes, self.read = checkpoint, abstract_weights(model), {}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self.read:
-            shape, _ = self.shapes[name]
-            blocks = read_in_blocks(self.checkpoint, f"model.{name}", len(shape))
-            self.read[name] = np.concatenate([block for _, block in blocks])
-        return self.read[name]
+def read_adapters(checkpoint: Path, model: ModelConfig) -> Weights:
+    """The adapters in a checkpoint by name: a few of the model's bytes."""
+    return {
+        name: np.concatenate([block for _, block in read_in_blocks(checkpoint, f"model.{name}", len(shape))])
+        for name, (shape, _) in abstract_weights(model).items()
+        if ".adapter." in name
+    }
 
 
 def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str) -> dict[str, Any]:
@@ -144,14 +141,14 @@ def adapter_config(model: ModelConfig, modules: Mapping[str, Module], base: str)
     }
 
 
-def peft_tensors(modules: Mapping[str, Module], own: OwnWeights) -> Iterator[tuple[str, int, np.ndarray]]:
+def peft_tensors(modules: Mapping[str, Module], own: Weights) -> Iterator[tuple[str, int, np.ndarray]]:
     """The tensors of a peft folder, as `weights.tensor_parts` gives those of a model."""
     for name, module in modules.items():
         yield f"{PREFIX}{name}.lora_A.weight", 0, module.a(own[f"{module.path}.adapter.a"])
         yield f"{PREFIX}{name}.lora_B.weight", 0, module.b(own[f"{module.path}.adapter.b"])
 
 
-def merged(blocks: Blocks, model: ModelConfig, own: OwnWeights) -> Blocks:
+def merged(blocks: Blocks, model: ModelConfig, own: Weights) -> Blocks:
     """`blocks` of the base, as `weights.tensor_parts` takes them, with s A B added to each kernel that has adapters."""
     layers = adapters_of(model)
 
@@ -178,7 +175,7 @@ def merged(blocks: Blocks, model: ModelConfig, own: OwnWeights) -> Blocks:
 # --- Import -----------------------------------------------------------------------------------------------------------
 
 
-def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+def with_adapters_of(folder: Path, base: ModelConfig, family: Family) -> tuple[ModelConfig, Weights]:
     """The model of a peft folder on a `base`, and its A and B by our names, float32.
 
     Raises:

@@ -34,12 +34,10 @@ def check_output(folder: Path, overwrite: bool | None = None) -> None:
     Raises:
       UsageError: `folder` is a file, or contains anything else.
     """
-    inside = list(folder.iterdir()) if folder.is_dir() else []
-    if not folder.exists() or (folder.is_dir() and not inside):
+    inside = {entry.name: entry.is_dir() for entry in folder.iterdir()} if folder.is_dir() else None
+    if not folder.exists() or inside == {}:
         return
-    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json")) and not any(
-        entry.is_dir() for entry in inside
-    )
+    is_model = inside and not {"config.json", "adapter_config.json"}.isdisjoint(inside) and not any(inside.values())
     if not overwrite:
         replace = "--overwrite replaces it; or " if overwrite is False and is_model else ""
         raise UsageError(f"{folder} exists; {replace}give a folder that is empty or does not exist")
@@ -134,8 +132,8 @@ def imported_card(source: Path, model: str, rope: str = "") -> str:
       UsageError: the card of the folder is not text.
     """
     card = read_card(source)
-    lines = [*history(card), f"- converted by mjax from `{source.resolve().name}`, {model}{rope and f', with {rope}'}"]
-    return with_block(card, "\n".join(lines))
+    line = f"- converted by mjax from `{source.resolve().name}`, {model}{rope and f', with {rope}'}"
+    return with_block(card, "\n".join([*history(card), line]))
 
 
 def description(
@@ -152,13 +150,10 @@ def description(
       lines: its `history`, with this conversion.
       tokenizer: whether the folder has one.
     """
-    width = f"{model.layers} layers, hidden size {model.hidden:,}, {model.heads} attention heads"
-    if model.groups != model.heads:
-        width += f" ({model.groups} of keys and values)"
-    opened = "AutoModelForCausalLM" if family.generates else family.model
-    names = f"{opened}, AutoTokenizer" if tokenizer else opened
-    code = [f"from transformers import {names}", "", f'model = {opened}.from_pretrained("{name}")']
-    code += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] * tokenizer
-    facts = f"`{family.model}` with {parameters:,} parameters in {dtype}: {width}, vocabulary {model.vocabulary:,}, "
-    facts += f"sequences of up to {model.max_positions:,} tokens."
+    facts = f"`{family.model}` with {parameters:,} parameters in {dtype}: {model.layers} layers, hidden size "
+    facts += f"{model.hidden:,}, vocabulary {model.vocabulary:,}, sequences of up to {model.max_positions:,} tokens."
+    classes = ["AutoModelForCausalLM" if family.generates else family.model, *["AutoTokenizer"] * tokenizer]
+    opened = zip(("model", "tokenizer"), classes, strict=False)
+    code = [f"from transformers import {', '.join(classes)}", ""]
+    code += [f'{variable} = {cls}.from_pretrained("{name}")' for variable, cls in opened]
     return "\n".join([f"# {name}", "", facts, "", *lines, "", "```py", *code, "```"])

@@ -46,11 +46,6 @@ class Kind:
     shape: tuple[int, ...]
 
 
-def kind_of(array: np.ndarray) -> Kind:
-    """Dtype and shape of an array, in safetensors' names if there is one."""
-    return Kind(WORDS.get(array.dtype.name, array.dtype.name), array.shape)
-
-
 class Tensors(Protocol):
     """The tensors of a model folder.
 
@@ -142,7 +137,8 @@ class PickledFiles:
             if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
                 raise UsageError(f"{file} has something other than tensors by name; give the model's state_dict")
             arrays = as_arrays(file, content)
-            _add_kinds(self.kinds, file, {name: kind_of(array) for name, array in arrays.items()}, expected)
+            kinds = {name: Kind(WORDS.get(a.dtype.name, a.dtype.name), a.shape) for name, a in arrays.items()}
+            _add_kinds(self.kinds, file, kinds, expected)
             self._arrays |= arrays
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:

@@ -19,8 +19,9 @@ import re
 import reprlib
 import zipfile
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,23 +65,18 @@ def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
     """
     import torch
 
-    archive, in_memory = zipfile.is_zipfile(file), not isinstance(file, Path)
+    archive, on_disk = zipfile.is_zipfile(file), isinstance(file, Path)
     if archive:
         _check_archive(file)
     names = _names_in(file) if of_megatron else ()
-    if in_memory:
+    if not on_disk:
         file.seek(0)
-    load = partial(torch.load, file, map_location="cpu", weights_only=True, mmap=archive and not in_memory)
-    if not of_megatron:
-        return load()
-    inert = [
-        (type(name, (StandIn,), {}), name) for name in names if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)
-    ]
+    known = [name for name in names if name in NEXT_TO_TENSORS or name.startswith(OF_MEGATRON)]
     allowed = torch.serialization.get_safe_globals()  # by other libraries
     torch.serialization.clear_safe_globals()
     try:
-        torch.serialization.add_safe_globals(inert)
-        return load()
+        torch.serialization.add_safe_globals([(type(name, (StandIn,), {}), name) for name in known])
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=archive and on_disk)
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(allowed)
@@ -88,19 +84,15 @@ def load_tensors(file: Path | BinaryIO, of_megatron: bool = False) -> Any:
 
 def _names_in(file: Path | BinaryIO) -> set[str]:
     """The names of functions and classes in a file of torch.save, found without running it."""
-    if isinstance(file, Path) and not zipfile.is_zipfile(file):
-        with file.open("rb") as stream:  # torch before 1.6: four pickles, the fourth is the object
-            return {name for _ in range(4) for name in _names_in_pickle(stream)}
-    with zipfile.ZipFile(file) as archive:
-        records = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        return {name for record in records for name in _names_in_pickle(archive.open(record))}
-
-
-def _names_in_pickle(stream: BinaryIO) -> set[str]:
-    try:
-        return {value.replace(" ", ".", 1) for code, value, _ in pickletools.genops(stream) if code.name == "GLOBAL"}
-    except ValueError:  # not a pickle: torch reports it when it opens the file
-        return set()
+    with ExitStack() as stack, suppress(ValueError):  # not a pickle: torch reports it when it opens the file
+        if isinstance(file, Path) and not zipfile.is_zipfile(file):
+            pickles = 4 * [stack.enter_context(file.open("rb"))]  # torch before 1.6: the fourth is the object
+        else:
+            archive = stack.enter_context(zipfile.ZipFile(file))
+            pickles = [archive.open(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+        opcodes = chain.from_iterable(map(pickletools.genops, pickles))
+        return {value.replace(" ", ".", 1) for code, value, _ in opcodes if code.name == "GLOBAL"}
+    return set()
 
 
 def _check_archive(file: Path | BinaryIO) -> None:
@@ -200,10 +192,9 @@ def load(file: Path, chunk: Chunk | None = None) -> dict[str, Any]:
         raise UsageError(f"{file} does not exist; copy the whole checkpoint")
     import_torch("checkpoints of Megatron are read by torch")
     try:
-        if chunk is None:
-            content = load_tensors(file, of_megatron=True)
-        else:
-            (content,) = load_tensors(read_chunk(file, chunk), of_megatron=True)
+        content = load_tensors(file if chunk is None else read_chunk(file, chunk), of_megatron=True)
+        if chunk is not None:
+            (content,) = content
     except Exception as error:  # of many kinds, for what is cut off, no file of torch's, or more than data
         if called := re.search(r"GLOBAL (\S+)", str(error)):
             what = f"{called[1]}, which is not part of a checkpoint of Megatron, and nothing was executed"

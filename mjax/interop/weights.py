@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, product
@@ -69,7 +70,7 @@ class Place:
 
 def places(family: Family, model: ModelConfig) -> dict[str, Place]:
     """The place of every tensor of the model by name: in the order of the table, and layer by layer."""
-    shapes, dims = _shapes(model), weight_dims(model)
+    shapes, dims = {name: shape for name, (shape, _) in abstract_weights(model).items()}, weight_dims(model)
     stored, table, whole = _stored(shapes, model), {}, slice(None)
     for layer, (module, names) in _modules(family, model):
         for ours in (module, *(f"{module}.{part}" for part in ("table", "kernel", "scale", "bias"))):
@@ -157,10 +158,6 @@ def as_stored(family: Family, tensors: Tensors) -> Family:
     return replace(family, names={**family.names, **family.fused})
 
 
-def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, (shape, _) in abstract_weights(model).items()}
-
-
 def leaves(model: Model) -> dict[str, Any]:
     """The weights of a model by name."""
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
@@ -186,7 +183,7 @@ def find_tensors(
         raise UsageError(f"{family.described_by} of {source} asks for {counts}; download the model again")
     expected = places(family, model)
     copied = {copy: original for copy, original in family.copies.items() if copy not in expected}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, kind in tensors.kinds.items():
         if re.fullmatch(family.ignored, name):
             continue
@@ -198,23 +195,14 @@ def find_tensors(
             raise UsageError(f"{source} has a tensor {family.spelled(name)}, {model_of}; {remedy}")
         if kind.dtype not in FLOATS:
             raise UsageError(f"{source}: {name} is of type {kind.dtype}; mjax reads {', '.join(FLOATS)}")
-        if known in found:
-            raise UsageError(f"{source} has both {name} and {found[known]}; remove the one that is not the model's")
+        if names.setdefault(known, name) != name:
+            raise UsageError(f"{source} has both {name} and {names[known]}; remove the one that is not the model's")
         if known not in copied and not _fits(family, kind, place):
             shapes = f"shape {kind.shape}, and {family.described_by} asks for {place.shape}"
             raise UsageError(f"{source}: {family.spelled(name)} has {shapes}; restore one of the two")
-        found[known] = name
-    absent = absent_heads(family, model, {copied.get(known, known) for known in found})
-    copies = {copy: found.pop(copy) for copy in copied if copy in found}
-    missing = {name: place for name, place in expected.items() if name not in found}
-    _check_missing(family, missing, absent, source, draw_heads)
-    for known, copy in copies.items():
-        _check_copy(family, tensors, copy, found[copied[known]], expected[copied[known]], source)
-    return found
-
-
-def _check_missing(family: Family, missing: dict[str, Place], absent: list[str], source: str, draw_heads: bool) -> None:
-    """Refuse missing tensors, except those of heads without any if these may be drawn."""
+    absent = absent_heads(family, model, {copied.get(known, known) for known in names})
+    copies = {copy: names.pop(copy) for copy in copied if copy in names}
+    missing = {name: place for name, place in expected.items() if name not in names}
     if lost := [name for name, place in missing.items() if not place.ours.startswith(tuple(absent))]:
         named = and_more(list(dict.fromkeys(map(family.spelled, lost))))
         raise UsageError(f"{source} lacks the tensor {named}; download the model again")
@@ -222,6 +210,9 @@ def _check_missing(family: Family, missing: dict[str, Place], absent: list[str],
         heads = ", ".join(family.heads[head] for head in absent)
         lost = f"{and_more(list(missing))}, all of {heads}; its encoder is complete"
         raise UsageError(f"{source} lacks the tensor {lost}, so add --draw-heads to give these random weights")
+    for known, copy in copies.items():
+        _check_copy(family, tensors, copy, names[copied[known]], expected[copied[known]], source)
+    return names
 
 
 def _check_copy(family: Family, tensors: Tensors, copy: str, original: str, place: Place, source: str) -> None:
@@ -280,7 +271,7 @@ def block_reader(
     Raises:
       UsageError: when a part is read: it is not finite.
     """
-    shapes, dims, parts = _shapes(model), weight_dims(model), _by_weight(family, model)
+    shapes, dims, parts = abstract_weights(model), weight_dims(model), _by_weight(family, model)
 
     def tensor(name: str, rows: slice = slice(None)) -> np.ndarray:
         array = tensors.read(names[name], rows)
@@ -292,7 +283,8 @@ def block_reader(
     def block(ours: str, first: int, end: int) -> np.ndarray:
         if ours in (drawn or {}):
             return np.asarray(drawn[ours])[first:end]
-        out = np.zeros((end - first, *shapes[ours][1:]), np.float32)  # vocabulary padding stays 0
+        shape, _ = shapes[ours]
+        out = np.zeros((end - first, *shape[1:]), np.float32)  # vocabulary padding stays 0
         for name, place in parts[ours]:
             if place.of_tokens:  # an embedding is large: avoid a second copy
                 for rows in _rows(first, min(end, place.shape[0])):
@@ -320,12 +312,12 @@ def tensor_parts(
       blocks: takes the name of an array of a checkpoint and its number of dims; returns parts along dim 0 in order,
         each with its first index.
     """
-    shapes, dims = _shapes(model), weight_dims(model)
+    dims = weight_dims(model)
     for ours, named in _by_weight(family, model).items():
-        found = blocks(f"model.{ours}", len(shapes[ours]))
+        parts = blocks(f"model.{ours}", len(dims[ours]))
         if {LAYER, TOKEN}.isdisjoint(dims[ours]):
-            found = [(0, np.concatenate([part for _, part in found]))]
-        for first, block in found:
+            parts = [(0, np.concatenate([part for _, part in parts]))]
+        for first, block in parts:
             for name, place in named:
                 if TOKEN in dims[ours]:
                     if len(rows := block[: max(0, model.vocabulary - first)]):
@@ -336,7 +328,7 @@ def tensor_parts(
 
 def _by_weight(family: Family, model: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
     """The names and places of the tensors of each weight."""
-    parts: dict[str, list[tuple[str, Place]]] = {}
+    parts = defaultdict(list)
     for name, place in places(family, model).items():
-        parts.setdefault(place.ours, []).append((name, place))
+        parts[place.ours].append((name, place))
     return parts

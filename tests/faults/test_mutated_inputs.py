@@ -9,7 +9,7 @@ import pytest
 
 from mjax.checkpoint.folders import Unusable
 from mjax.errors import LONGEST, RunError, UsageError, one_sentence
-from mjax.interop.megatron.names import flat
+from mjax.interop.megatron.checkpoint import flat
 from mjax.interop.megatron.tensors import DistributedTensors
 from mjax.interop.torch_files import Chunk, Stored, read_metadata
 from tests.faults.mutated_files import READERS

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mjax.config import ModelConfig
+from mjax.models.build import abstract_weights
 
 
 def harmless_arguments() -> dict[str, Any]:
@@ -21,36 +22,9 @@ def harmless_arguments() -> dict[str, Any]:
 
 def draw(model: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights; the rows that pad the vocabulary are 0."""
-    random, h, f, n, d = np.random.default_rng(seed), model.hidden, model.mlp_width, model.heads, model.head_size
-    norm = {"scale": (h,), "bias": (h,)}
-    shapes = {"embedding": {"table": (model.padded_vocabulary, h)}, "final_norm": norm}
-    layer = {
-        "attention_norm": norm,
-        "attention.qkv": {"kernel": (h, 3, n, d), "bias": (3, n, d)},
-        "attention.out": {"kernel": (n, d, h), "bias": (h,)},
-        "mlp_norm": norm,
-        "mlp.up": {"kernel": (h, f), "bias": (f,)},
-        "mlp.down": {"kernel": (f, h), "bias": (h,)},
-    }
-    shapes |= {
-        f"blocks.{name}": {part: (model.layers, *shape) for part, shape in parts.items()}
-        for name, parts in layer.items()
-    }
-    if model.kind == "bert":
-        shapes |= {
-            "mlm.transform": {"kernel": (h, h), "bias": (h,)},
-            "mlm.norm": norm,
-            "mlm": {"bias": (model.padded_vocabulary,)},
-            "pooler": {"kernel": (h, h), "bias": (h,)},
-            "order": {"kernel": (h, 2), "bias": (2,)},
-        }
-    flat = {f"{name}.{part}": shape for name, parts in shapes.items() for part, shape in parts.items()}
-    flat |= {"positions": (model.sequence, h)}
-    if model.kind == "bert":
-        flat |= {"token_types": (2, h)}
-    if getattr(model, "layernorm", "pre") == "post":
-        flat = {name.replace("final_norm", "embedding_norm"): shape for name, shape in flat.items()}
-    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in flat.items()}
+    random = np.random.default_rng(seed)
+    shapes = {name: shape for name, (shape, _) in abstract_weights(model).items()}
+    weights = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     for name in weights.keys() & {"embedding.table", "mlm.bias"}:
         weights[name][model.vocabulary :] = 0
     return weights
@@ -70,9 +44,9 @@ def fused(q_k_v: np.ndarray, version: float) -> np.ndarray:
 
 def share(
     weights: dict[str, np.ndarray], model: ModelConfig, version: float, rank: int = 0, ranks: int = 1,
-    stage: int = 0, stages: int = 1, padded: int | None = None, nested: bool = True,
+    stage: int = 0, stages: int = 1, padded: int | None = None,
 ) -> dict:  # fmt: skip
-    """Return the share of a rank, nested and named as in 2020, or with the names of megatron-core.
+    """Return the share of a rank, nested and named as in 2020.
 
     Args:
       weights: the model.
@@ -80,7 +54,6 @@ def share(
       version: `checkpoint_version`.
       rank, ranks, stage, stages: which of the tensor ranks, and of the stages of the pipeline.
       padded: rows of Megatron's embedding, numbers that mean nothing in those that pad it.
-      nested: as in 2020.
     """
     padded = padded or model.vocabulary
     part = lambda extent: slice(rank * extent // ranks, (rank + 1) * extent // ranks)  # noqa: E731
@@ -105,20 +78,19 @@ def share(
         before = norm("blocks.attention_norm", i)
         if post:
             before = norm("embedding_norm") if i == 0 else norm("blocks.mlp_norm", i - 1)
-        names = OLD if nested else NEW
         modules = {
-            names["attention_norm"]: before,
-            names["qkv"]: {
+            "input_layernorm": before,
+            "attention.query_key_value": {
                 "weight": fused(kernel, version),
                 "bias": fused(of["attention.qkv.bias"][:, heads], version),
             },
-            names["out"]: {
+            "attention.dense": {
                 "weight": of["attention.out.kernel"][heads].reshape(-1, model.hidden).T,
                 "bias": of["attention.out.bias"],
             },
-            names["mlp_norm"]: norm("blocks.attention_norm" if post else "blocks.mlp_norm", i),
-            names["up"]: {"weight": of["mlp.up.kernel"][:, wide].T, "bias": of["mlp.up.bias"][wide]},
-            names["down"]: {"weight": of["mlp.down.kernel"][wide].T, "bias": of["mlp.down.bias"]},
+            "post_attention_layernorm": norm("blocks.attention_norm" if post else "blocks.mlp_norm", i),
+            "mlp.dense_h_to_4h": {"weight": of["mlp.up.kernel"][:, wide].T, "bias": of["mlp.up.bias"][wide]},
+            "mlp.dense_4h_to_h": {"weight": of["mlp.down.kernel"][wide].T, "bias": of["mlp.down.bias"]},
         }
         layers |= {f"layers.{local}.{at}.{what}": x for at, both in modules.items() for what, x in both.items()}
 
@@ -134,23 +106,7 @@ def share(
         embedding["tokentype_embeddings"] = {"weight": weights["token_types"]}
     head = {}
     if bert and last:
-        head = {
-            "dense": linear("mlm.transform"),
-            "layernorm" if nested else "layer_norm": norm("mlm.norm"),
-        }
-    if not nested:
-        flat = {f"{'encoder' if bert else 'decoder'}.{name}": array for name, array in layers.items()}
-        if first:
-            flat |= {f"embedding.{name}.weight": both["weight"] for name, both in embedding.items()}
-        elif last:
-            flat["output_layer.weight"] = rows(weights["embedding.table"])
-        for module, both in head.items():
-            flat |= {f"lm_head.{module}.{what}": array for what, array in both.items()}
-        if head:
-            flat["output_layer.bias"] = rows(weights["mlm.bias"])
-            flat |= {f"pooler.dense.{what}": array for what, array in linear("pooler").items()}
-            flat |= {f"binary_head.{what}": array for what, array in linear("order").items()}
-        return flat
+        head = {"dense": linear("mlm.transform"), "layernorm": norm("mlm.norm")}
     language = {"transformer": layers}
     if first:
         language["embedding"] = embedding
@@ -163,13 +119,3 @@ def share(
         model_dict["lm_head"] = {"bias": rows(weights["mlm.bias"]), **both}
         model_dict["binary_head"] = linear("order")
     return model_dict
-
-
-OLD = {
-    "attention_norm": "input_layernorm", "qkv": "attention.query_key_value", "out": "attention.dense",
-    "mlp_norm": "post_attention_layernorm", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
-}  # fmt: skip
-NEW = {
-    "attention_norm": "input_layernorm", "qkv": "self_attention.linear_qkv", "out": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm", "up": "mlp.linear_fc1", "down": "mlp.linear_fc2",
-}  # fmt: skip

@@ -10,8 +10,8 @@ from mjax.config import GPTConfig, read_config
 from mjax.config.model import as_kind
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import DEFAULTS, model_config
-from mjax.interop.megatron.names import family_of, flat, renamed
-from mjax.interop.megatron.tensors import RankTensors
+from mjax.interop.megatron.checkpoint import flat
+from mjax.interop.megatron.tensors import RankTensors, family_of, renamed
 from tests.interop.megatron_files import draw, harmless_arguments, share
 from tests.interop.whole_weights import assert_same, read_weights, weights_of
 
@@ -20,15 +20,15 @@ BERT = as_kind(SMALL, "bert")
 WORDS, QKV = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
-def pieces_of(model, version=3.0, ranks=1, stages=1, nested=True):
+def current_share(model, *args):
+    """What a rank holds, by current names."""
+    return renamed(flat(share(draw(model), model, *args)), model.kind, "source")
+
+
+def pieces_of(model, version=3.0, ranks=1, stages=1):
     """For each stage what each rank holds, by current names."""
     return [
-        [
-            renamed(
-                flat(share(draw(model), model, version, rank, ranks, stage, stages, 32, nested)), model.kind, "source"
-            )
-            for rank in range(ranks)
-        ]
+        [current_share(model, version, rank, ranks, stage, stages, 32) for rank in range(ranks)]
         for stage in range(stages)
     ]
 
@@ -59,7 +59,8 @@ def test_post_layernorm_bert_is_read():
 
 
 def test_other_spellings_name_same_tensors():
-    of_2020, new = (flat(share(draw(SMALL), SMALL, 3.0, padded=32, nested=nested)) for nested in (True, False))
+    of_2020, new = flat(share(draw(SMALL), SMALL, 3.0)), current_share(SMALL, 3.0)
+    assert {WORDS, QKV, "decoder.layers.1.mlp.linear_fc1.weight", "decoder.final_layernorm.bias"} < new.keys()
     of_2021 = [name.replace("transformer.", "encoder.").replace(".attention.", ".self_attention.") for name in of_2020]
     fused = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}  # by TransformerEngine
     fused |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
@@ -121,11 +122,12 @@ def test_interleaved_chunks_are_ordered(write_rank, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("nested", "version", "origin"), [(True, 0, "from before megatron-core"), (False, 3, "of megatron-core")]
+    ("version", "names", "origin"), [(0, share, "from before megatron-core"), (3, current_share, "of megatron-core")]
 )
-def test_missing_version_follows_names(nested, version, origin, write_rank, tmp_path, capsys):
+def test_missing_version_follows_names(version, names, origin, write_rank, tmp_path, capsys):
     weights = draw(SMALL)
-    write_rank(tmp_path / "in", "00", model=share(weights, SMALL, version, nested=nested), checkpoint_version=None)
+    model = share(weights, SMALL, version) if names is share else current_share(SMALL, version)
+    write_rank(tmp_path / "in", "00", model=model, checkpoint_version=None)
     assert convert(tmp_path, "--heads", "4", "--vocabulary-multiple", "8") == 0
     said = f"no checkpoint_version in it: assumed {version}, because its names are {origin}\n"
     assert said in capsys.readouterr().out
@@ -139,9 +141,7 @@ def test_files_of_several_steps_are_refused(write_rank, tmp_path, capsys):
     assert "iteration is 6, and 5 in" in capsys.readouterr().err
 
 
-ROTARY = {
-    name: tensor for name, tensor in share(draw(SMALL), SMALL, 3.0, nested=False).items() if "position" not in name
-}
+ROTARY = {name: tensor for name, tensor in current_share(SMALL, 3.0).items() if "position" not in name}
 T5 = {f"{trunk}.layers.0.mlp.linear_fc1.weight": np.ones((4, 4)) for trunk in ("encoder", "decoder")}
 
 

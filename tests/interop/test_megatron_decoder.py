@@ -9,8 +9,7 @@ import pytest
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import assumed_arguments, balance_left_out, decoder_config
 from mjax.interop.megatron.checkpoint import open_checkpoint
-from mjax.interop.megatron.names import DECODER, MIXTURE
-from mjax.interop.megatron.tensors import DecoderTensors, RankTensors, gathered
+from mjax.interop.megatron.tensors import DECODER, MIXTURE, DecoderTensors, RankTensors, gathered
 from mjax.interop.weights import block_reader, find_tensors
 from tests.interop.megatron_files import harmless_arguments
 
@@ -136,7 +135,7 @@ def test_decoder_shares_merge(ranks):
     assert (model.layers, model.groups, model.head_size, model.mlp_width, model.tied) == (LAYERS, K, D, F, False)
     assert (model.rope_theta, model.norm_epsilon, model.rope_scaling) == (500_000, 1e-6, "none")
     check(reader_of(tensors, ARGUMENTS, DECODER), experts=False)
-    some = DecoderTensors(tensors, model, "source").read("model.layers.3.mlp.up_proj.weight", slice(2, 5))
+    some = DecoderTensors(tensors, model, "source").read("decoder.layers.3.mlp.linear_fc1.up.weight", slice(2, 5))
     np.testing.assert_array_equal(some, matrix(3, "up", F, H)[2:5])
 
 

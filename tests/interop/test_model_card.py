@@ -29,8 +29,8 @@ def test_card_of_source_is_kept(convert, tmp_path):
     assert card.startswith("---\nlicense: apache-2.0\n---\n")
     assert card.endswith("# Tiny\n\nA card --- of someone else.\n")
     for said in (
-        "`LlamaForCausalLM` with 12,144 parameters in float32: 2 layers, hidden size 16, 4 attention heads (2 of",
-        "vocabulary 257, sequences of up to 16 tokens.",
+        "`LlamaForCausalLM` with 12,144 parameters in float32: 2 layers, hidden size 16, vocabulary 257, ",
+        "sequences of up to 16 tokens.",
         "- converted by mjax from `tiny`, a LlamaForCausalLM\n- checkpoint 0 of the run `run`: the weights",
         'model = AutoModelForCausalLM.from_pretrained("out")',
     ):

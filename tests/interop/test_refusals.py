@@ -239,7 +239,8 @@ def test_pickles_need_torch_2_10(version, tmp_path, monkeypatch):
         opened.append(how["weights_only"])
         raise RuntimeError("nothing to read")
 
-    torch = SimpleNamespace(__version__=version, load=load, float32=0, float16=1, bfloat16=2)
+    names = SimpleNamespace(get_safe_globals=list, clear_safe_globals=list, add_safe_globals=list)
+    torch = SimpleNamespace(__version__=version, load=load, serialization=names)
     monkeypatch.setitem(sys.modules, "torch", torch)
     only_a_pickle(write_folder(tmp_path / "in"))
     with pytest.raises(UsageError) as error:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
-def test_tokenizers_of_both_open_in_the_other(lowercase, tmp_path):
+def test_tokenizers_of_both_open_in_the_other(lowercase, tmp_path, capsys):
     file = bert_file(tmp_path / "vocabulary", lowercase)
     ours = load_tokenizer(f"bert-{'uncased' if lowercase else 'cased'}:{file}")
     shape = {"num_hidden_layers": 1, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 24}
@@ -33,6 +33,7 @@ def test_tokenizers_of_both_open_in_the_other(lowercase, tmp_path):
     transformers.BertForPreTraining(config).save_pretrained(tmp_path / "hf")
     transformers.BertTokenizer(vocab=str(file), do_lower_case=lowercase).save_pretrained(tmp_path / "hf")
     assert cli.main(["convert", "from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    assert f"--tokenizer run:{tmp_path}/run --split-sentences --no-append-eod\n" in capsys.readouterr().out
     found = tokenizer_from_folder(tmp_path / "run" / "tokenizer")
     assert (found.cls, found.mask) == (ours.cls, ours.mask)
     assert cli.main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0

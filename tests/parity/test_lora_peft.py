@@ -79,6 +79,8 @@ def test_both_say_the_same_and_export_what_they_were(both):
     assert_scores(folder / "lora", peer, batch)
     for flags in (["out", "--adapter"], ["merged", "--merged"]):
         assert cli.main(["convert", "to-hf", str(folder / "lora"), str(folder / flags[0]), flags[1]]) == 0
+    alpha = json.loads((folder / "out" / "adapter_config.json").read_text())["lora_alpha"]
+    assert isinstance(alpha, int), "as vLLM requires"
     again = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder / "out").eval()
     ids = torch.tensor(batch["tokens"].astype(np.int64))
     with torch.no_grad():

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from mjax.config import BERTConfig, GPTConfig, LlamaConfig, MixtureConfig, ModelConfig
 from mjax.errors import UsageError
-from mjax.interop.megatron.names import EMBEDDING, POSITIONS, QKV, TRUNKS
+from mjax.interop.megatron.tensors import EMBEDDING, POSITIONS, QKV, TRUNKS
 from mjax.interop.tensor_files import Tensors
 
 Activation = Literal["gelu_tanh", "gelu_erf"]
@@ -80,12 +80,9 @@ class Arguments:
             self.reject(f"{name} is {value!r}, not a whole number from {least} on", "copy the files again")
         return value
 
-    def number(self, name: str) -> float:
-        """Any number; 0 without the argument and a default."""
-        return self.checked_number(name, 0.0 if self[name] is None else self[name])
-
-    def checked_number(self, name: str, value: Any) -> float:
-        """`value`, of this argument or a part of it, as a number."""
+    def number(self, name: str, *of_several: Any) -> float:
+        """The argument, or one of its several values, as a number; 0 without the argument and a default."""
+        (value,) = of_several or (0.0 if self[name] is None else self[name],)
         if type(value) not in (int, float) or not 0 <= value < 1e30:
             self.reject(f"{name} is {value!r}, not a number from 0 on", "copy the checkpoint again")
         return float(value)
@@ -219,7 +216,7 @@ def model_config(
         problem = f"{count} heads of {size!r} numbers are not the {hidden} of hidden_size"
         said.reject(problem, "give the model's own --heads, or convert another model")
     if arguments is not None and activation is not None:
-        raise UsageError(f"{source} says itself which GELU its model has; leave out --activation")
+        said.reject("its arguments say which GELU the model has", "leave out --activation")
     layernorm = "post" if said["apply_residual_connection_post_layernorm"] else "pre"
     if layernorm == "post" and kind != "bert":
         said.reject("apply_residual_connection_post_layernorm is set: a GPT has no such form, only old BERT models")
@@ -236,26 +233,21 @@ def model_config(
 
 
 def _heads(said: Arguments, heads: int | None) -> int:
-    theirs, source = said["num_attention_heads"], said.source
+    theirs = said["num_attention_heads"]
     if theirs is None and heads is None:
-        raise UsageError(f"{source} has no number of attention heads; add --heads, 16 for the published 345M")
+        said.reject("it has no number of attention heads", "add --heads, 16 for the published 345M")
     if theirs is not None and heads not in (None, theirs):
-        raise UsageError(f"{source}: the model has {theirs} attention heads and --heads is {heads}; leave it out")
-    count = heads if theirs is None else theirs
-    if type(count) is not int or count < 1:
-        raise UsageError(f"{count!r} attention heads is not a whole number above 0; give the model's own with --heads")
-    return count
+        said.reject(f"the model has {theirs} attention heads and --heads is {heads}", "leave it out")
+    return heads if theirs is None else said.count("num_attention_heads", least=1)
 
 
 def _activations(kind: str, said: Arguments) -> dict[str, Activation]:
     """GELU of the MLP, and of a BERT's MLM head, which Megatron's fused kernel (tanh) does not replace."""
-    if said["openai_gelu"]:
-        return {"activation": "gelu_tanh"}
-    if said["bias_gelu_fusion"] and said["onnx_safe"]:
+    fused = said["bias_gelu_fusion"] and not said["openai_gelu"]
+    if fused and said["onnx_safe"]:
         said.reject("bias_gelu_fusion and onnx_safe are both set, which versions of Megatron compute differently")
-    if not said["bias_gelu_fusion"]:
-        return {"activation": "gelu_erf"}
-    return {"activation": "gelu_tanh", **({"mlm_activation": "gelu_erf"} if kind == "bert" else {})}
+    mlm: dict[str, Activation] = {"mlm_activation": "gelu_erf"} if fused and kind == "bert" else {}
+    return {"activation": "gelu_tanh" if fused or said["openai_gelu"] else "gelu_erf", **mlm}
 
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
@@ -400,10 +392,9 @@ def _balance(said: Arguments) -> tuple[dict[str, Any], str]:
     kinds, name = _listed(said["moe_router_load_balancing_type"] or "aux_loss"), "moe_aux_loss_coeff"
     if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in LOSSES]:
         said.reject(f"moe_router_load_balancing_type is {unknown[0]!r}, and mjax knows {', '.join(LOSSES)}")
-    numbers = [said.checked_number(name, each) for each in _listed(said[name])]
+    numbers = [said.number(name, each) for each in _listed(said[name])]
     if len(numbers) != len(kinds):
-        problem = f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses"
-        said.reject(problem, "copy the checkpoint again")
+        said.reject(f"{name} has {len(numbers)} numbers and moe_router_load_balancing_type {len(kinds)} losses")
     losses = {kind: number for kind, number in zip(kinds, numbers, strict=True) if number and kind != "none"}
     if not losses:
         return {}, ""
@@ -437,70 +428,37 @@ HARMLESS = re.compile(
         add_qkv_bias encoder_num_layers moe_ffn_hidden_size moe_router_topk_scaling_factor moe_router_num_groups
         moe_router_group_topk moe_router_load_balancing_type moe_shared_expert_intermediate_size moe_z_loss_coeff
         moe_expert_capacity_factor moe_layer_freq
-
-        *parallel_size* *pipeline* *process_group* *overlap* *ddp* *_num_weight_shards data_parallel_* rank local_rank
-        world_size nnodes distributed_* DDP_impl *fsdp* *_dp_sharding_strategy nccl_* tp_comm_* cp_comm_type
-        *_comm_backend delay_* align_* *_p2p_* use_ring_exchange_p2p sequence_parallel hybrid_context_parallel
-        enable_full_sharding_in_hsdp *gtp_weight_remat_size expert_parallel create_all_gather_group use_sharp
-        sharp_enabled_group high_priority_* disable_symmetric_registration suggested_communication_unit_size
-        async_tensor_model_parallel_allreduce standalone_embedding_stage microbatch_group_size_* num_microbatches_*
-        variable_seq_lengths use_tp_pp_dp_mapping
-
-        *autocast* *fp8* fp16 bf16 fp32_allreduce fp32_residual_connection fp16_lm_cross_entropy *_dtype fp4 fp4_*
-        first_last_layers_bf16 num_layers_at_*_in_bf16 disable_bf16_reduced_precision_matmul grad_* gradient_*
-        accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
-        te_precision_config_file te_rng_tracker use_te_rng_tracker kitchen_* tp_only_amax_red
-
-        *optimizer* *weight_decay* *loss_scale* distrib_optim_* reuse_grad_buf_* use_layer_wise_* adam_* *muon_* lion_*
-        soap_* sgd_momentum lr lr_* min_lr decoupled_* head_lr_mult warmup apply_wd_to_qk_layernorm clip_grad qk_clip*
-        override_* min_scale hysteresis
-
-        *batch_size* *validation* *init_method* train_* seed exit_* skip_train skipped_* iterations_to_skip eval_*
-        start_eval_* iteration curr_iteration consumed_* do_train do_valid do_test finetune manual_gc*
-        phase_transition_iterations rerun_mode result_rejected_* error_injection_* fault_injector_* inprocess_*
-        *ft_package ft_* calc_ft_timeouts adlr_* run_workload_inspector_server straggler_* disable_straggler_on_startup
-        check_* test_mode eod_mask_loss cross_entropy_* calculate_per_token_loss mask_prob mask_factor mask_type
-        short_seq_prob num_floating_point_operations_so_far freeze_all_layers perform_initialization
-        use_cpu_initialization init_model_with_meta_device lazy_mpu_init
-
-        *ckpt* *checkpoint* save save_* load load_* no_save_* no_load_* async_* non_persistent_* replication
-        replication_* verify_integrity strict_fsdp_* dump_param_to_param_group_map metadata_path
-        object_storage_cache_path
-
-        *tokenizer* data_* *_data_path per_split_data_args_path per_dataset_* num_dataset_builder_threads
-        mid_level_dataset_surplus dataloader_* split seq_length *_seq_length max_seqlen_* reset_position_ids
-        reset_attention_mask create_attention_mask_in_dataloader num_workers mmap_* mock_data sft sft_* fim_* vocab_*
-        pad_vocab_size make_vocab_size_divisible_by merge_file tiktoken_* special_tokens use_pin_memory chat_template
-        trust_remote_code allow_ambiguous_pad_tokens logits_save_* logits_load_* sample_rate
-        offset_sampling_seed_by_dp_rank
-
-        *_fusion *_fusion_impl use_flash_attn flash_* attention_backend transformer_impl use_te_activation_func
-        *cuda_graph* recompute_* *_activations *offload* nvtx_ranges deterministic_mode batch_invariant_mode
-        defer_embedding_wgrad_compute wgrad_deferral_limit persist_layer_norm no_persist_layer_norm
-        memory_efficient_layer_norm fused_residual_rmsnorm fused_single_qkv_rope disable_jit_fuser
-        use_fused_weighted_squared_relu use_transformer_engine_op_fuser clone_scatter_output_in_embedding
-        mlp_chunks_for_* empty_unused_memory_level pin_* use_legacy_models use_mcore_models *deprecated* yaml_cfg
-        enable_experimental model_type mamba_* use_mamba_mem_eff_path enable_msc disable_*_cache
-
-        *profile* log_* *_log_interval logging_level tensorboard_* wandb_* *one_logger* timing_log_* record_*
-        memory_snapshot_path app_tag_* barrier_with_L1_time config_logger_dir flight_recorder_* gpu_sniff_test_*
-        report_topk_accuracies
-
-        inference_* enable_chunked_prefill decode_only_* *_for_prefill num_speculative_tokens refit_method
-        max_tokens_to_oom output_bert_embeddings use_legacy_static_engine symmetric_ar_type rl_* grpo_* langrl_*
-        perform_rl_step
-
-        bert_* ict_* biencoder_* retriever_* indexer_* query_in_block_prob embedding_path use_one_sent_docs vision_*
-        dino_* swin_* img_* patch_dim num_channels num_classes classes_fraction iter_per_epoch retro_* dsa_*
-        linear_num_* linear_key_* linear_value_* linear_conv_* mtp_* mup_* relative_attention_* yarn_* q_lora_rank
-        kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim rotary_scaling_factor rope_type
-        cache_mla_latents mla_* original_max_position_embeddings beta_fast beta_slow
-
-        moe_token_dispatcher_type moe_token_drop_policy moe_flex_* moe_enable_deepep moe_enable_routing_replay
-        moe_deepep_* moe_hybridep_* moe_ncclep_* moe_paged_stash* moe_permute_* moe_per_layer_logging
-        moe_routing_trace_* moe_upcycling_* moe_use_upcycling moe_layer_recompute moe_router_dtype moe_router_fusion
-        moe_router_padding_* moe_pad_* moe_single_grouped_* moe_grouped_gemm moe_use_legacy_grouped_gemm
-        moe_router_bias_update_rate
+        *parallel_size* *pipeline* *process_group* *overlap* *_ddp *ddp_* *fsdp* *_dp_sharding_strategy DDP_impl rank
+        local_rank world_size data_parallel_* distributed_* nccl_* tp_comm_* cp_comm_type delay_* align_*
+        sequence_parallel async_tensor_model_parallel_allreduce standalone_embedding_stage microbatch_group_size_*
+        *_p2p_* variable_seq_lengths
+        fp8* fp16 bf16 fp4_* fp32_allreduce fp32_residual_connection fp16_lm_cross_entropy *_dtype
+        num_layers_at_*_in_bf16 grad_* gradient_* accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32
+        apply_query_key_layer_scaling use_te_rng_tracker kitchen_*
+        *optimizer* *weight_decay* *loss_scale* use_layer_wise_* adam_* muon_* lion_* sgd_momentum lr lr_* min_lr
+        decoupled_* head_lr_mult warmup clip_grad qk_clip* override_* min_scale hysteresis *batch_size* train_* seed
+        exit_* skip_train skipped_* eval_* iteration curr_iteration consumed_* do_train do_valid do_test finetune
+        manual_gc* rerun_mode error_injection_* inprocess_* ft_* adlr_* straggler_* check_* eod_mask_loss
+        cross_entropy_* calculate_per_token_loss mask_prob mask_factor mask_type short_seq_prob
+        num_floating_point_operations_so_far perform_initialization use_cpu_initialization
+        *ckpt* *checkpoint* save save_* load load_* no_save_* no_load_* async_* non_persistent_* replication_*
+        strict_fsdp_*
+        *tokenizer* data_* *_data_path num_dataset_builder_threads mid_level_dataset_surplus dataloader_* split
+        seq_length *_seq_length reset_position_ids reset_attention_mask create_attention_mask_in_dataloader num_workers
+        mmap_* mock_data sft_* fim_* vocab_size vocab_file pad_vocab_size make_vocab_size_divisible_by merge_file
+        tiktoken_* use_pin_memory logits_save_* logits_load_* sample_rate offset_sampling_seed_by_dp_rank
+        *_fusion *_fusion_impl use_flash_attn attention_backend transformer_impl *cuda_graph* recompute_* *_activations
+        *offload* deterministic_mode persist_layer_norm no_persist_layer_norm clone_scatter_output_in_embedding
+        mlp_chunks_for_* pin_* use_legacy_models use_mcore_models *deprecated* model_type mamba_* use_mamba_mem_eff_path
+        profile profile_* log_* logging_level tensorboard_* wandb_* *one_logger* timing_log_* memory_snapshot_path
+        app_tag_* barrier_with_L1_time flight_recorder_* inference_* refit_method max_tokens_to_oom rl_* grpo_*
+        bert_* indexer_* retriever_* query_in_block_prob vision_* dino_* swin_* img_* patch_dim num_channels num_classes
+        classes_fraction iter_per_epoch retro_* dsa_* linear_num_* linear_key_* linear_value_* linear_conv_* mtp_* mup_*
+        relative_attention_* q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale
+        rotary_scaling_factor rope_type original_max_position_embeddings beta_fast beta_slow moe_token_dispatcher_type
+        moe_token_drop_policy moe_flex_* moe_enable_deepep moe_deepep_* moe_hybridep_* moe_paged_stash*
+        moe_permute_fusion moe_per_layer_logging moe_upcycling_* moe_layer_recompute moe_router_dtype
+        moe_router_padding_* moe_grouped_gemm moe_use_legacy_grouped_gemm moe_router_bias_update_rate
         """.split()  # noqa: SIM905
     )
 )

@@ -9,6 +9,7 @@ The first names one of the folders, whose files determine the format (of two) an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import Any, Literal
 
 from mjax.errors import UsageError
 from mjax.interop.megatron.arguments import is_decoder
-from mjax.interop.megatron.names import flat, incomplete, is_weight, kind_of, renamed
-from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered
+from mjax.interop.megatron.tensors import DistributedTensors, RankTensors, Share, gathered, incomplete, renamed
 from mjax.interop.model_folder import read_object
 from mjax.interop.tensor_files import Tensors
 from mjax.interop.torch_files import COMMON_STATE, StandIn, as_arrays, load, read_metadata
@@ -26,6 +26,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SAVE_AGAIN = "save it again with Megatron's --ckpt-convert-format torch_dist"
 RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """File names of a rank; the second from versions that saved moments in a separate file."""
+Architecture = Literal["gpt", "bert", "decoder"]
+DEEPEST = 30  # dots in a name
+NO_WEIGHT = re.compile(r"(.*\.)?_extra_state(/.*)?|(chained_\d+\.)?optimizer\..*|common_state/.*")
+"""State of TransformerEngine's kernels, moments and arguments."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Checkpoint:
     """
 
     folder: Path
-    architecture: Literal["gpt", "bert", "decoder"]
+    architecture: Architecture
     tensors: Tensors
     version: float
     version_missing: bool
@@ -113,11 +117,13 @@ def _open_ranks(folder: Path) -> Checkpoint:
     first = contents[0, 0, 0]
     arguments = _arguments(first, folder)
     ranks, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
-    if experts == 1 and stages > 1 and _only_experts(arguments):
+    sizes = arguments or {}
+    has_pipeline = sizes.get("pipeline_model_parallel_size") not in (None, 1)
+    if experts == 1 and stages > 1 and sizes.get("expert_model_parallel_size") == stages and not has_pipeline:
         contents = {(rank, 0, expert): content for (rank, expert, _), content in contents.items()}
         files = {(rank, 0, expert): file for (rank, expert, _), file in files.items()}
         stages, experts = 1, stages
-    _check_ranks(arguments, ranks, stages, experts, folder)
+    _check_ranks(sizes, ranks, stages, experts, folder)
     chunks = list(filter(re.compile(r"model\d*").fullmatch, first))
     if not chunks:
         raise UsageError(f"{files[0, 0, 0]} has no model; give a checkpoint of Megatron")
@@ -129,11 +135,10 @@ def _open_ranks(folder: Path) -> Checkpoint:
     kind = _architecture(arguments, names, folder)
     current = {at: renamed(share, kind, str(folder)) for at, share in shares.items()}
 
-    def piece(chunk: str, stage: int) -> list[Share]:
-        of_ranks = [[current[chunk, rank, stage, expert] for expert in range(experts)] for rank in range(ranks)]
-        return [gathered(shares, str(folder)) for shares in of_ranks]
+    def of_rank(chunk: str, stage: int, rank: int) -> Share:
+        return gathered([current[chunk, rank, stage, expert] for expert in range(experts)], str(folder))
 
-    pieces = [piece(*at) for at in product(chunks, range(stages))]
+    pieces = [[of_rank(*at, rank) for rank in range(ranks)] for at in product(chunks, range(stages))]
     old = any(name.startswith("language_model.") for name in names)
     version = _version(first, folder, assumed=0 if old else 3)
     tensors = RankTensors(pieces, version, str(folder), gated=kind == "decoder")
@@ -155,8 +160,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int, int], Path]:
         files[tuple([*numbers, 0, 0][:3])] = there[0]
     if not files:
         raise incomplete(f"{folder} holds neither mp_rank_00 nor .metadata")
-    first, second, third = (1 + max(numbers) for numbers in zip(*files, strict=True))
-    for place in product(range(first), range(second), range(third)):
+    for place in product(*(range(1 + max(numbers)) for numbers in zip(*files, strict=True))):
         if place not in files:
             name = "_".join(["mp_rank", f"{place[0]:02}", *(f"{number:03}" for number in place[1:longest])])
             raise incomplete(f"{folder} lacks {name}")
@@ -167,21 +171,12 @@ def _load_ranks(files: dict[tuple[int, int, int], Path]) -> dict[tuple[int, int,
     """The contents of the files, which are of the same save."""
     contents = {place: load(file) for place, file in files.items()}
     for (place, content), name in product(contents.items(), ("iteration", "checkpoint_version")):
-        if content.get(name) != (expected := contents[0, 0, 0].get(name)):
-            there = f"{content.get(name)}, and {expected} in {files[0, 0, 0]}"
-            raise incomplete(f"{files[place]}: {name} is {there}")
+        if (value := content.get(name)) != (expected := contents[0, 0, 0].get(name)):
+            raise incomplete(f"{files[place]}: {name} is {value}, and {expected} in {files[0, 0, 0]}")
     return contents
 
 
-def _only_experts(arguments: dict[str, Any] | None) -> bool:
-    """Whether the second of two numbers in the name of a file is an expert rank: there was no pipeline."""
-    experts = (arguments or {}).get("expert_model_parallel_size")
-    stages = (arguments or {}).get("pipeline_model_parallel_size")
-    return type(experts) is int and experts > 1 and stages in (None, 1)
-
-
-def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, experts: int, folder: Path) -> None:
-    said = arguments or {}
+def _check_ranks(sizes: dict[str, Any], ranks: int, stages: int, experts: int, folder: Path) -> None:
     expected = {
         "tensor_model_parallel_size": ranks,
         "model_parallel_size": ranks,  # until 2020
@@ -189,30 +184,38 @@ def _check_ranks(arguments: dict[str, Any] | None, ranks: int, stages: int, expe
         "expert_model_parallel_size": experts,
     }
     for name, there in expected.items():
-        if said.get(name) not in (None, there):
-            raise incomplete(f"{folder}: {name} was {said[name]}, and there are {there}")
-    if said.get("num_experts") and said.get("expert_tensor_parallel_size") not in (None, ranks):
-        sizes = f"was {said['expert_tensor_parallel_size']}, and there are {ranks} tensor ranks"
-        raise UsageError(f"{folder}: expert_tensor_parallel_size {sizes}; {SAVE_AGAIN}")
+        if sizes.get(name) not in (None, there):
+            raise incomplete(f"{folder}: {name} was {sizes[name]}, and there are {there}")
+    if sizes.get("num_experts") and (of_experts := sizes.get("expert_tensor_parallel_size")) not in (None, ranks):
+        problem = f"expert_tensor_parallel_size was {of_experts}, and there are {ranks} tensor ranks"
+        raise UsageError(f"{folder}: {problem}; {SAVE_AGAIN}")
 
 
 def _weights(model: Any, file: Path) -> Share:
     """The weights in the `model` entry of a file."""
     if not isinstance(model, dict):
         raise incomplete(f"{file} has no model")
-    return as_arrays(file, {name: value for name, value in flat(model).items() if is_weight(name)})
+    return as_arrays(file, {name: value for name, value in flat(model).items() if not NO_WEIGHT.fullmatch(name)})
 
 
-def _architecture(
-    arguments: dict[str, Any] | None, names: list[str], folder: Path
-) -> Literal["gpt", "bert", "decoder"]:
-    trunks = {
-        found[1] for name in names if (found := re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name))
-    }
-    if len(trunks) > 1:
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """{'a': {'b': x}} → {'a.b': x}: the nested dicts of 2020 with today's flat names."""
+    found = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping)
+        if above.count(".") > DEEPEST:  # a pickle can hold itself
+            raise UsageError(f"{above}{name} is nested too deeply for a checkpoint of Megatron; convert another")
+        found |= flat(value, f"{above}{name}.") if nested else {f"{above}{name}": value}
+    return found
+
+
+def _architecture(arguments: dict[str, Any] | None, names: list[str], folder: Path) -> Architecture:
+    trunks = [re.match(r"(?:language_model\.)?(encoder|decoder)\.layers\.", name) for name in names]
+    if len({trunk[1] for trunk in trunks if trunk}) > 1:
         raise UsageError(f"{folder} holds an encoder and a decoder, as of T5, which mjax does not support; use others")
-    kind = kind_of(names)
-    return "decoder" if kind == "gpt" and is_decoder(arguments, names) else kind
+    if any(re.match(r"lm_head\.|binary_head\.|.*tokentype_embeddings", name) for name in names):
+        return "bert"
+    return "decoder" if is_decoder(arguments, names) else "gpt"
 
 
 def _version(content: dict[str, Any], folder: Path, assumed: float) -> float:
@@ -225,12 +228,10 @@ def _version(content: dict[str, Any], folder: Path, assumed: float) -> float:
 
 
 def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    found = content.get("args")
-    if found is None:
-        return None
-    if not isinstance(found, StandIn | dict):
-        raise incomplete(f"{folder}: args is {found!r}, which are not the arguments of a run")
-    return found if isinstance(found, dict) else vars(found)
+    arguments = content.get("args")
+    if not isinstance(arguments, StandIn | dict | None):
+        raise incomplete(f"{folder}: args is {arguments!r}, which are not the arguments of a run")
+    return vars(arguments) if isinstance(arguments, StandIn) else arguments
 
 
 # --- Format torch_dist ------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any] | None:
 
 def _open_distributed(folder: Path) -> Checkpoint:
     entries = read_metadata(folder / ".metadata")
-    stored = {name: tensor for name, tensor in entries.items() if is_weight(name) and name != COMMON_STATE}
+    stored = {name: tensor for name, tensor in entries.items() if not NO_WEIGHT.fullmatch(name)}
     if (folder / "common.pt").is_file():  # megatron-core until 0.18
         common = load(folder / "common.pt")
     elif COMMON_STATE in entries:

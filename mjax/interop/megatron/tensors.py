@@ -2,7 +2,25 @@
 
 RankTensors          format `torch`: one file per rank with its shard of the model
 DistributedTensors   format `torch_dist`, the default today: tensors in parts, independent of the ranks
-DecoderTensors       either of them, of a decoder, with the names of a Llama of Hugging Face
+DecoderTensors       either of them, of a decoder, with a name for each part of a fused tensor
+
+Names and layouts of Megatron's tensors since 2020:
+
+    2020  language_model.transformer.layers.3.attention.query_key_value.weight
+    2021  language_model.encoder.layers.3.self_attention.query_key_value.weight
+    2023  decoder.layers.3.self_attention.linear_qkv.weight       (encoder.layers.… in a BERT)
+
+Names are replaced by current ones when a checkpoint is opened (`today`), so one table is enough (`family_of`).
+
+Weights are those of a `torch.nn.Linear`, [out, in]. Queries, keys and values are fused along out, in one of three
+orders, which only `checkpoint_version` tells: names and shapes do not.
+
+Of p ranks, each has its shard along out (column parallel, arXiv 1909.08053) or in (row parallel), or a full copy:
+
+    out    linear_qkv and linear_fc1 with their biases; the embedding and the bias of the scores, by tokens
+    in     linear_proj and linear_fc2, whose biases are full copies
+           experts likewise, one by one
+    all    everything else
 """
 
 from __future__ import annotations
@@ -10,18 +28,177 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import accumulate, product, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mjax.config import LlamaConfig
 from mjax.errors import UsageError, first_line
-from mjax.interop.megatron.names import IN_LAYER, MLP, NAMES, QKV, incomplete, split_dim
 from mjax.interop.tensor_files import FLOATS, WORDS, Kind, Tensors
 from mjax.interop.torch_files import Chunk, Stored, as_arrays, load_tensors, read_chunk
-from mjax.models.llama.huggingface import LAYER
+from mjax.models.huggingface.family import Family
+
+
+def incomplete(problem: str) -> UsageError:
+    """Return the error about a checkpoint that was not copied completely."""
+    return UsageError(f"{problem}; copy the whole checkpoint again")
+
+
+# --- Layout -----------------------------------------------------------------------------------------------------------
+
+
+def family_of(kind: str, version: float, layernorm: str = "pre", layers: int = 0) -> Family:
+    """Current names of the tensors of a `gpt` or a `bert`, with the layouts of a `checkpoint_version`.
+
+    Args:
+      kind: `gpt` or `bert`.
+      version: determines the order of queries, keys and values. Below 1, which includes files of 2020 without a
+        version, they are concatenated; in 1 they are interleaved number by number, from 2 on head by head.
+      layernorm: `post` for a BERT with LayerNorm after the residual sums, as in the original (arXiv 1909.08053, figure
+        7a). Megatron keeps the pre-LayerNorm layers, but takes the residual from the LayerNorm's output instead of its
+        input (`--apply-residual-connection-post-layernorm`). That is the original with the layer boundaries shifted: a
+        layer's first LayerNorm belongs to what precedes it, the embedding or the MLP of the layer below, and the final
+        LayerNorm to the last layer.
+      layers: of a `post` BERT.
+    """
+    trunk = TRUNKS[kind]
+    layer = f"{trunk}.layers.{{0}}"
+    names = {
+        "embedding": "embedding.word_embeddings",
+        "positions": "embedding.position_embeddings",
+        "token_types": "embedding.tokentype_embeddings",
+        "blocks.attention_norm": f"{layer}.input_layernorm",
+        "blocks.attention.qkv": f"{layer}.self_attention.linear_qkv",
+        "blocks.attention.out": f"{layer}.self_attention.linear_proj",
+        "blocks.mlp_norm": f"{layer}.pre_mlp_layernorm",
+        "blocks.mlp.up": f"{layer}.mlp.linear_fc1",
+        "blocks.mlp.down": f"{layer}.mlp.linear_fc2",
+        "final_norm": f"{trunk}.final_layernorm",
+        "mlm.transform": "lm_head.dense",
+        "mlm.norm": "lm_head.layer_norm",
+        "mlm": "output_layer",
+        "pooler": "pooler.dense",
+        "order": "binary_head",
+    }
+    renamed = ()
+    if layernorm == "post":
+        names |= {
+            "embedding_norm": f"{trunk}.layers.0.input_layernorm",
+            "blocks.attention_norm": f"{layer}.pre_mlp_layernorm",
+            "blocks.mlp_norm": f"{trunk}.layers.{{1}}.input_layernorm",
+        }
+        renamed = ((rf"^{trunk}\.final_layernorm", f"{trunk}.layers.{layers}.input_layernorm"),)
+    return Family(
+        model=f"Megatron's {kind.upper()}",
+        names=names,
+        qkv="cnd" if version < 1 else "ndc" if version < 2 else "ncd",
+        copies={SCORES: EMBEDDING},
+        renamed=renamed,
+        described_by="the rest of the checkpoint",
+        padded=True,
+    )
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+TRUNKS = {"gpt": "decoder", "bert": "encoder", "decoder": "decoder"}
+"""Prefixes of the current names of layers."""
+EMBEDDING, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+SCORES, SCORES_BIAS = "output_layer.weight", "output_layer.bias"
+VOCABULARY = (EMBEDDING, SCORES, SCORES_BIAS)
+"""Tensors with one row per token of the padded vocabulary."""
+_OLD = (
+    (r"^language_model\.(transformer|encoder)\.", "TRUNK."),
+    (r"^language_model\.", ""),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.query_key_value\.", ".linear_qkv."),
+    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+    (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
+    (r"^lm_head\.bias$", SCORES_BIAS),
+    # The last pipeline stage has a copy of the embedding for the output layer.
+    (r"^word_embeddings_for_head\.weight$", SCORES),
+    # TransformerEngine fuses a LayerNorm with the linear layer after it.
+    (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
+    (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (r"\.mlp\.experts\.experts\.", ".mlp.experts."),  # of the format torch_dist
+)
+
+
+def today(name: str, kind: str) -> str:
+    """The current name for a name of any year; unknown names are returned unchanged."""
+    for old, new in _OLD:
+        name = re.sub(old, new, name)
+    return name.replace("TRUNK.", f"{TRUNKS[kind]}.", 1)
+
+
+def renamed(tensors: Mapping[str, Any], kind: str, source: str) -> dict[str, Any]:
+    """A dict with names of any year, with current names.
+
+    Raises:
+      UsageError: two of the names are of the same tensor.
+    """
+    known: dict[str, str] = {}
+    for name in tensors:
+        if (other := known.setdefault(today(name, kind), name)) != name:
+            raise UsageError(f"{source} has both {other} and {name}; remove the one that is not the model's")
+    return {current: tensors[name] for current, name in known.items()}
+
+
+# --- Decoders ---------------------------------------------------------------------------------------------------------
+
+QKV = "self_attention.linear_qkv"
+_OF_GPT = family_of("gpt", 3)
+LAYER = "decoder.layers.{0}"
+DECODER = replace(
+    _OF_GPT,
+    model="Megatron's decoder",
+    names={
+        **_OF_GPT.names,
+        "blocks.attention.qkv": tuple(f"{LAYER}.{QKV}.{part}" for part in "qkv"),
+        "blocks.attention.query": f"{LAYER}.{QKV}.q",
+        "blocks.attention.key_value": (f"{LAYER}.{QKV}.k", f"{LAYER}.{QKV}.v"),
+        "blocks.attention.query_norm": f"{LAYER}.self_attention.q_layernorm",
+        "blocks.attention.key_norm": f"{LAYER}.self_attention.k_layernorm",
+        "blocks.mlp.up": (f"{LAYER}.mlp.linear_fc1.gate", f"{LAYER}.mlp.linear_fc1.up"),
+        "head": "output_layer",
+    },
+    spelled=lambda name: re.sub(r"(?<=linear_qkv|linear_fc1)\.\w+(?=\.)", "", name),
+)
+"""With names for the parts of linear_qkv and linear_fc1, which `DecoderTensors` splits."""
+MIXTURE = replace(
+    DECODER,
+    model="Megatron's mixture of experts",
+    names={
+        **DECODER.names,
+        "blocks.mlp.router": f"{LAYER}.mlp.router",
+        "blocks.mlp.up": tuple(f"{LAYER}.mlp.experts.{{2}}.linear_fc1.{part}" for part in ("gate", "up")),
+        "blocks.mlp.down": f"{LAYER}.mlp.experts.{{2}}.linear_fc2",
+        "blocks.mlp.shared.up": tuple(f"{LAYER}.mlp.shared_experts.linear_fc1.{part}" for part in ("gate", "up")),
+        "blocks.mlp.shared.down": f"{LAYER}.mlp.shared_experts.linear_fc2",
+    },
+)
+
+
+# --- Tensor parallelism -----------------------------------------------------------------------------------------------
+
+_BY_OUT = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_BY_IN = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+
+
+def split_dim(name: str) -> int | None:
+    """The dimension along which a tensor (by current name) is split over ranks; None: each has all of it."""
+    if name in VOCABULARY or _BY_OUT.fullmatch(name):
+        return 0
+    return 1 if _BY_IN.fullmatch(name) else None
+
 
 # --- Format torch -----------------------------------------------------------------------------------------------------
 #
@@ -34,7 +211,7 @@ from mjax.models.llama.huggingface import LAYER
 
 Share = dict[str, np.ndarray]
 """The tensors of one rank for one piece of the model, by current names."""
-_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 EXPERTS = ".mlp.experts."
 
 
@@ -64,9 +241,9 @@ class RankTensors:
             for rank, share in enumerate(piece):
                 if odd := share.keys() ^ piece[0].keys():
                     raise incomplete(f"{source}: of tensor ranks 0 and {rank} only one holds {min(odd)}")
-            numbers = [int(found[0]) for name in piece[0] if (found := _LAYER.search(name))]
+            numbers = [int(found[0]) for name in piece[0] if (found := _NUMBER.search(name))]
             for name in piece[0]:
-                whole = _LAYER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
+                whole = _NUMBER.sub(lambda found: str(int(found[0]) + layers), name)  # noqa: B023 - called at once
                 if whole in self.kinds:
                     raise incomplete(f"{source}: two stages of the pipeline hold {name}, of piece {number} too")
                 self._shares[whole] = [share[name] for share in piece]
@@ -77,13 +254,11 @@ class RankTensors:
         shares, dim = self._shares[name], split_dim(name)
         first = shares[0]
         for rank, share in enumerate(shares):
-            same = [extent for i, extent in enumerate(share.shape) if i != dim]
-            if same != [extent for i, extent in enumerate(first.shape) if i != dim] or share.dtype != first.dtype:
+            sizes = zip_longest(share.shape, first.shape)
+            if share.dtype != first.dtype or any(a != b for i, (a, b) in enumerate(sizes) if i != dim):
                 kinds = f"{first.dtype} {first.shape} on tensor rank 0 and {share.dtype} {share.shape} on {rank}"
                 raise incomplete(f"{source}: {name} is {kinds}")
-        shape = list(first.shape)
-        if dim is not None and shape:
-            shape[dim] = sum(share.shape[dim] for share in shares)
+        shape = [sum(share.shape[dim] for share in shares) if i == dim else n for i, n in enumerate(first.shape)]
         return Kind(WORDS.get(first.dtype.name, str(first.dtype)), tuple(shape))
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -98,11 +273,9 @@ class RankTensors:
         if dim == 1:
             return np.concatenate([share[rows] for share in shares], axis=1)
         first, end, _ = rows.indices(self.kinds[name].shape[0])
-        parts, start = [], 0
-        for share in shares:
-            parts.append(share[max(0, first - start) : max(0, end - start)])
-            start += len(share)
-        return np.concatenate(parts)
+        starts = accumulate(map(len, shares), initial=0)
+        parts = zip(shares, starts, strict=False)
+        return np.concatenate([share[max(0, first - start) : max(0, end - start)] for share, start in parts])
 
 
 def gathered(shares: Sequence[Share], source: str) -> Share:
@@ -115,8 +288,8 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
     Raises:
       UsageError: the ranks do not fit together, or a tensor does not fit the number of experts.
     """
-    found = {name: array for name, array in shares[0].items() if EXPERTS not in name}
-    others = set(found)
+    joined = {name: array for name, array in shares[0].items() if EXPERTS not in name}
+    others = set(joined)
     for rank, share in enumerate(shares):
         if odd := others ^ {name for name in share if EXPERTS not in name}:
             raise incomplete(f"{source}: of expert ranks 0 and {rank} only one holds {min(odd)}")
@@ -131,10 +304,9 @@ def gathered(shares: Sequence[Share], source: str) -> Share:
             own = len(router) // len(shares)
             for number, rest, tensor in _of_rank(part, array, own, router.shape[1]):
                 whole = f"{before}{EXPERTS}{rank * own + number}.{rest}"
-                if whole in found:
+                if joined.setdefault(whole, tensor) is not tensor:
                     raise incomplete(f"{source}: two expert ranks hold {whole}, rank {rank} the second time")
-                found[whole] = tensor
-    return found
+    return joined
 
 
 def _of_rank(part: str, array: np.ndarray, own: int, hidden: int) -> Iterator[tuple[int, str, np.ndarray]]:
@@ -190,11 +362,11 @@ class DistributedTensors:
             if 0 in tensor.shape or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
                 raise UsageError(f"{folder / '.metadata'} lists other parts of {name} than the whole; copy it again")
             dtype = WORDS.get(tensor.dtype, tensor.dtype)
-            chunks = None
-            for part, index in _numbered(name, tensor.shape):
-                chunks = _by_index(tensor.chunks, len(index)) if chunks is None else chunks
+            parts = dict(_numbered(name, tensor.shape))
+            chunks = _by_index(tensor.chunks, len(next(iter(parts.values()))))
+            for part, index in parts.items():
                 self.kinds[part] = Kind(dtype, tensor.shape[len(index) :])
-                self._places[part] = (index, chunks.get(index, []))
+                self._places[part] = (index, chunks[index])
         self._last: tuple[Chunk, np.ndarray] | None = None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
@@ -219,11 +391,10 @@ class DistributedTensors:
             self._last = None
             file = self._folder / chunk.file
             try:
-                array = as_arrays(file, {"a part": load_tensors(read_chunk(file, chunk))})["a part"]
-            except UsageError:
-                raise
+                tensor = load_tensors(read_chunk(file, chunk))
             except Exception as error:  # of many kinds, for bytes that are not a tensor
                 raise UsageError(f"{file} is truncated or damaged ({first_line(error)}); copy it again") from None
+            array = as_arrays(file, {"a part": tensor})["a part"]
             if array.shape != chunk.sizes:
                 raise incomplete(f"{file} holds another part than .metadata says")
             self._last = (chunk, array)
@@ -243,12 +414,12 @@ def _numbered(name: str, shape: tuple[int, ...], index: tuple[int, ...] = ()) ->
 
 def _by_index(chunks: Iterable[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
     """The parts that hold something of each index along so many first dims."""
-    found: dict[tuple[int, ...], list[Chunk]] = {}
+    by_index = defaultdict(list)
     for chunk in chunks:
         extents = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
         for index in product(*(range(offset, offset + size) for offset, size in extents)):
-            found.setdefault(index, []).append(chunk)
-    return found
+            by_index[index].append(chunk)
+    return by_index
 
 
 def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
@@ -264,7 +435,7 @@ def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
 
 # --- Decoders ---------------------------------------------------------------------------------------------------------
 #
-# Two tensors of a layer hold what has several names in a Llama:
+# Two tensors of a layer hold several:
 #
 #     linear_qkv  [k · (n / k + 2) · d, h]   of each group its query heads, then its key, then its value
 #     linear_fc1  [2 · f, h]                 gate, then up; but of p ranks each has its gate and its up
@@ -275,7 +446,7 @@ def _check_size(file: Path, name: str, tensor: Stored, chunk: Chunk) -> None:
 
 
 class DecoderTensors:
-    """`Tensors` with the names of a Llama, out of Megatron's."""
+    """`Tensors` with names for the parts of fused ones: linear_qkv.q.weight, linear_fc1.gate.weight."""
 
     def __init__(self, tensors: Tensors, model: LlamaConfig, source: str):
         """Name them.
@@ -296,29 +467,23 @@ class DecoderTensors:
                 self.kinds[name] = Kind(kind.dtype, (rows, *kind.shape[1:])) if len(parts) > 1 else kind
 
     def _parts(self, name: str) -> dict[str, int]:
-        """The names of a Llama for a tensor, with their numbers of rows if there are several."""
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)(_[wv])?", name)
+        """The names of the parts of a tensor, with their numbers of rows if there are several."""
+        match = re.fullmatch(r"(.+\.(linear_qkv|linear_fc1))\.(weight|bias)(_[wv])?", name)
         if not match:
-            return {NAMES.get(name, name): 0}
-        layer, module, kind, half = match.groups()
-        model = self._model
-        if module in IN_LAYER:
-            parts = {IN_LAYER[module]: 0}
-        elif module == QKV:
-            heads = {"q": model.heads, "k": model.groups, "v": model.groups}
-            parts = {f"self_attn.{part}_proj": count * model.head_size for part, count in heads.items()}
-        elif not (mlp := re.fullmatch(f"{MLP}([12])", module)):
             return {name: 0}
-        elif mlp[2] == "2":
-            parts = {f"{mlp[1]}.down_proj": 0}
-        elif half:
-            parts = {f"{mlp[1]}.{'gate' if half == '_w' else 'up'}_proj": 0}
-        else:
-            width = model.mlp_width
-            if mlp[1] != "mlp":
-                width = getattr(model, "shared_width" if "shared" in mlp[1] else "width_of_expert", 0)
-            parts = {f"{mlp[1]}.gate_proj": width, f"{mlp[1]}.up_proj": width}
-        return {f"{LAYER.format(layer)}.{part}.{kind}": rows for part, rows in parts.items()}
+        module, kind, what, half = match.groups()
+        if half:
+            return {f"{module}.{'gate' if half == '_w' else 'up'}.{what}": 0}
+        model, width = self._model, self._model.mlp_width
+        if ".experts." in module:
+            width = getattr(model, "width_of_expert", 0)
+        elif ".shared_experts." in module:
+            width = getattr(model, "shared_width", 0)
+        parts = {"gate": width, "up": width}
+        if kind == "linear_qkv":
+            heads = {"q": model.heads, "k": model.groups, "v": model.groups}
+            parts = {part: count * model.head_size for part, count in heads.items()}
+        return {f"{module}.{part}.{what}": rows for part, rows in parts.items()}
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         theirs, which = self._origins[name]
