@@ -107,7 +107,7 @@ def test_conversations_are_one_value_or_one_a_line():
     ("text", "words"),
     [
         ('[{"role": "user"}]\n[', "line 2 of stdin is not JSON"),
-        ("{}", 'stdin has JSON that is not a conversation; write [{"role": "user"'),
+        ("{}", "stdin has JSON that is not a conversation: it has no messages, prompt and completion"),
         ('[{"content": "x"}]', "is not a conversation"),
         ('{"messages": [{"role": "user"}], "tools": 3}', "is not a conversation"),
     ],

@@ -180,10 +180,12 @@ def _negative(name: str) -> str:
 
 def _instead(name: str, words: Sequence[str], fields: dict[str, Flag], prog: str) -> str:
     """The flag to type instead of an unknown one."""
+    if (field := fields.get(_positive(name.lower()))) and field.hidden:  # not on the command line
+        return f"; {field.hidden}"
     flags, last = [flag for flag in fields.values() if not flag.hidden], name.lower().rpartition(".")[2]
     if matches := _match_flags(name.lower(), "".join(words[:1]), flags):
         return "; type " + either([_format_flag(flag, value, len(matches) > 1) for flag, value in matches])
-    for flag in sorted(fields.values(), key=lambda flag: flag.name != name.lower()):  # the field itself first
+    for flag in fields.values():
         if last == flag.name.rpartition(".")[2] or _translate_value(flag.marks, last, "") is not None:
             return f"; {flag.hidden}"
     for field, kinds in _fields_of_models(last).items():
